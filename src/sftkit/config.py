@@ -1,0 +1,221 @@
+"""Every setting of every recipe, one frozen dataclass per concept. No torch in this file: a bad recipe fails in a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def settings(cls: type) -> type:
+    """A frozen dataclass that refuses keys it does not know."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@settings
+class RunConfig:
+    """Where the run lives and its seed."""
+
+    dir: str
+    "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
+    seed: NonNegative = 0
+    "Seeds weights, data order and dropout."
+
+
+@settings
+class TokenizerTraining:
+    """A byte-level BPE tokenizer trained on the recipe's own training data (base stage)."""
+
+    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    "Number of entries, special tokens included."
+    max_rows: Positive = 200_000
+    "Rows of data.train that it is trained on."
+
+
+@settings
+class ModelConfig:
+    """The model and tokenizer that training starts from."""
+
+    path: str | None = None
+    "Hub id, local model folder, run directory (its latest checkpoint) or step directory. Null with model.scratch."
+    scratch: dict[str, Any] | None = None
+    "Fields of a transformers config with model_type: random weights of that shape, no checkpoint."
+    tokenizer: str | None = None
+    "Hub id or local folder of the tokenizer; null: the one beside model.path."
+    train_tokenizer: TokenizerTraining | None = None
+    "Train a new tokenizer instead of loading one."
+    chat_template: str | None = None
+    "A Jinja file that replaces the tokenizer's chat template; saved with every checkpoint."
+    revision: str | None = None
+    "Branch, tag or commit of a hub model."
+    trust_remote_code: bool = False
+    "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
+    gradient_checkpointing: bool = False
+    "Recompute activations in the backward pass: less memory, about a third more compute."
+
+
+@settings
+class SourceConfig:
+    """One source of rows: a builtin, a local file or folder, or a hub dataset."""
+
+    path: str
+    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.txt file (also .gz), a folder of them, or a hub dataset id."
+    name: str | None = None
+    "Label in metrics; null: the last part of the path."
+    subset: str | None = None
+    "Configuration name of a hub dataset (GSM8K: main)."
+    split: str = "train"
+    "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
+    repeat: Positive = 1
+    "Passes over this source in an epoch."
+    max_rows: Positive | None = None
+    "Use only the first rows; null: all."
+
+
+@settings
+class DataConfig:
+    """What is learned from and how it is laid out in rows of static shape."""
+
+    train: tuple[SourceConfig, ...]
+    "Training sources, mixed by shuffling."
+    val: tuple[SourceConfig, ...] = ()
+    "Validation sources; each has its own val/<name>/loss and bpb."
+    layout: Literal["packed", "bucketed", "fixed"] = "packed"
+    "packed: whole documents best-fit into rows; bucketed: a document per row, padded to a bucket; fixed: to max_length."
+    max_length: Annotated[int, Field(ge=8)] | None = None
+    "Tokens in a row and the most of one document; null: inherited from the checkpoint's own run."
+    bucket_lengths: tuple[Positive, ...] | None = None
+    "Row lengths of the bucketed layout, ascending, each a divisor of the last, which must be max_length."
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    "What happens to a conversation longer than max_length. Plain text is always cut into pieces of max_length."
+    on_bad_row: Literal["error", "skip"] = "error"
+    "A row that cannot be used: stop with its file and line, or skip it and count."
+    num_proc: Positive = 1
+    "Processes that tokenize (the result is cached on disk)."
+    num_workers: NonNegative = 0
+    "Processes that build batches; 0: the training process itself."
+    cache_dir: str = ".cache/sftkit"
+    "Tokenized data, keyed by source, tokenizer, template and settings; safe to delete."
+
+
+@settings
+class OptimConfig:
+    """AdamW and gradient clipping."""
+
+    lr: Annotated[float, Field(gt=0.0)] = 2e-5
+    "Peak learning rate."
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    "AdamW's betas."
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    "AdamW's epsilon."
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    "Decoupled weight decay on matrices; norms, biases and embeddings have none."
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    "Clip the global gradient norm; null: no clipping."
+    schedule: Literal["wsd", "cosine", "linear", "constant"] = "cosine"
+    "wsd: warm-up, constant, linear decay over the last decay_ratio; cosine and linear decay after warm-up."
+    warmup_ratio: Fraction = 0.03
+    "Share of the steps in which the learning rate rises from 0."
+    decay_ratio: Fraction = 0.2
+    "wsd: share of the steps in which it falls."
+    min_lr_ratio: Fraction = 0.0
+    "Learning rate at the end over the peak."
+
+
+@settings
+class TrainConfig:
+    """How long, how large a step, in which precision."""
+
+    max_steps: Positive | None = None
+    "Optimizer steps; null: as many as `epochs` need."
+    epochs: Positive | None = None
+    "Passes over the data; null with max_steps: as many as the steps need."
+    global_batch_size: Positive = 32
+    "Rows of max_length per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
+    micro_batch_size: Positive = 8
+    "The most rows per forward pass on a rank; accumulation follows from it."
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    "auto: what the launcher says, else bf16 autocast on a GPU that has it and fp32 on CPU. Weights stay fp32."
+    resume: str | None = None
+    "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
+
+
+@settings
+class CompileConfig:
+    """torch.compile, for the train step only."""
+
+    enabled: bool = True
+    "Off: eager."
+    scope: Literal["block", "model"] = "block"
+    "block: each decoder layer in place, one graph for all; model: the whole forward pass."
+    backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
+    "torch.compile backend."
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    "torch.compile mode; inductor only."
+    dynamic: bool | None = False
+    "false: static shapes; null lets torch.compile decide after the first recompile."
+    fullgraph: bool = False
+    "true: a graph break is an error."
+    on_failure: Literal["warn", "error"] = "warn"
+    "No working compiler on this machine: train eagerly after one warning, or stop."
+
+
+@settings
+class EvalConfig:
+    """Evaluation on the eager orig_model."""
+
+    every: Positive | None = None
+    "Steps between validations; null: only at the end."
+    tasks: tuple[Literal["families"], ...] = ()
+    "Generative tasks run with each validation. families: exact match on the held-out built-in task families."
+    max_examples: Positive | None = None
+    "Examples per family; null: all held-out."
+    batch_size: Positive = 64
+    "Prompts decoded together."
+    max_new_tokens: Positive = 32
+    "Longest answer in tokens."
+    samples: NonNegative = 3
+    "Prompts with answers kept in samples.jsonl and shown at the end."
+
+
+@settings
+class CheckpointConfig:
+    """Checkpoints: written under a temporary name, renamed when complete."""
+
+    every: Positive | None = None
+    "Steps between checkpoints; null: only the final one."
+    keep: Annotated[int, Field(ge=2)] = 2
+    "Newest checkpoints kept."
+
+
+@settings
+class LogConfig:
+    """metrics.jsonl always; console; wandb."""
+
+    every: Positive = 10
+    "Steps between logged lines."
+    wandb: Literal["online", "offline", "off"] | None = None
+    "null: online with a wandb key on this machine, offline without."
+    project: str = "sftkit"
+    "wandb project."
+
+
+@settings
+class Config:
+    """A recipe."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

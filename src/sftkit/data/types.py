@@ -1,0 +1,80 @@
+"""The shapes that data takes on its way from a row to a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as read: either `text`, or `messages` in the OpenAI shape with optional `tools`."""
+
+    where: str
+    "file:line, or dataset[split]:index, for error messages."
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """A document of n >= 2 tokens. `is_target[i]` says that token i is learned from tokens 0..i-1; token 0 never is.
+
+    Whatever follows the last target is cut off: it can change no loss.
+    """
+
+    ids: np.ndarray
+    "int32 [n]"
+    is_target: np.ndarray
+    "bool [n]"
+    num_bytes: int = 0
+    "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What became of one row: its documents (none when it was dropped) and why it is not simply all there."""
+
+    examples: list[TokenizedExample]
+    note: str | None = None
+    "None | truncated | dropped_too_long | dropped_no_target"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All tokenized documents of a set of sources, flat and memory-mappable; D documents, N tokens."""
+
+    ids: np.ndarray
+    "int32 [N]"
+    is_target: np.ndarray
+    "bool [N]"
+    offsets: np.ndarray
+    "int64 [D + 1]; document i is ids[offsets[i] : offsets[i + 1]]"
+    num_bytes: np.ndarray
+    "int64 [D]"
+    source: np.ndarray
+    "int16 [D], index into source_names"
+    source_names: tuple[str, ...]
+    counts: dict[str, dict[str, int]]
+    "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad"
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> TokenizedExample:
+        a, b = self.offsets[i], self.offsets[i + 1]
+        return TokenizedExample(self.ids[a:b], self.is_target[a:b], int(self.num_bytes[i]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [D]: row positions each document takes. Its last token is only ever a target, so n tokens take n - 1."""
+        return np.diff(self.offsets) - 1
+
+    @property
+    def num_targets(self) -> np.ndarray:
+        """int64 [D]: target tokens of each document (token 0 has no context and is never one)."""
+        sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
+        return sums[self.offsets[1:]] - sums[self.offsets[:-1]]

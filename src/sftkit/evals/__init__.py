@@ -1,0 +1,1 @@
+"""Evaluation on the eager `orig_model`."""
