@@ -29,13 +29,31 @@ class RunConfig:
 
 
 @settings
+class SourceConfig:
+    """One source of rows: a builtin, a local file or folder, or a hub dataset."""
+
+    path: str
+    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.txt file (also .gz), a folder of them, or a hub dataset id."
+    name: str | None = None
+    "Label in metrics; null: the last part of the path."
+    subset: str | None = None
+    "Configuration name of a hub dataset (GSM8K: main)."
+    split: str = "train"
+    "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
+    repeat: Positive = 1
+    "Passes over this source in an epoch."
+    max_rows: Positive | None = None
+    "Use only the first rows; null: all."
+
+
+@settings
 class TokenizerTraining:
-    """A byte-level BPE tokenizer trained on the recipe's own training data (base stage)."""
+    """A byte-level BPE tokenizer trained on the data of the recipe (base stage)."""
 
     vocab_size: Annotated[int, Field(ge=300)] = 4096
     "Number of entries, special tokens included."
-    max_rows: Positive = 200_000
-    "Rows of data.train that it is trained on."
+    sources: tuple[SourceConfig, ...] | None = None
+    "What it is trained on; null: data.train."
 
 
 @settings
@@ -58,24 +76,6 @@ class ModelConfig:
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
     gradient_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute."
-
-
-@settings
-class SourceConfig:
-    """One source of rows: a builtin, a local file or folder, or a hub dataset."""
-
-    path: str
-    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.txt file (also .gz), a folder of them, or a hub dataset id."
-    name: str | None = None
-    "Label in metrics; null: the last part of the path."
-    subset: str | None = None
-    "Configuration name of a hub dataset (GSM8K: main)."
-    split: str = "train"
-    "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
-    repeat: Positive = 1
-    "Passes over this source in an epoch."
-    max_rows: Positive | None = None
-    "Use only the first rows; null: all."
 
 
 @settings
@@ -219,3 +219,16 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+_DATA_SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".txt")
+
+
+def source_label(source: SourceConfig) -> str:
+    """What a source is called in metrics: its name, else the last part of its path without data file suffixes."""
+    if source.name is not None:
+        return source.name
+    label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]
+    while label.endswith(_DATA_SUFFIXES):
+        label = label.rpartition(".")[0]
+    return label

@@ -1,0 +1,76 @@
+"""Mid-training: text and conversations together, every token a target. The model meets the chat format.
+
+    make mid
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
+"""
+
+from dataclasses import asdict
+from functools import partial
+
+from sftkit.recipe import load_config, to_yaml
+
+
+def main() -> None:
+    cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
+
+    from sftkit import runtime
+    from sftkit.checkpoint import Checkpoints
+    from sftkit.compilation import compile_model
+    from sftkit.data import cache, chat, loader, sources, text
+    from sftkit.data.pack import make_layout
+    from sftkit.evals.suite import Suite, sample_rows
+    from sftkit.model import inherit, load_model, load_tokenizer
+    from sftkit.optim import build_optimizer
+    from sftkit.rundir import open_run, write_summary
+    from sftkit.step import ModelWithLoss
+    from sftkit.tracker import Tracker
+    from sftkit.train import train
+
+    rt = runtime.start(cfg.run, cfg.train, cfg.log)
+    run_dir = open_run(cfg.run.dir, cfg.train.resume, to_yaml(cfg), rt)
+
+    # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
+    tokenizer = load_tokenizer(cfg.model)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed)
+    orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
+    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision)
+    rt.say(inherited)
+
+    # What we learn from: all tokens, of texts and of conversations.
+    tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=cfg.data.too_long)
+    examples, validation = loader.load_examples(cfg.data, tokenize, cache.key(tokenizer, "any"), rt.main_first())
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size)
+    batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
+    rt.say("\n".join(sources.describe(examples)))
+
+    # How we step: compiled in place, then wrapped. Only the train step calls `model`.
+    model = ModelWithLoss(orig_model)
+    compile_model(model, cfg.compile)
+    model, optimizer = rt.prepare(model, build_optimizer(orig_model, cfg.optim))
+
+    # What is kept and watched.
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
+    resumed = checkpoints.resume(cfg.train.resume)
+    suite = Suite(cfg.eval, orig_model, tokenizer, validation, layout, rt)
+    with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
+        trained = train(
+            cfg,
+            rt,
+            model,
+            orig_model,
+            optimizer,
+            batches,
+            evaluate=suite.evaluate,
+            checkpoints=checkpoints,
+            tracker=tracker,
+            resumed=resumed,
+        )
+        samples = suite.samples(sample_rows(cfg.data.val, cfg.eval.samples))
+        tracker.log_samples(trained.step, samples)
+    write_summary(run_dir, trained, samples, rt)
+
+
+if __name__ == "__main__":
+    from sftkit.runtime import script
+
+    script(main)

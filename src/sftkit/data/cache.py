@@ -1,0 +1,113 @@
+"""Tokenized data on disk: flat .npy files, memory-mapped, complete or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data.types import Examples
+
+FORMAT = 1
+ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
+
+log = logging.getLogger(__name__)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
+    parts = [
+        tokenizer.backend_tokenizer.to_str(),  # type: ignore[attr-defined]
+        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
+        json.dumps(tokenizer.chat_template, sort_keys=True),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def key(description: dict[str, Any]) -> str:
+    """sha256 of everything that the tokenized data depends on, and of the code that decides tokens."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*")):
+        if path.suffix in (".py", ".jinja"):
+            code.update(path.read_bytes())
+    whole = {"format": FORMAT, "code": code.hexdigest(), **description}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def load(folder: Path) -> Examples | None:
+    """The examples in `folder`; None without one, and with a warning if it is damaged."""
+    if not folder.exists():
+        return None
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+        examples = Examples(**arrays, source_names=tuple(meta["source_names"]), counts=meta["counts"])
+        _check(examples)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
+        return None
+    return examples
+
+
+def save(folder: Path, examples: Examples) -> Examples:
+    """Write under a temporary name, then rename. Returns the memory-mapped copy, or `examples` on a full disk.
+
+    Several processes may do so at once: they write the same bytes, and the first one to rename wins.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+        temporary.chmod(0o755)
+    except OSError as error:
+        log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
+        return examples
+    try:
+        _write(temporary, examples)
+        _replace(temporary, folder)
+    except OSError as error:
+        log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
+        return examples
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return load(folder) or examples
+
+
+def _write(folder: Path, examples: Examples) -> None:
+    for name, dtype in ARRAYS.items():
+        np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
+    meta = {"source_names": examples.source_names, "counts": examples.counts}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        # Another process was faster, or the old one is damaged: keep the one that loads.
+        if load(folder) is None:
+            damaged = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
+            os.rename(folder, damaged)
+            os.rename(temporary, folder)
+            shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _check(examples: Examples) -> None:
+    for name, dtype in ARRAYS.items():
+        array = getattr(examples, name)
+        if array.dtype != dtype or array.ndim != 1:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}")
+    documents, tokens = len(examples.offsets) - 1, int(examples.offsets[-1])
+    if not len(examples.ids) == len(examples.is_target) == tokens:
+        raise ValueError(f"{len(examples.ids)} tokens, {tokens} expected")
+    if not len(examples.num_bytes) == len(examples.source) == documents:
+        raise ValueError(f"{len(examples.source)} documents, {documents} expected")

@@ -1,0 +1,131 @@
+"""From examples and a layout to the micro-batches of every optimizer step, at any starting step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from sftkit.config import DataConfig
+from sftkit.data import sources
+from sftkit.data.collate import Batch, collate
+from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
+from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.recipe import source_label
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank computes in one optimizer step, with the counts over all ranks that the loss is divided by."""
+
+    epoch: int
+    micro_batches: list[Batch]
+    num_targets: int
+    "target tokens of the global batch"
+    num_tokens: int
+    "document tokens of the global batch"
+    num_positions: int
+    "row positions of the global batch, padding included"
+    attention_pairs: int
+    "of the global batch"
+
+    def pin_memory(self) -> StepBatches:
+        pinned = [batch.pin_memory() for batch in self.micro_batches]
+        counts = (self.num_targets, self.num_tokens, self.num_positions, self.attention_pairs)
+        return StepBatches(self.epoch, pinned, *counts)
+
+
+class _Steps(Dataset[StepBatches]):
+    """Builds the batches of a step from its plan; runs in data workers."""
+
+    def __init__(self, examples: Examples, layout: Layout, rank: int, pad_id: int) -> None:
+        self.examples, self.layout, self.rank, self.pad_id = examples, layout, rank, pad_id
+        self.lengths, self.num_targets = examples.lengths, examples.num_targets
+
+    def __getitem__(self, item: tuple[int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
+        epoch, batch = item
+        docs = [i for row in batch.rows for i in row]
+        lengths = self.lengths[docs]
+        micro = [
+            collate(self.examples, rows, batch.row_length, self.pad_id)
+            for rows in batch.micro_batches(self.layout, self.rank)
+        ]
+        return StepBatches(
+            epoch=epoch,
+            micro_batches=micro,
+            num_targets=int(self.num_targets[docs].sum()),
+            num_tokens=int(lengths.sum()),
+            num_positions=batch.row_length * len(batch.rows),
+            attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
+        )
+
+
+class Batches:
+    """The training data of a run as a function of the step number. State: only the plan of the current epoch."""
+
+    def __init__(
+        self, examples: Examples, layout: Layout, seed: int, rank: int, pad_id: int, num_workers: int = 0
+    ) -> None:
+        self.examples, self.layout, self.seed = examples, layout, seed
+        self._dataset = _Steps(examples, layout, rank, pad_id)
+        self._num_workers = num_workers
+        self.plan = lru_cache(maxsize=2)(self._plan)
+
+    def _plan(self, epoch: int) -> list[GlobalBatch]:
+        return plan_epoch(self._dataset.lengths, self.layout, self.seed, epoch)
+
+    def num_steps(self, epochs: int) -> int:
+        """Optimizer steps that this many epochs take."""
+        return sum(len(self.plan(epoch)) for epoch in range(epochs))
+
+    def _items(self, first_step: int, last_step: int) -> Iterator[tuple[int, GlobalBatch]]:
+        step, epoch = 0, 0
+        while step < last_step:
+            plan = self.plan(epoch)
+            for batch in plan[max(first_step - step, 0) : last_step - step]:
+                yield epoch, batch
+            step += len(plan)
+            epoch += 1
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
+        """The batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=_Lazy(self._items(first_step, last_step)),  # type: ignore[arg-type]
+            num_workers=self._num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
+        )
+        return iter(loader)
+
+
+def load_examples(
+    data: DataConfig, tokenize: Callable[[Row], Tokenized], cache_key: str, main_first: AbstractContextManager[object]
+) -> tuple[Examples, dict[str, Examples]]:
+    """(training documents, validation documents by source); within `main_first`, so that the other ranks find the cache."""
+    with main_first:
+        training = sources.load(data.train, data, tokenize, cache_key)
+        validation = {source_label(s): sources.load((s,), data, tokenize, cache_key) for s in data.val}
+    return training, validation
+
+
+class _Lazy:
+    """An iterator as a DataLoader sampler."""
+
+    def __init__(self, items: Iterator[tuple[int, GlobalBatch]]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[tuple[int, GlobalBatch]]:
+        return self.items
+
+
+def _leave_signals_to_the_main_process(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)

@@ -1,0 +1,200 @@
+"""Local files to raw rows: JSON lines, JSON, Parquet, CSV and text, also gzipped, alone or in folders."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sftkit.config import SourceConfig
+from sftkit.errors import ConfigError, DataError
+
+RawRow = tuple[str, Any]
+"Where it is, and the row: an object, or bytes of JSON that nobody has parsed yet (a broken line is one bad row)."
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
+"First part of file names in folders that are about the data, not data."
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+
+
+def suffix_of(path: Path) -> str | None:
+    """.jsonl of a.jsonl and of a.jsonl.gz; None if it is no known kind of file."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def looks_local(path: str) -> bool:
+    """A path that cannot be a hub id, so that a missing one is a misspelling."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or suffix_of(Path(path)) is not None
+
+
+def closest(path: str) -> list[str]:
+    """Existing names that a misspelled path may have meant."""
+    wanted = Path(path).expanduser()
+    folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
+    missing = wanted.parts[len(folder.parts)] if folder != Path(".") else wanted.parts[0]
+    names = sorted(entry.name for entry in folder.iterdir())
+    return [str(folder / name) for name in difflib.get_close_matches(missing, names, n=3, cutoff=0.5)]
+
+
+def files_of(source: SourceConfig, root: Path) -> list[Path]:
+    """The files that hold the split asked for.
+
+    In a folder, file and folder names tell splits apart: train, validation (valid, val, dev) and test. Files that name
+    no split belong to train. `subset` keeps the files with that name in their path, as in a downloaded hub dataset.
+    """
+    split = base_split(source.split)
+    if root.is_file():
+        if suffix_of(root) is None:
+            raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
+        if split not in ("train", _split_of(Path(root.name))):
+            raise ConfigError(f'data source {source.path}: split "{split}" of a single file; use train or a slice of it')
+        return [root]
+    files = [path for path in sorted(root.rglob("*")) if _is_data(path, root)]
+    if source.subset is not None:
+        files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
+    if not files:
+        of = f' with subset "{source.subset}"' if source.subset else ""
+        raise DataError(f"{root}: no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder")
+    splits = {path: _split_of(path.relative_to(root)) for path in files}
+    chosen = [path for path in files if splits[path] == SPLIT_WORDS.get(split, split)]
+    if not chosen:
+        raise ConfigError(f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}')
+    return chosen
+
+
+def base_split(spec: str) -> str:
+    return spec.split("[", 1)[0].strip()
+
+
+def sliced(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
+    """The part of the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
+    spec = source.split.strip()
+    if spec == base_split(spec):
+        return rows()
+    match = re.fullmatch(r"[^\[\]]+\[(-?\d+%?)?:(-?\d+%?)?\]", spec)
+    if match is None:
+        raise ConfigError(f"data source {source.path}: split {spec!r}; expected train, train[:1000] or train[10%:90%]")
+    start, stop = match.groups()
+    needs_total = any(bound and (bound.endswith("%") or bound.startswith("-")) for bound in (start, stop))
+    total = sum(1 for _ in rows()) if needs_total else 0
+    first = _bound(start, total, source) if start else 0
+    return islice(rows(), first, _bound(stop, total, source) if stop else None)
+
+
+def _bound(text: str, total: int, source: SourceConfig) -> int:
+    if text.endswith("%"):
+        percent = int(text[:-1])
+        if abs(percent) > 100:
+            raise ConfigError(f"data source {source.path}: {text} in split {source.split!r} is more than 100%")
+        rows = round(percent * total / 100)
+    else:
+        rows = int(text)
+    return max(0, rows + total) if text.startswith("-") else rows
+
+
+def rows_of(path: Path) -> Iterator[RawRow]:
+    """All rows of one file. A file that breaks off or is not what its name says is a DataError."""
+    kind = suffix_of(path)
+    read = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".csv": _csv, ".txt": _text}[kind or ".txt"]
+    try:
+        yield from read(path)
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _json_lines(path: Path) -> Iterator[RawRow]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def _json(path: Path) -> Iterator[RawRow]:
+    """A list of objects, or {"data": [...]}; files of JSON lines often carry this suffix too."""
+    with _open(path) as file:
+        content = file.read()
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        if not content.lstrip().startswith(b"{"):
+            raise DataError(f"{path}: not JSON: {error}") from error
+        yield from _json_lines(path)
+        return
+    if isinstance(value, dict):
+        value = value["data"] if isinstance(value.get("data"), list) else [value]
+    if not isinstance(value, list):
+        raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(value))
+
+
+def _parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: cannot be read as .parquet: {error}") from error
+
+
+def _csv(path: Path) -> Iterator[RawRow]:
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="") as text:
+        reader = csv.DictReader(text)
+        for row in reader:
+            yield f"{path}:{reader.line_num}", {key: value for key, value in row.items() if key is not None}
+
+
+def _text(path: Path) -> Iterator[RawRow]:
+    """A text file is one document."""
+    with _open(path) as file:
+        content = file.read()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error}") from error
+    if text.strip():
+        yield str(path), {"text": text}
+
+
+def _is_data(path: Path, root: Path) -> bool:
+    parts = path.relative_to(root).parts
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    about = re.split(r"[.-]", path.name.lower())[0] in IGNORED
+    return path.is_file() and suffix_of(path) is not None and not hidden and not about
+
+
+def _split_of(relative: Path) -> str:
+    """The split that the innermost part of a path names; train if none does."""
+    for part in reversed(relative.parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return "train"
+
+
+def _has_part(relative: Path, subset: str) -> bool:
+    return any(part == subset or part.startswith((f"{subset}-", f"{subset}.")) for part in relative.parts)

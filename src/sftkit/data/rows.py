@@ -1,0 +1,206 @@
+"""Rows of published datasets, recognised by their columns, to one shape: text, or messages with optional tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sftkit.data.types import Row
+from sftkit.errors import DataError
+
+Raw = dict[str, Any]
+
+ACCEPTED = """messages [tools] | conversations (from, value) [system, tools] | instruction, output [input] |
+instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
+question, answer | text | content"""
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def convert(raw: Any, where: str) -> Row:
+    """One row as read to a Row, or a DataError that lists its columns. Null columns count as absent."""
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: {type(raw).__name__} instead of an object with columns")
+    present = {key: value for key, value in raw.items() if value is not None}
+    for columns, make in SHAPES:
+        if all(column in present for column in columns):
+            return make(present, where)
+    null = [key for key in raw if key not in present]
+    empty = f"; null: {', '.join(null)}" if null else ""
+    shapes = " ".join(ACCEPTED.split())
+    raise DataError(f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}")
+
+
+def multiple_choice(question: str, choices: Sequence[str]) -> str:
+    """A question with its options lettered, as it is asked everywhere in sftkit:
+
+        Which gas do plants take in?
+
+        A. Oxygen
+        B. Carbon dioxide
+
+        Answer with the letter.
+
+    The answer is the letter alone. Options are lettered by position, whatever labels (ARC: also 1-4) the data has.
+    """
+    options = "\n".join(f"{_letter(i)}. {choice}" for i, choice in enumerate(choices))
+    return f"{question.strip()}\n\n{options}\n\nAnswer with the letter."
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+def _turns(user: str, assistant: str, system: str = "") -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+# ---- one function for each shape -------------------------------------------------------------------------------------
+
+
+def _messages(raw: Raw, where: str) -> Row:
+    return Row(where, messages=raw["messages"], tools=_tools(raw, where))
+
+
+def _conversations(raw: Raw, where: str) -> Row:
+    """ShareGPT; some datasets have role and content under this name too."""
+    turns = raw["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"{where}: conversations is not a list of objects")
+    messages = [_turn(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
+    if isinstance(system := raw.get("system"), str) and system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return Row(where, messages=messages, tools=_tools(raw, where))
+
+
+def _turn(turn: Raw, where: str) -> Raw:
+    if "from" not in turn or "value" not in turn:
+        if "role" in turn:
+            return turn
+        raise DataError(f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value")
+    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise DataError(f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}")
+    if role != "function_call":
+        return {"role": role, "content": turn["value"]}
+    value = _json(turn["value"], f"{where}: function_call")
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(f"{where}: function_call without a name")
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function} for function in functions],
+    }
+
+
+def _instruction(raw: Raw, where: str) -> Row:
+    """Alpaca (input, output) and Dolly (context, response): the extra text goes below the instruction."""
+    answer = "output" if "output" in raw else "response"
+    extra = raw.get("input" if answer == "output" else "context", "")
+    question = _text(raw, "instruction", where)
+    if isinstance(extra, str) and extra.strip():
+        question = f"{question}\n\n{extra}"
+    system = raw.get("system", "")
+    return Row(where, messages=_turns(question, _text(raw, answer, where), system if isinstance(system, str) else ""))
+
+
+def _prompt(raw: Raw, where: str) -> Row:
+    """Prompt and completion (or response): two texts, or two lists of messages."""
+    answer = "completion" if "completion" in raw else "response"
+    sides = {"prompt": "user", answer: "assistant"}
+    messages: list[Any] = []
+    for column, role in sides.items():
+        value = raw[column]
+        if not isinstance(value, str | list):
+            raise DataError(f"{where}: {column} is {type(value).__name__}, expected text or a list of messages")
+        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
+    return Row(where, messages=messages, tools=_tools(raw, where))
+
+
+def _choices(raw: Raw, where: str) -> Row:
+    """MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
+    question = _text(raw, "question" if "question" in raw else "question_stem", where)
+    choices, key = raw["choices"], raw.get("answerKey", raw.get("answer"))
+    labels = None
+    if isinstance(choices, dict):
+        choices, labels = choices.get("text"), choices.get("label")
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise DataError(f"{where}: choices is not a list of texts, or an object with text and label")
+    if not isinstance(labels, list):
+        labels = [_letter(i) for i in range(len(choices))]
+    index = labels.index(key) if key in labels else key
+    if isinstance(index, str) and index.isdigit():
+        index = int(index)
+    if not isinstance(index, int) or not 0 <= index < len(choices):
+        raise DataError(f"{where}: answer {key!r} is none of the {len(choices)} choices")
+    return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
+
+
+def _question(raw: Raw, where: str) -> Row:
+    """GSM8K: the answer with its reasoning and calculator marks, as published."""
+    return Row(where, messages=_turns(_text(raw, "question", where), _text(raw, "answer", where)))
+
+
+def _plain(column: str) -> Callable[[Raw, str], Row]:
+    return lambda raw, where: Row(where, text=_text(raw, column, where))
+
+
+SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
+    (("messages",), _messages),
+    (("conversations",), _conversations),
+    (("instruction", "output"), _instruction),
+    (("instruction", "response"), _instruction),
+    (("prompt", "completion"), _prompt),
+    (("prompt", "response"), _prompt),
+    (("question", "choices", "answerKey"), _choices),
+    (("question_stem", "choices", "answerKey"), _choices),
+    (("question", "choices", "answer"), _choices),
+    (("question", "answer"), _question),
+    (("text",), _plain("text")),
+    (("content",), _plain("content")),
+)
+"Columns that must be there, first match wins; a row with messages and a text column is a conversation."
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _text(raw: Raw, column: str, where: str) -> str:
+    if not isinstance(raw[column], str):
+        raise DataError(f"{where}: {column} is {type(raw[column]).__name__}, expected text")
+    return raw[column]
+
+
+def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
+    """Tool schemas as a list or its JSON; bare functions are wrapped in OpenAI's {type, function}."""
+    tools = raw.get("tools")
+    if tools is None or tools in ("", []):
+        return None
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools is not a list of objects (or the JSON text of one)")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def _json(text: Any, where: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error

@@ -1,0 +1,50 @@
+"""Plain text to tokens: one document, ended by eos, cut into pieces that fit a row. Every token but the first is learned."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data import chat
+from sftkit.data.types import Row, Tokenized
+from sftkit.errors import ConfigError, DataError
+
+
+def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
+    """One text to pieces of at most max_length + 1 tokens.
+
+    The last token of a piece is the first of the next, so each token of the text is a target exactly once. BOS stands
+    in front where the tokenizer adds one, and eos at the end, each once.
+    """
+    if row.text is None:
+        raise DataError(
+            f"{row.where}: a conversation, but this script learns from plain text. "
+            "Conversations are for mid_train.py and chat_sft.py"
+        )
+    if not row.text.strip():
+        return Tokenized([], "dropped_no_target")
+    ids = _ids(row.text, tokenizer)
+    pieces = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
+    examples = [chat.document(piece, np.ones(len(piece), dtype=bool), tokenizer) for piece in pieces]
+    return Tokenized([example for example in examples if example is not None])
+
+
+def tokenize_any(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate"
+) -> Tokenized:
+    """Mid-training: text as text, conversations with every token a target."""
+    if row.messages is None:
+        return tokenize(row, tokenizer, max_length=max_length)
+    return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, targets="all")
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos is None:
+        raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
+    ids = list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+    if ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    if ids[-1:] != [eos]:
+        ids.append(eos)
+    return np.asarray(ids, dtype=np.int32)

@@ -1,0 +1,93 @@
+"""What is evaluated in the loop and after: validation loss, generative tasks, sample answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config import EvalConfig, SourceConfig
+from sftkit.data import chat, sources
+from sftkit.data.pack import Layout
+from sftkit.data.types import Examples, Row
+from sftkit.evals import families
+from sftkit.evals.validation import validate
+from sftkit.generate import generate
+from sftkit.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Evaluates `orig_model`, eagerly, split over the ranks."""
+
+    config: EvalConfig
+    orig_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    validation: dict[str, Examples]
+    layout: Layout | None
+    rt: Runtime
+
+    def evaluate(self) -> dict[str, float | None]:
+        """val/* of every validation source and eval/<task>/acc of every task; every rank calls it."""
+        values: dict[str, float | None] = {}
+        if self.validation and self.layout is not None:
+            pad_id = int(self.tokenizer.pad_token_id or 0)
+            values |= validate(self.orig_model, self.validation, self.layout, pad_id, self.rt)
+        if "families" in self.config.tasks:
+            values |= self.families()
+        return values
+
+    def families(self) -> dict[str, float | None]:
+        """Exact match on held-out instances: eval/<family>/acc, and eval/families/acc, their mean."""
+        prompts = families.heldout(self.config.max_examples)
+        answers = self.answer([chat.render_prompt(p.messages, self.tokenizer) for p in prompts])
+        scores = families.score(prompts, answers)
+        return {f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()}
+
+    def answer(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Greedy answers, each rank decoding its share."""
+        rank, world_size = self.rt.rank, self.rt.world_size
+        with self.rt.autocast():
+            mine = generate(
+                self.orig_model,
+                self.tokenizer,
+                prompts[rank::world_size],
+                stop_ids=chat.end_of_turn_ids(self.tokenizer),
+                max_new_tokens=self.config.max_new_tokens,
+                batch_size=self.config.batch_size,
+            )
+        if world_size == 1:
+            return mine
+        pairs = gather_object([(rank + i * world_size, answer) for i, answer in enumerate(mine)])
+        return [answer for _, answer in sorted(pairs)]
+
+    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """Prompt, reference and answer of each row."""
+        prompts = [sample_prompt(row, self.tokenizer) for row in rows]
+        answers = self.answer([ids for ids, _, _ in prompts])
+        return [
+            {"prompt": shown, "reference": reference, "answer": answer}
+            for (_, shown, reference), answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def sample_rows(validation: Sequence[SourceConfig], count: int) -> list[Row]:
+    """The first rows of the validation sources, in turn."""
+    heads = [list(islice(sources.read(source), count)) for source in validation]
+    in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
+    return in_turn[:count]
+
+
+def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
+    """(token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
+    if row.messages is None:
+        text = row.text or ""
+        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]
+    first = next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
+    shown = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages[:first])
+    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools)
+    return prompt, shown, str(row.messages[first]["content"])

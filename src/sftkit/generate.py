@@ -1,0 +1,71 @@
+"""Batched decoding on the eager `orig_model`, through transformers' own generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.compilation import run_eagerly
+
+
+def generate(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    *,
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    temperature: float = 0.0,
+) -> list[str]:
+    """Answers to tokenized prompts, greedy at temperature 0, in the order given; without special tokens.
+
+    Prompts are sorted by length so that little is padded; padding is on the left and masked.
+    """
+    was_training = orig_model.training
+    orig_model.eval()
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers = [""] * len(prompts)
+    with torch.no_grad(), run_eagerly():
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            output = _generate_batch(
+                orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature
+            )
+            for i, ids in zip(chosen, output, strict=True):
+                answers[i] = tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True)
+    orig_model.train(was_training)
+    return answers
+
+
+def _generate_batch(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+) -> list[list[int]]:
+    longest = max(len(prompt) for prompt in prompts)
+    pad = tokenizer.pad_token_id
+    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=orig_model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=orig_model.device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    output = orig_model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids),
+        pad_token_id=pad,
+        use_cache=True,
+        **sampling,
+    )
+    return output[:, longest:].tolist()
+
+
+def until_stop(ids: list[int], stop_ids: Sequence[int]) -> list[int]:
+    """The tokens before the first stop token."""
+    stops: Iterator[int] = (i for i, token in enumerate(ids) if token in stop_ids)
+    return ids[: next(stops, len(ids))]

@@ -1,0 +1,87 @@
+"""What the machine is: peak FLOP/s by device name, and the environment snapshot saved with every run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+# Dense bf16 tensor-core peak in FLOP/s from the vendors' datasheets (no sparsity). Matched as a substring, in order.
+PEAK_BF16_FLOPS = (
+    ("B200", 2250e12),
+    ("GH200", 989.5e12),
+    ("H200", 989.5e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.5e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Datasheet bf16 peak of the device, or None: an unknown device has no MFU rather than a guessed one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_BF16_FLOPS if part in name), None)
+
+
+def device_name(device: torch.device) -> str:
+    """'NVIDIA H200', or 'CPU (2 cores)'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} ({num_cores()} cores)"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """GPU: most memory allocated by tensors since the last call; CPU: most resident memory of the process so far."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def environment(device: torch.device, world_size: int) -> dict[str, object]:
+    """Versions, hardware and git state: what someone else needs to repeat the run."""
+    packages = {}
+    for package in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = None
+    return {
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "world_size": world_size,
+        "git": git_state(),
+    }
+
+
+def git_state() -> str | None:
+    """Commit of the working directory's repository, with -dirty for uncommitted changes; None outside one."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,75 @@
+"""Speed, utilisation and padding between two logged lines. Names, units and formulas: docs/metrics.md."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.data.loader import StepBatches
+from sftkit.hardware import peak_flops, peak_memory_gib
+from sftkit.model import train_flops
+from sftkit.runtime import Runtime
+
+
+class Meter:
+    """Counts what happened since the last `read`; the losses and norms stay on the device until then."""
+
+    def __init__(self, orig_model: PreTrainedModel, rt: Runtime) -> None:
+        self._orig_model, self._rt = orig_model, rt
+        self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
+        self.total_tokens = 0
+        self.total_step_seconds = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
+        self._wait_seconds = self._paused_seconds = 0.0
+        self._loss_sum = torch.zeros((), device=self._rt.device)
+        self._grad_norm = torch.zeros((), device=self._rt.device)
+        self._start = time.perf_counter()
+
+    @property
+    def seen_tokens(self) -> int:
+        """Document tokens since the start of the run, this window included."""
+        return self.total_tokens + self._tokens
+
+    def waited(self, seconds: float) -> None:
+        """Time the loop stood still for data."""
+        self._wait_seconds += seconds
+
+    def paused(self, seconds: float) -> None:
+        """Time spent in evaluation and checkpoints, which is not training time."""
+        self._paused_seconds += seconds
+
+    def add(self, step_batches: StepBatches, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self._steps += 1
+        self._tokens += step_batches.num_tokens
+        self._targets += step_batches.num_targets
+        self._positions += step_batches.num_positions
+        self._pairs += step_batches.attention_pairs
+        self._loss_sum += loss_sum
+        self._grad_norm = grad_norm
+
+    def read(self) -> dict[str, float | None]:
+        """The window's metrics; every rank must call it. Waits for the device, once."""
+        loss_sum = float(self._rt.sum(self._loss_sum))
+        seconds = time.perf_counter() - self._start - self._paused_seconds
+        self.total_tokens += self._tokens
+        self.total_step_seconds += seconds
+        flops = train_flops(self._orig_model, self._tokens, self._pairs)
+        peak = self._peak * self._rt.world_size if self._peak else None
+        values = {
+            "train/loss": loss_sum / max(self._targets, 1),
+            "train/grad_norm": float(self._grad_norm),
+            "perf/tok_per_sec": self._tokens / seconds,
+            "perf/target_tok_per_sec": self._targets / seconds,
+            "perf/mfu": flops / seconds / peak if peak else None,
+            "perf/step_seconds": seconds / max(self._steps, 1),
+            "perf/data_wait_pct": 100.0 * self._wait_seconds / seconds,
+            "perf/peak_memory_gib": peak_memory_gib(self._rt.device),
+            "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
+        }
+        self._reset()
+        return values

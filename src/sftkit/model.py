@@ -1,0 +1,182 @@
+"""The model and tokenizer that a stage starts from: new, a local folder, a run's checkpoint, or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config import ModelConfig, SourceConfig
+from sftkit.errors import ConfigError
+from sftkit.hub import hub_reachable
+from sftkit.runtime import Runtime
+from sftkit.tokenizer import train_tokenizer, training_texts
+
+LATEST = "LATEST"
+"Text file in a run directory: the name of its newest complete checkpoint."
+STATE = "training_state"
+"Folder of a step directory with all that plain transformers does not need: optimizer, random states, step."
+
+
+def resolve(path: str) -> str:
+    """A loadable folder or hub id: a run directory stands for its latest checkpoint.
+
+    Raises:
+        ConfigError: a local path that does not exist or holds no model.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if (folder / LATEST).is_file():
+        return resolve(str(folder / (folder / LATEST).read_text().strip()))
+    if folder.is_dir():
+        raise ConfigError(f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.startswith("runs/"):
+        hint = "; run the stage before this one first (make base, make mid)" if path.startswith("runs/") else ""
+        raise ConfigError(f"{path}: no such folder{hint}")
+    return path
+
+
+def load_options(path: str, model: ModelConfig) -> dict[str, object]:
+    """Arguments for from_pretrained; an unreachable hub means the local cache only, at once."""
+    is_local = os.path.isdir(path)
+    return {
+        "revision": model.revision or "main",
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": is_local or not hub_reachable(),
+    }
+
+
+def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigError:
+    """What to put where when a hub name cannot be fetched."""
+    if os.path.isdir(path) or hub_reachable():
+        return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
+    return ConfigError(
+        f"{path}: the Hugging Face hub cannot be reached and this {kind} is not in the local cache. On a machine with "
+        f"network run `hf download {path} --local-dir DIR`, copy DIR here and set model.path=DIR"
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set."""
+    path = resolve(model.tokenizer or model.path or "")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **load_options(path, model))
+    except (OSError, ValueError) as error:
+        raise offline_help(path, error, "tokenizer") from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = Path(model.chat_template).read_text()
+    return with_pad_token(tokenizer)
+
+
+def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Padding positions are never attended and never targets, so any token will do where a tokenizer has none."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def base_tokenizer(
+    model: ModelConfig, train: tuple[SourceConfig, ...], run_dir: Path, rt: Runtime
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
+    if model.train_tokenizer is None:
+        return load_tokenizer(model)
+    folder = run_dir / "tokenizer"
+    if rt.is_main and not folder.exists():
+        template = Path(model.chat_template) if model.chat_template else Path(__file__).parent / "data" / "chatml.jinja"
+        texts = training_texts(model.train_tokenizer.sources or train)
+        tokenizer = train_tokenizer(texts, model.train_tokenizer.vocab_size, template.read_text())
+        tokenizer.save_pretrained(folder)
+    rt.barrier()
+    return with_pad_token(AutoTokenizer.from_pretrained(folder))
+
+
+def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """The model in fp32 (master weights: bf16 ones would lose small updates), with room for every token.
+
+    Raises:
+        ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
+    """
+    if model.scratch is not None:
+        orig_model = from_scratch(model.scratch, tokenizer, seed)
+    else:
+        path = resolve(model.path or "")
+        try:
+            orig_model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="sdpa", **load_options(path, model)
+            )
+        except (OSError, ValueError) as error:
+            raise offline_help(path, error) from error
+    vocab_size = orig_model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size}: take the tokenizer that belongs "
+            "to the model (model.tokenizer=null), or a model.scratch that fits"
+        )
+    if model.gradient_checkpointing:
+        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+    return orig_model
+
+
+def from_scratch(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
+    fields = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **fields,
+    }
+    torch.manual_seed(seed)
+    try:
+        config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+
+
+def inherit(
+    model: ModelConfig, max_length: int | None, tokenizer: PreTrainedTokenizerBase, precision: str
+) -> tuple[int, str]:
+    """The row length, taken from the run that the model comes from unless set, and a line that says what is inherited.
+
+    Raises:
+        ConfigError: no row length anywhere.
+    """
+    state = Path(resolve(model.path)) / STATE / "state.json" if model.path else None
+    parent = json.loads(state.read_text()).get("max_length") if state is not None and state.is_file() else None
+    length = max_length or parent
+    if length is None:
+        raise ConfigError(
+            f"data.max_length: {model.path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
+        )
+    start = f"from {resolve(model.path)}" if model.path else "new model"
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
+    how = "set in the recipe" if max_length else "inherited"
+    return length, (
+        f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "
+        f"weights float32, compute {precision}"
+    )
+
+
+def count_parameters(orig_model: PreTrainedModel) -> tuple[int, int]:
+    """(all parameters, those in matrix products): the second leaves out the input embedding unless it is the head too."""
+    total = sum(p.numel() for p in orig_model.parameters())
+    embedding = orig_model.get_input_embeddings().weight
+    head = orig_model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return total, total if tied else total - embedding.numel()
+
+
+def train_flops(orig_model: PreTrainedModel, num_tokens: int, attention_pairs: int) -> float:
+    """FLOPs of forward and backward without recomputation: 6 per matrix parameter and token, 12 x layers x heads x
+    head size per (query, key) pair (PaLM, appendix B, counted per document instead of per row)."""
+    config = orig_model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_pair = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    return 6.0 * count_parameters(orig_model)[1] * num_tokens + float(per_pair) * attention_pairs

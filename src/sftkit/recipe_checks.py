@@ -1,0 +1,181 @@
+"""What one setting forbids another, and values that must never stand in a recipe. Each rule yields (key, what is wrong)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .config import SourceConfig, source_label
+
+Problem = tuple[str, str]
+Get = Callable[[str], Any]
+"Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
+
+
+class Unusable(Exception):
+    """The rule asks for a value that was already reported: skip the rule."""
+
+
+_SECRETS = (
+    ("a Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}")),
+    ("an API key", re.compile(r"\bsk-(?=[\w-]*[0-9])[\w-]{20,}")),
+    ("a wandb key", re.compile(r"\bwandb_v1_\w{20,}|(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])")),
+    ("a URL with a password", re.compile(r"://[^/\s:@]+:[^/\s@]+@")),
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def secret_in(text: str, key: str = "") -> str | None:
+    """What kind of secret the text seems to hold, or None. model.revision may be a commit's 40 hex digits."""
+    if key == "model.revision" and _COMMIT.fullmatch(text):
+        return None
+    return next((kind for kind, pattern in _SECRETS if pattern.search(text)), None)
+
+
+def cross_check(get: Get, world_size: int) -> Iterator[Problem]:
+    """All problems between settings."""
+    rules = [lambda rule=rule: rule(get) for rule in _RULES]
+    for rule in [*rules, lambda: _batch_divides(get, world_size)]:
+        try:
+            yield from rule()
+        except Unusable:
+            continue
+
+
+def _one_origin(get: Get) -> Iterator[Problem]:
+    path, scratch = get("model.path"), get("model.scratch")
+    if (path is None) == (scratch is None):
+        both = "are both given" if path is not None else "are both missing"
+        yield "model.path", f"model.path and model.scratch {both}: set exactly one of them"
+
+
+def _scratch(get: Get) -> Iterator[Problem]:
+    if get("model.scratch") is None:
+        return
+    if "model_type" not in get("model.scratch"):
+        yield "model.scratch", "needs model_type, the name of a transformers architecture such as llama"
+    if get("model.tokenizer") is None and get("model.train_tokenizer") is None:
+        yield "model.scratch", "needs a tokenizer: set model.tokenizer or model.train_tokenizer"
+
+
+def _train_tokenizer(get: Get) -> Iterator[Problem]:
+    if get("model.train_tokenizer") is None:
+        return
+    if get("model.tokenizer") is not None:
+        yield "model.train_tokenizer", "and model.tokenizer are both given: keep one of them"
+    if get("model.scratch") is None:
+        yield "model.train_tokenizer", "only goes with model.scratch: a checkpoint has its tokenizer"
+
+
+def _only_with_path(get: Get) -> Iterator[Problem]:
+    if get("model.path") is None:
+        if get("model.revision") is not None:
+            yield "model.revision", "only goes with model.path"
+        if get("model.trust_remote_code"):
+            yield "model.trust_remote_code", "only goes with model.path"
+
+
+def _sources(get: Get) -> Iterator[Problem]:
+    for part in ("data.train", "data.val"):
+        try:
+            sources = [SourceConfig(**row) for row in get(part)]
+        except Unusable:
+            continue
+        if part == "data.train" and not sources:
+            yield part, "is empty: give at least one source"
+        first_with: dict[str, int] = {}
+        for i, source in enumerate(sources):
+            label = source_label(source)
+            if first_with.setdefault(label, i) != i:
+                yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first_with[label]}: set another name'
+            if source.path.startswith("builtin:"):
+                if source.path not in ("builtin:docs", "builtin:tasks"):
+                    yield f"{part}.{i}.path", f'"{source.path}" is not one of builtin:docs, builtin:tasks'
+                if source.split not in ("train", "heldout"):
+                    yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
+
+
+def _buckets(get: Get) -> Iterator[Problem]:
+    key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
+    if layout == "bucketed" and not lengths:
+        yield key, "is required by layout bucketed, e.g. [128, 256, 512]"
+    if layout != "bucketed" and lengths is not None:
+        yield key, f"only goes with layout bucketed, not {layout}"
+    if not lengths:
+        return
+    if any(a >= b for a, b in itertools.pairwise(lengths)):
+        yield key, f"{lengths} is not ascending without repeats"
+    odd = [length for length in lengths if max(lengths) % length]
+    if odd:
+        yield key, f"{odd} do not divide the longest, {max(lengths)}"
+    max_length = get("data.max_length")
+    if max_length is not None and max(lengths) != max_length:
+        yield key, f"ends with {max(lengths)}, but data.max_length is {max_length}: they must be equal"
+
+
+def _schedule(get: Get) -> Iterator[Problem]:
+    if get("optim.schedule") == "wsd":
+        warmup, decay = get("optim.warmup_ratio"), get("optim.decay_ratio")
+        if warmup + decay > 1:
+            yield "optim.warmup_ratio", f"{warmup} and optim.decay_ratio {decay} add up to more than 1"
+
+
+def _betas(get: Get) -> Iterator[Problem]:
+    if any(beta >= 1 for beta in get("optim.betas")):
+        yield "optim.betas", f"{get('optim.betas')} must both be less than 1"
+
+
+def _duration(get: Get) -> Iterator[Problem]:
+    steps, epochs = get("train.max_steps"), get("train.epochs")
+    if (steps is None) == (epochs is None):
+        both = "are both given" if steps is not None else "are both missing"
+        yield "train.max_steps", f"train.max_steps and train.epochs {both}: set exactly one of them"
+
+
+def _resume(get: Get) -> Iterator[Problem]:
+    resume = get("train.resume")
+    if resume is not None and resume != "auto" and not re.search(r"/|\\|^step-", resume):
+        yield "train.resume", f'"{resume}" is neither auto, null nor the path of a step directory'
+
+
+def _compile_mode(get: Get) -> Iterator[Problem]:
+    mode, backend = get("compile.mode"), get("compile.backend")
+    if mode is not None and backend != "inductor":
+        yield "compile.mode", f"{mode} only goes with compile.backend inductor, not {backend}"
+
+
+def _eval(get: Get) -> Iterator[Problem]:
+    if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
+        yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
+
+
+def _names(get: Get) -> Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", get("log.project")):
+        yield "log.project", "must be 1 to 80 letters, digits, dots, dashes or underscores"
+
+
+def _batch_divides(get: Get, world_size: int) -> Iterator[Problem]:
+    batch = get("train.global_batch_size")
+    if batch % world_size:
+        below = batch // world_size * world_size
+        works = f"{below} or {below + world_size}" if below else f"{world_size}"
+        yield "train.global_batch_size", f"{batch} cannot be shared equally by {world_size} processes: use {works}"
+
+
+_RULES = (
+    _one_origin,
+    _scratch,
+    _train_tokenizer,
+    _only_with_path,
+    _sources,
+    _buckets,
+    _schedule,
+    _betas,
+    _duration,
+    _resume,
+    _compile_mode,
+    _eval,
+    _names,
+)

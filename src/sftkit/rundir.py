@@ -1,0 +1,39 @@
+"""The run directory is the interface: config.yaml before anything starts, summary.json when it has ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sftkit.checkpoint import replace_text, set_aside, step_dirs
+from sftkit.hardware import environment
+from sftkit.model import LATEST
+from sftkit.runtime import Runtime
+from sftkit.train import Trained
+
+
+def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
+    """Create the directory and write config.yaml and environment.json. An earlier run there is renamed, never
+    overwritten, unless this one resumes it."""
+    folder = Path(run_dir)
+    if rt.is_main:
+        if resume is None and folder.exists() and (step_dirs(folder) or (folder / "metrics.jsonl").exists()):
+            rt.say(f"{folder} holds an earlier run: it is now {set_aside(folder)} (train.resume=auto would continue it)")
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / "config.yaml", recipe)
+        replace_text(folder / "environment.json", json.dumps(environment(rt.device, rt.world_size), indent=1))
+    rt.barrier()
+    return folder
+
+
+def write_summary(run_dir: Path, trained: Trained, samples: list[dict[str, Any]], rt: Runtime) -> None:
+    """summary.json and the closing lines on the console."""
+    if not rt.is_main:
+        return
+    replace_text(run_dir / "summary.json", json.dumps({**asdict(trained), "samples": samples}, indent=1))
+    speed = trained.metrics.get("perf/tok_per_sec")
+    print(f"\n{'stopped at' if trained.stopped else 'finished'} step {trained.step} of {trained.total_steps}: ", end="")
+    print(f"{trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, {trained.train_seconds:.0f} s in steps")
+    print(f"checkpoint: {trained.checkpoint} (also {run_dir}/{LATEST})\n", flush=True)

@@ -1,0 +1,167 @@
+"""Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import InitProcessGroupKwargs, TorchDynamoPlugin
+from transformers.utils import logging as transformers_logging
+
+from sftkit.config import LogConfig, RunConfig, TrainConfig
+from sftkit.errors import ConfigError, DataError
+from sftkit.hardware import device_name
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+@dataclass
+class Runtime:
+    """This process's place in the run."""
+
+    accelerator: Accelerator
+    precision: str
+    "bf16 | fp32"
+    _stop: list[int] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
+        """Device, precision and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
+        return self.accelerator.prepare(model, optimizer)
+
+    def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
+        """Gradients are exchanged only in the last micro-batch of a step."""
+        return nullcontext() if sync else self.accelerator.no_sync(model)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The step's precision, for evaluation of `orig_model`, which no wrapper has touched."""
+        return self.accelerator.autocast()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over ranks."""
+        return self.accelerator.reduce(values, reduction="sum") if self.world_size > 1 else values  # type: ignore[return-value]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; every rank must ask."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def main_first(self) -> AbstractContextManager[object]:
+        """The main process does it first (and fills the cache), then the others."""
+        return self.accelerator.main_process_first()
+
+    def say(self, text: str) -> None:
+        """Print once for the whole run."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def stop_requested(self) -> bool:
+        """Whether SIGINT or SIGTERM has reached any rank; every rank must ask."""
+        return self.any_rank(bool(self._stop))
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._stop and number == signal.SIGINT:
+            os._exit(130)
+        self._stop.append(number)
+        name = signal.Signals(number).name
+        self.say(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
+
+
+def resolve_precision(wanted: str) -> str:
+    """'auto' follows the launcher's mixed_precision, else bf16 on a GPU that has it, else fp32."""
+    if wanted != "auto":
+        return wanted
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", "bf16"):
+        raise ConfigError(f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision")
+    use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return "bf16" if launched == "bf16" or use_bf16 else "fp32"
+
+
+def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
+    """Join the process group, seed every generator, take over SIGINT and SIGTERM.
+
+    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
+    """
+    precision = resolve_precision(train.precision)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        log_with="wandb" if log.wandb != "off" and find_spec("wandb") else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
+        ],
+    )
+    level = logging.INFO if accelerator.is_main_process else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s")
+    for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    seed_everything(run.seed + accelerator.process_index)
+    rt = Runtime(accelerator, precision)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, rt._on_signal)
+    where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
+    rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
+    return rt
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy, torch CPU and every GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A user's mistake ends the script with its message and exit code 2, not with a traceback."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def script(main: Callable[[], None]) -> None:
+    """Run a script's main: user errors as messages, process group closed."""
+    try:
+        with user_errors():
+            main()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

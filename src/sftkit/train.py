@@ -1,0 +1,152 @@
+"""The only training loop. It takes things and functions, never a stage name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.checkpoint import Checkpoints
+from sftkit.compilation import CompileWatch, warm_up
+from sftkit.config import CompileConfig, Config
+from sftkit.data.collate import warm_up_batch
+from sftkit.data.loader import Batches
+from sftkit.metrics import Meter
+from sftkit.optim import learning_rate
+from sftkit.runtime import Runtime
+from sftkit.step import forward_backward, optimizer_step
+from sftkit.tracker import Tracker
+
+Evaluate = Callable[[int], dict[str, float | None]]
+
+
+@dataclass
+class Trained:
+    """What the loop reports when it ends."""
+
+    step: int
+    total_steps: int
+    tokens: int
+    train_seconds: float
+    "time in steps, without evaluation, checkpoints and warm-up"
+    warm_up_seconds: float
+    compiled: bool
+    stopped: bool
+    "ended by a signal before the last step"
+    metrics: dict[str, float | None]
+    "the last logged line"
+    evals: dict[str, float | None]
+    "the last evaluation"
+    checkpoint: str
+
+
+def train(
+    cfg: Config,
+    rt: Runtime,
+    model: torch.nn.Module,
+    orig_model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    *,
+    evaluate: Evaluate,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    resumed: dict[str, int],
+) -> Trained:
+    """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
+
+    Args:
+        model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
+            `evaluate` and `checkpoints` see.
+        evaluate: step -> metrics, on orig_model; every rank calls it.
+        resumed: what Checkpoints.resume returned.
+    """
+    total_steps = cfg.train.max_steps or batches.num_steps(cfg.train.epochs or 1)
+    step, evals, metrics = resumed["step"], {}, {}
+    started = time.perf_counter()
+    watch = CompileWatch()
+    compiled = warm_up_step(rt, model, orig_model, batches, cfg.compile)
+    watch.warm_up_done()
+    warm_up_seconds = time.perf_counter() - started
+    tracker.say(warm_up_line(compiled, batches.layout.shapes, watch.counts(), warm_up_seconds))
+
+    orig_model.train()
+    meter = Meter(orig_model, rt)
+    meter.total_tokens = resumed.get("tokens", 0)
+    tracker.start_progress(step, total_steps)
+    steps = batches.steps(step, total_steps)
+    stopped = False
+    folder = checkpoints.run_dir / f"step-{step:06d}"
+    while step < total_steps and not stopped:
+        waiting = time.perf_counter()
+        step_batches = next(steps)
+        meter.waited(time.perf_counter() - waiting)
+
+        step += 1
+        lr = learning_rate(step, total_steps, cfg.optim)
+        loss_sum, grad_norm = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt)
+        meter.add(step_batches, loss_sum, grad_norm)
+        tracker.advance(step)
+
+        last = step == total_steps
+        stopped = not last and rt.stop_requested()
+        if last or stopped or step % cfg.log.every == 0:
+            metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
+            tracker.log_metrics(step, total_steps, metrics)
+
+        # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
+        pausing = time.perf_counter()
+        if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            folder = checkpoints.save(step, {"tokens": meter.seen_tokens, "total_steps": total_steps, "max_length": batches.layout.max_length})
+        if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
+            evals = evaluate(step)
+            if evals:
+                tracker.log_evals(step, evals)
+        meter.paused(time.perf_counter() - pausing)
+
+    for reason in watch.recompile_reasons():
+        tracker.say(f"recompile after warm-up: {reason}")
+    watch.close()
+    return Trained(
+        step=step,
+        total_steps=total_steps,
+        tokens=meter.total_tokens,
+        train_seconds=meter.total_step_seconds,
+        warm_up_seconds=warm_up_seconds,
+        compiled=compiled,
+        stopped=stopped,
+        metrics=metrics,
+        evals=evals,
+        checkpoint=str(folder),
+    )
+
+
+def warm_up_step(
+    rt: Runtime, model: torch.nn.Module, orig_model: PreTrainedModel, batches: Batches, compile: CompileConfig
+) -> bool:
+    """Compile the step for every shape that the layout declares; whether it is compiled."""
+    vocab_size = orig_model.get_input_embeddings().num_embeddings
+    orig_model.train()
+
+    def run_shape(rows: int, row_length: int) -> None:
+        batch = warm_up_batch(rows, row_length, vocab_size).to(rt.device)
+        with rt.gradient_sync(model, sync=False):
+            float(forward_backward(model, batch, batch.num_targets, rt))
+
+    return warm_up(model, run_shape, batches.layout.shapes, compile, rt.any_rank)
+
+
+def warm_up_line(
+    compiled: bool, shapes: tuple[tuple[int, int], ...], counts: dict[str, float], seconds: float
+) -> str:
+    """What the warm-up built, for the console."""
+    declared = ", ".join(f"{rows} x {length}" for rows, length in shapes)
+    if not compiled:
+        return f"shapes {declared}; eager"
+    return (
+        f"shapes {declared}; compiled {counts['compile/graphs']:.0f} graphs, "
+        f"{counts['compile/graph_breaks']:.0f} graph breaks, in {seconds:.1f} s"
+    )
