@@ -1,7 +1,7 @@
 """Mid-training: text and conversations together, every token a target. The model meets the chat format.
 
-    make mid
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
+make mid
+accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
 """
 
 from dataclasses import asdict
@@ -16,7 +16,7 @@ def main() -> None:
     from sftkit import runtime
     from sftkit.checkpoint import Checkpoints
     from sftkit.compilation import compile_model
-    from sftkit.data import cache, chat, loader, sources, text
+    from sftkit.data import chat, loader, sources, text
     from sftkit.data.pack import make_layout
     from sftkit.evals.suite import Suite, sample_rows
     from sftkit.model import inherit, load_model, load_tokenizer
@@ -38,7 +38,7 @@ def main() -> None:
 
     # What we learn from: all tokens, of texts and of conversations.
     tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=cfg.data.too_long)
-    examples, validation = loader.load_examples(cfg.data, tokenize, cache.key(tokenizer, "any"), rt.main_first())
+    examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
     layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
     rt.say("\n".join(sources.describe(examples)))
@@ -51,7 +51,7 @@ def main() -> None:
     # What is kept and watched.
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(cfg.train.resume)
-    suite = Suite(cfg.eval, orig_model, tokenizer, validation, layout, rt)
+    suite = Suite(cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, cfg.eval.samples))
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
         trained = train(
             cfg,
@@ -65,9 +65,7 @@ def main() -> None:
             tracker=tracker,
             resumed=resumed,
         )
-        samples = suite.samples(sample_rows(cfg.data.val, cfg.eval.samples))
-        tracker.log_samples(trained.step, samples)
-    write_summary(run_dir, trained, samples, rt)
+    write_summary(run_dir, trained, rt)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,7 @@ from sftkit.data import builtin
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 MONTHS = """January February March April May June July
 August September October November December""".split()  # noqa: SIM905
-METERS = {"km": 1000, "kg": 1000, "m": 100, "cm": 10, "l": 1000}
-
-
-def words_of(question: str) -> list[str]:
-    """The longest comma-separated list in the question."""
-    return max(re.findall(r"[a-z]+(?:, [a-z]+)+", question), key=len).split(", ")
-
-
-def letters_of(question: str) -> list[str]:
-    return max(re.findall(r"\b[a-z](?: [a-z])+\b", question), key=len).split()
-
-
-def integers(question: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", question)]
+UNITS = {"km": (1000, "m"), "kg": (1000, "g"), "m": (100, "cm"), "cm": (10, "mm"), "l": (1000, "ml")}
 
 
 def solve_calendar(question):
@@ -38,74 +25,71 @@ def solve_calendar(question):
     names = DAYS if name in DAYS else MONTHS
     shift = {"one": 1, "two": 2}[re.search(r"(one|two) (?:day|month)", question)[1]]
     shift = -shift if "earlier" in question else shift
-    asked = re.search(r"[Ww]hen is the (\w+)\?", question)[1]
-    other = next(event for event in re.findall(r"[Tt]he (\w+)", question) if event != asked)
-    return names[(names.index(name) + shift) % len(names)], (other, name, asked, shift)
+    first, second = re.findall(r"[Tt]he (\w+)", question)[:2]
+    assert re.search(rf"[Ww]hen is (the {second}|that)\?$", question)
+    return names[(names.index(name) + shift) % len(names)], (first, name, second, shift)
 
 
 def solve_pick(question):
-    words = words_of(question)
-    which = re.search(r"first|second|last", question.replace(", ".join(words), ""))[0]
+    order, listed = question.split("\n")
+    words, which = listed.split(","), re.search(r"first|second|last", order)[0]
     return {"first": words[0], "second": words[1], "last": words[-1]}[which], (which, *words)
 
 
 def solve_reverse(question):
-    words = words_of(question)
-    return ", ".join(reversed(words)), tuple(words)
+    words = question.split("\n")[1].split(",")
+    return ",".join(reversed(words)), tuple(words)
 
 
 def solve_sort(question):
-    numbers = sorted(integers(question))
-    return ", ".join(map(str, numbers)), tuple(numbers)
+    numbers = sorted(map(int, question.split("\n")[1].split(",")))
+    return ",".join(map(str, numbers)), tuple(numbers)
 
 
 def solve_compare(question):
-    pair = sorted(integers(question))
-    return str(pair["larger" in question]), tuple(pair)
+    order, listed = question.split("\n")
+    pair = sorted(map(int, listed.split(",")))
+    return str(pair["larger" in order]), tuple(pair)
 
 
 def solve_arithmetic(question):
-    a, op, b = re.search(r"(\d+) ([+-]) (\d+)", question).groups()
+    a, op, b = re.search(r"(\d+)([+-])(\d+)", question).groups()
     return str(int(a) + int(b) if op == "+" else int(a) - int(b)), (a, op, b)
 
 
 def solve_units(question):
-    (number,) = integers(question)
-    unit = re.search(r"\d+ (\w+)", question)[1]
-    smaller = {"km": "m", "kg": "g", "m": "cm", "cm": "mm", "l": "ml"}[unit]
-    assert re.search(rf"\b{smaller}\b", question.replace(f"{number} {unit}", ""))
-    return f"{number * METERS[unit]} {smaller}", (number, unit)
+    order, amount = question.split("\n")
+    number, unit = amount.split(" ")
+    factor, smaller = UNITS[unit]
+    assert smaller in re.findall(r"\w+", order)
+    return f"{int(number) * factor} {smaller}", (number, unit)
 
 
 def solve_contains(question):
-    words = words_of(question)
-    word = next(w for w in re.findall(r"Is (\w+) in|contain (\w+)|see (\w+) here", question) if any(w))
-    word = "".join(word)
-    return "yes" if word in words else "no", (word, *words)
+    _, listed, word = question.split("\n")
+    return "yes" if word in listed.split(",") else "no", (word, listed)
 
 
 def solve_count(question):
-    letters = letters_of(question)
-    letter = re.search(r"\b([b-z]|a)\b", question.replace(" ".join(letters), ""))[1]
-    return str(letters.count(letter)), (letter, *letters)
+    letters = question.split("\n")[1].split(" ")
+    return str(len(letters)), tuple(letters)
 
 
 def solve_spell(question):
-    letters = letters_of(question)
+    letters = question.split("\n")[1].split(",")
     return "-".join(letters), tuple(letters)
 
 
 def solve_lookup(question):
-    boxes = re.findall(r"The (\w+) box holds (\w+)\.", question)
-    asked = re.search(r"(?:the|does the) (\w+) box(?: hold)?[?.]", re.sub(r"The \w+ box holds \w+\.", "", question))[1]
-    return dict(boxes)[asked], (*boxes, asked)
+    _, pairs, word = question.split("\n")
+    return dict(pair.split("=") for pair in pairs.split(","))[word], (pairs, word)
 
 
 def solve_category(question):
-    words = words_of(question)
-    name = next(name for name in builtin.CATEGORIES if name in question)
-    (answer,) = [word for word in words if word in builtin.CATEGORIES[name]]
-    return answer, (name, *words)
+    order, listed = question.split("\n")
+    name = max((name for name in builtin.CATEGORIES if name in order), key=len)
+    (answer,) = [word for word in listed.split(",") if word in builtin.CATEGORIES[name]]
+    return answer, (name, listed)
 
 
 def turns(task: builtin.Task):
@@ -206,7 +190,7 @@ def test_about_two_percent_of_the_documents_are_held_out(documents):
 
 
 def test_documents_hold_no_task(documents):
-    assert not [text for text in documents["train"] if "box holds" in text or "<|im_start|>" in text]
+    assert not [text for text in documents["train"] if "larger?\n" in text or "<|im_start|>" in text]
 
 
 def test_documents_do_not_need_the_help_topics(monkeypatch):
@@ -225,12 +209,12 @@ def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 DIGEST = """
-import hashlib, itertools
+import hashlib, pathlib, json
 from sftkit.data import builtin
 digest = hashlib.sha256()
-for text in itertools.islice(builtin.docs("train"), 200):
+for text in builtin._documents_of_file(pathlib.Path(json.__file__)):
     digest.update(text.encode())
-for task in itertools.islice(builtin.tasks("train"), 2000):
+for task in list(builtin.tasks("train"))[:2000]:
     digest.update(repr(task).encode())
 print(digest.hexdigest())
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -28,9 +30,15 @@ TEXTS = [
 ]
 
 
+def training_texts() -> list[str]:
+    files = [argparse.__file__, json.__file__, os.__file__]
+    said = [message["content"] for task in islice(builtin.tasks("train"), 500) for message in task.messages]
+    return [text for file in files for text in builtin._documents_of_file(Path(file))] + said
+
+
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return list(islice(builtin.docs("train"), 150))
+    return training_texts()
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +86,15 @@ def test_saving_and_loading_keeps_ids_and_template(tokenizer, texts, tmp_path):
     assert set(loaded.all_special_ids) == {0, 1, 2, 3}
 
 
-TRAIN = """
-import hashlib, itertools
-from sftkit.data import builtin
-from sftkit.tokenizer import train_tokenizer
-tokenizer = train_tokenizer(itertools.islice(builtin.docs("train"), 50), 600)
-print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
-"""
+def digest_of(tokenizer: PreTrainedTokenizerFast) -> str:
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def test_the_same_texts_give_the_same_tokenizer_in_another_process():
-    def digest(seed, threads):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
-        return subprocess.run([sys.executable, "-c", TRAIN], env=env, capture_output=True, text=True, check=True).stdout
-
-    assert digest("1", "1") == digest("2", "2") != ""
+def test_the_same_texts_give_the_same_tokenizer_in_another_process(tokenizer):
+    code = "import test_tokenizer as t; print(t.digest_of(t.train_tokenizer(t.training_texts(), 1024)))"
+    env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert other.strip() == digest_of(tokenizer)
 
 
 # ---- the chat template -----------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def test_the_marked_tokens_are_the_answers_and_their_ends(tokenizer):
 def test_the_generation_prompt_is_what_an_answer_continues(tokenizer):
     prompt = render(tokenizer, CHAT[:-1], add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>assistant\n")
-    assert GOLDEN_CHAT == prompt + "4<|im_end|>\n"
+    assert prompt + "4<|im_end|>\n" == GOLDEN_CHAT
 
 
 def test_there_is_no_system_message_of_its_own(tokenizer):
@@ -191,7 +193,7 @@ def test_text_parts_are_joined(tokenizer):
     "message", [{"role": "critic", "content": "no"}, {"role": "user", "content": [{"type": "image", "url": "x"}]}]
 )
 def test_what_the_template_does_not_know_is_an_error(tokenizer, message):
-    with pytest.raises(jinja2.TemplateError, match="critic|image"):
+    with pytest.raises(jinja2.TemplateError, match=r"critic|image"):
         render(tokenizer, [message])
 
 

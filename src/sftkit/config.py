@@ -171,7 +171,9 @@ class EvalConfig:
     """Evaluation on the eager orig_model."""
 
     every: Positive | None = None
-    "Steps between validations; null: only at the end."
+    "Steps between evaluations; null: only at the end."
+    at_start: bool = False
+    "Evaluate before the first step too: what training changes is then in the run's own files."
     tasks: tuple[Literal["families"], ...] = ()
     "Generative tasks run with each validation. families: exact match on the held-out built-in task families."
     max_examples: Positive | None = None
@@ -181,7 +183,7 @@ class EvalConfig:
     max_new_tokens: Positive = 32
     "Longest answer in tokens."
     samples: NonNegative = 3
-    "Prompts with answers kept in samples.jsonl and shown at the end."
+    "Validation prompts answered at each evaluation, kept in samples.jsonl."
 
 
 @settings

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import Thread
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from sftkit.compilation import run_eagerly
+from sftkit.data import chat
 
 
 def generate(
@@ -69,3 +71,30 @@ def until_stop(ids: list[int], stop_ids: Sequence[int]) -> list[int]:
     """The tokens before the first stop token."""
     stops: Iterator[int] = (i for i, token in enumerate(ids) if token in stop_ids)
     return ids[: next(stops, len(ids))]
+
+
+def stream(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> Iterator[str]:
+    """One answer, piece by piece as it is decoded."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)
+    arguments = {
+        "input_ids": prompt,
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": chat.end_of_turn_ids(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "do_sample": temperature > 0,
+        "streamer": streamer,
+        **({"temperature": temperature} if temperature > 0 else {}),
+    }
+    orig_model.eval()
+    worker = Thread(target=orig_model.generate, kwargs=arguments, daemon=True)
+    worker.start()
+    yield from streamer
+    worker.join()

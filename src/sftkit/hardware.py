@@ -41,7 +41,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 def device_name(device: torch.device) -> str:
     """'NVIDIA H200', or 'CPU (2 cores)'."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} ({num_cores()} cores)"
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} ({num_cores()} cores)"
+    )
 
 
 def num_cores() -> int:
@@ -81,7 +83,11 @@ def git_state() -> str | None:
     """Commit of the working directory's repository, with -dirty for uncommitted changes; None outside one."""
     try:
         return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True, timeout=5
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

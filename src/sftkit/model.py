@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config import ModelConfig, SourceConfig
+from sftkit.config import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
 from sftkit.hub import hub_reachable
 from sftkit.runtime import Runtime
@@ -34,11 +34,25 @@ def resolve(path: str) -> str:
     if (folder / LATEST).is_file():
         return resolve(str(folder / (folder / LATEST).read_text().strip()))
     if folder.is_dir():
-        raise ConfigError(f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.startswith("runs/"):
+        raise ConfigError(
+            f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
+        )
+    if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1:
         hint = "; run the stage before this one first (make base, make mid)" if path.startswith("runs/") else ""
         raise ConfigError(f"{path}: no such folder{hint}")
     return path
+
+
+def newest_run(root: str = "runs") -> str:
+    """The run directory under `root` whose checkpoint was written last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [path for path in Path(root).glob(f"**/{LATEST}") if ".old-" not in str(path)]
+    if not found:
+        raise ConfigError(f"{root}/: no run with a checkpoint; make one (make smoke, make sft) or name a model")
+    return str(max(found, key=lambda path: path.stat().st_mtime).parent)
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
@@ -88,12 +102,17 @@ def base_tokenizer(
         return load_tokenizer(model)
     folder = run_dir / "tokenizer"
     if rt.is_main and not folder.exists():
-        template = Path(model.chat_template) if model.chat_template else Path(__file__).parent / "data" / "chatml.jinja"
-        texts = training_texts(model.train_tokenizer.sources or train)
-        tokenizer = train_tokenizer(texts, model.train_tokenizer.vocab_size, template.read_text())
-        tokenizer.save_pretrained(folder)
+        new_tokenizer(model, model.train_tokenizer, train).save_pretrained(folder)
     rt.barrier()
-    return with_pad_token(AutoTokenizer.from_pretrained(folder))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def new_tokenizer(
+    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...]
+) -> PreTrainedTokenizerBase:
+    """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
+    template = Path(model.chat_template) if model.chat_template else Path(__file__).parent / "data" / "chatml.jinja"
+    return train_tokenizer(training_texts(training.sources or train), training.vocab_size, template.read_text())
 
 
 def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -156,7 +175,9 @@ def inherit(
             f"data.max_length: {model.path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
         )
     start = f"from {resolve(model.path)}" if model.path else "new model"
-    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
+    template = (
+        hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
+    )
     how = "set in the recipe" if max_length else "inherited"
     return length, (
         f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "

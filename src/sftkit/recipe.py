@@ -107,7 +107,9 @@ def _secret_word(word: str, problems: list[str]) -> bool:
     return kind is not None
 
 
-_SECRET = "looks like {kind}; settings are saved and logged. Put secrets in environment variables (HF_TOKEN, WANDB_API_KEY)"
+_SECRET = (
+    "looks like {kind}; settings are saved and logged. Put secrets in environment variables (HF_TOKEN, WANDB_API_KEY)"
+)
 
 
 def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:

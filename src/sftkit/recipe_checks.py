@@ -89,7 +89,10 @@ def _sources(get: Get) -> Iterator[Problem]:
         for i, source in enumerate(sources):
             label = source_label(source)
             if first_with.setdefault(label, i) != i:
-                yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first_with[label]}: set another name'
+                yield (
+                    f"{part}.{i}.name",
+                    f'"{label}" is already the name of {part}.{first_with[label]}: set another name',
+                )
             if source.path.startswith("builtin:"):
                 if source.path not in ("builtin:docs", "builtin:tasks"):
                     yield f"{part}.{i}.path", f'"{source.path}" is not one of builtin:docs, builtin:tasks'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     folder = Path(run_dir)
     if rt.is_main:
         if resume is None and folder.exists() and (step_dirs(folder) or (folder / "metrics.jsonl").exists()):
-            rt.say(f"{folder} holds an earlier run: it is now {set_aside(folder)} (train.resume=auto would continue it)")
+            rt.say(
+                f"{folder} holds an earlier run: it is now {set_aside(folder)} (train.resume=auto would continue it)"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / "config.yaml", recipe)
         replace_text(folder / "environment.json", json.dumps(environment(rt.device, rt.world_size), indent=1))
@@ -28,12 +31,28 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     return folder
 
 
-def write_summary(run_dir: Path, trained: Trained, samples: list[dict[str, Any]], rt: Runtime) -> None:
+def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """summary.json and the closing lines on the console."""
     if not rt.is_main:
         return
-    replace_text(run_dir / "summary.json", json.dumps({**asdict(trained), "samples": samples}, indent=1))
+    replace_text(run_dir / "summary.json", json.dumps(asdict(trained), indent=1, ensure_ascii=False))
     speed = trained.metrics.get("perf/tok_per_sec")
     print(f"\n{'stopped at' if trained.stopped else 'finished'} step {trained.step} of {trained.total_steps}: ", end="")
     print(f"{trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, {trained.train_seconds:.0f} s in steps")
     print(f"checkpoint: {trained.checkpoint} (also {run_dir}/{LATEST})\n", flush=True)
+
+
+def report_families(
+    path: str, values: dict[str, float | None], examples: list[dict[str, Any]], out: str | None, rt: Runtime
+) -> None:
+    """Scores as a table on the console, and with every example in the JSON file `out`."""
+    if not rt.is_main:
+        return
+    counts = Counter(example["family"] for example in examples)
+    print(f"\n{path}: exact match on held-out instances")
+    for name, value in values.items():
+        family = name.split("/")[1]
+        count = counts.get(family, len(examples))
+        print(f"  {'mean of families' if family == 'families' else family:<20} {value:6.3f}  of {count}")
+    if out is not None:
+        replace_text(Path(out), json.dumps({"path": path, "scores": values, "examples": examples}, indent=1))

@@ -105,7 +105,9 @@ def resolve_precision(wanted: str) -> str:
         return wanted
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16"):
-        raise ConfigError(f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision")
+        raise ConfigError(
+            f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
+        )
     use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
@@ -125,12 +127,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
     )
-    level = logging.INFO if accelerator.is_main_process else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s")
-    for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,6 +135,20 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
     return rt
+
+
+def quiet_libraries(level: int = logging.INFO) -> None:
+    """Our own messages as plain lines; warnings only from the libraries that chat at info level."""
+    logging.basicConfig(level=level, format="%(message)s")
+    for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def start_device() -> torch.device:
+    """For scripts without a process group: the GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seed_everything(seed: int) -> None:

@@ -35,9 +35,7 @@ class ModelWithLoss(torch.nn.Module):
     ) -> torch.Tensor:
         """Sum of the negative log-likelihoods of all targets: fp32, 0-d. Shapes as in data.collate.Batch."""
         masks = attention_masks(self.orig_model.config, doc_ids)
-        outputs = self.orig_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=masks, use_cache=False
-        )
+        outputs = self.orig_model(input_ids=input_ids, position_ids=position_ids, attention_mask=masks, use_cache=False)
         return self.loss(outputs.logits, targets)
 
 

@@ -60,8 +60,7 @@ class Tracker:
             try:
                 import wandb
 
-                os.environ["WANDB_SILENT"] = "true"
-                settings = wandb.Settings(init_timeout=20, console="off")
+                settings = wandb.Settings(init_timeout=20, console="off", silent=True)
                 init = {"mode": mode, "dir": str(self._run_dir), "name": name, "settings": settings}
                 self._rt.accelerator.init_trackers(project, config, {"wandb": init})
                 self._wandb = self._rt.accelerator.get_tracker("wandb", unwrap=True)
@@ -121,18 +120,17 @@ class Tracker:
         self._append("metrics.jsonl", step, values)
         self.say(train_line(step, total_steps, values))
 
-    def log_evals(self, step: int, values: dict[str, float | None]) -> None:
-        """One evaluation."""
-        self._append("evals.jsonl", step, values)
-        shown = "  ".join(f"{k.removeprefix('val/').removeprefix('eval/')} {v:.3f}" for k, v in values.items() if v is not None)
-        self.say(f"  evaluation at step {step}: {shown}")
-
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Prompts and answers, kept in samples.jsonl."""
-        if self._rt.is_main:
+    def log_evals(self, step: int, values: dict[str, float | None], samples: list[dict[str, Any]]) -> None:
+        """One evaluation: metrics, and prompts with answers."""
+        if values:
+            self._append("evals.jsonl", step, values)
+            parts = (
+                f"{k.removeprefix('val/').removeprefix('eval/')} {v:.3f}" for k, v in values.items() if v is not None
+            )
+            self.say(f"  evaluation at step {step}: {'  '.join(parts)}")
+        if samples and self._rt.is_main:
             with (self._run_dir / "samples.jsonl").open("a") as file:
-                for sample in samples:
-                    file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+                file.writelines(json.dumps({"step": step, **s}, ensure_ascii=False) + "\n" for s in samples)
 
     def _append(self, name: str, step: int, values: dict[str, float | None]) -> None:
         if not self._rt.is_main:

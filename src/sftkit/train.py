@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from sftkit.runtime import Runtime
 from sftkit.step import forward_backward, optimizer_step
 from sftkit.tracker import Tracker
 
-Evaluate = Callable[[int], dict[str, float | None]]
+Evaluate = Callable[[], tuple[dict[str, float | None], list[dict[str, Any]]]]
 
 
 @dataclass
@@ -40,6 +41,10 @@ class Trained:
     "the last logged line"
     evals: dict[str, float | None]
     "the last evaluation"
+    samples: list[dict[str, Any]]
+    "the last sample answers"
+    evals_at_start: dict[str, float | None]
+    "the evaluation before the first step, empty without eval.at_start"
     checkpoint: str
 
 
@@ -61,11 +66,14 @@ def train(
     Args:
         model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
             `evaluate` and `checkpoints` see.
-        evaluate: step -> metrics, on orig_model; every rank calls it.
+        evaluate: (metrics, sample answers) of orig_model; every rank calls it.
         resumed: what Checkpoints.resume returned.
     """
     total_steps = cfg.train.max_steps or batches.num_steps(cfg.train.epochs or 1)
-    step, evals, metrics = resumed["step"], {}, {}
+    step, metrics = resumed["step"], {}
+    evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
+    tracker.log_evals(step, evals_at_start, samples)
+    evals = evals_at_start
     started = time.perf_counter()
     watch = CompileWatch()
     compiled = warm_up_step(rt, model, orig_model, batches, cfg.compile)
@@ -100,11 +108,11 @@ def train(
         # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
         pausing = time.perf_counter()
         if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            folder = checkpoints.save(step, {"tokens": meter.seen_tokens, "total_steps": total_steps, "max_length": batches.layout.max_length})
+            state = {"tokens": meter.seen_tokens, "total_steps": total_steps, "max_length": batches.layout.max_length}
+            folder = checkpoints.save(step, state)
         if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
-            evals = evaluate(step)
-            if evals:
-                tracker.log_evals(step, evals)
+            evals, samples = evaluate()
+            tracker.log_evals(step, evals, samples)
         meter.paused(time.perf_counter() - pausing)
 
     for reason in watch.recompile_reasons():
@@ -120,6 +128,8 @@ def train(
         stopped=stopped,
         metrics=metrics,
         evals=evals,
+        samples=samples,
+        evals_at_start=evals_at_start,
         checkpoint=str(folder),
     )
 
@@ -139,9 +149,7 @@ def warm_up_step(
     return warm_up(model, run_shape, batches.layout.shapes, compile, rt.any_rank)
 
 
-def warm_up_line(
-    compiled: bool, shapes: tuple[tuple[int, int], ...], counts: dict[str, float], seconds: float
-) -> str:
+def warm_up_line(compiled: bool, shapes: tuple[tuple[int, int], ...], counts: dict[str, float], seconds: float) -> str:
     """What the warm-up built, for the console."""
     declared = ", ".join(f"{rows} x {length}" for rows, length in shapes)
     if not compiled:

@@ -16,6 +16,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -43,21 +44,18 @@ SHORTEST_DOCUMENT = 120
 
 def docs(split: Split) -> Iterator[str]:
     """Documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
-    seen = set()
-    for text in _all_docs():
-        key = _hash(text)
-        if key not in seen and (key % 50 == 0) == _is_heldout_split(split):
-            yield text
-        seen.add(key)
+    heldout = _is_heldout_split(split)
+    return (text for text in _all_docs() if (_hash(text) % 50 == 0) == heldout)
 
 
-def _all_docs() -> Iterator[str]:
-    yield from (text.strip() for _, text in sorted(_help_topics().items()))
+@cache
+def _all_docs() -> tuple[str, ...]:
+    texts = [text.strip() for _, text in sorted(_help_topics().items())]
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not any(map(SKIPPED_FOLDERS.fullmatch, parts)):
-            yield from _documents_of_file(path)
+        if not any(map(SKIPPED_FOLDERS.fullmatch, path.relative_to(root).parts)):
+            texts += _documents_of_file(path)
+    return tuple(dict.fromkeys(texts))
 
 
 def _help_topics() -> dict[str, str]:
@@ -121,35 +119,35 @@ class Problem:
     answer: str
 
 
-# Words that documentation is full of, so that a small tokenizer trained on `docs` has them whole.
+# Words that documentation is full of, too. A word in a question is written without a space before it (one,two), as it
+# is at the beginning of an answer, so that both are the same token and an answer is a copy.
 CATEGORIES = {
-    "a color": ["red", "green", "blue", "black", "white", "orange", "pink", "gray"],
-    "an action": ["read", "write", "open", "close", "send", "find", "start", "wait"],
-    "a number": ["zero", "one", "two", "three", "four", "five", "six", "ten"],
-    "a time": ["day", "week", "month", "year", "hour", "minute", "date"],
-    "a direction": ["left", "right", "up", "down", "back", "north", "east", "west"],
-    "a part of a program": ["file", "path", "text", "code", "key", "line", "string", "class"],
+    "a color": ["red", "green", "blue", "black", "white", "pink"],
+    "an action": ["read", "write", "open", "close", "send", "find"],
+    "a number": ["zero", "one", "two", "three", "four", "ten"],
+    "a time": ["day", "week", "month", "year", "hour", "minute"],
+    "a direction": ["left", "right", "up", "down", "north", "south"],
+    "a part of a program": ["file", "path", "text", "code", "line", "class"],
 }
 WORDS = [word for words in CATEGORIES.values() for word in words]
-THINGS = [word for name in ("a number", "a part of a program") for word in CATEGORIES[name]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 MONTHS = re.findall(r"[A-Z][a-z]+", "JanuaryFebruaryMarchAprilMayJuneJulyAugustSeptemberOctoberNovemberDecember")
 EVENTS = ["party", "lesson", "test", "game", "race", "show", "trip", "walk", "talk", "meeting"]
-UNITS = [("km", "m", "000"), ("kg", "g", "000"), ("m", "cm", "00"), ("cm", "mm", "0"), ("l", "ml", "000")]
+UNITS = {"km": ("m", "000"), "kg": ("g", "000"), "m": ("cm", "00"), "cm": ("mm", "0"), "l": ("ml", "000")}
 POSITIONS = {"first": 0, "second": 1, "last": -1}
-
 
 _makers: dict[str, Callable[[Random], Problem]] = {}
 
 
-def _family(*phrasings: str) -> Callable:
-    """Make a function of rng -> (operands, answer, fields for the phrasings) the family of that name."""
+def _family(*phrasings: str, below: str = "") -> Callable:
+    """Make a function of rng -> (operands, answer, fields of the wording) the family of its name."""
 
     def register(draw: Callable[[Random], tuple[str, str, dict[str, Any]]]) -> Callable:
         def make(rng: Random) -> Problem:
             operands, answer, fields = draw(rng)
-            return Problem(f"{draw.__name__}: {operands}", _choose(rng, phrasings).format(**fields), answer)
+            question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
+            return Problem(f"{draw.__name__}: {operands}", question, answer)
 
         _makers[draw.__name__] = make
         return draw
@@ -170,9 +168,9 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
 
 @_family(
     "The {a} is {on} {x}. The {b} is {later}. When is the {b}?",
-    "The {b} is {later} than the {a}, which is {on} {x}. When is the {b}?",
     "If the {a} is {on} {x} and the {b} is {later}, when is the {b}?",
-    "When is the {b}? It is {later} than the {a}, and the {a} is {on} {x}.",
+    "The {a}: {on} {x}. The {b}: {later}. When is the {b}?",
+    "{x}: the {a}. The {b} is {later}. When is that?",
 )
 def calendar(rng: Random):
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
@@ -184,143 +182,105 @@ def calendar(rng: Random):
 
 
 @_family(
-    "Which word is {which}: {list}?",
-    "What is the {which} word of this list: {list}?",
-    "Give the {which} word. {list}",
-    "List: {list}. Name the {which} word.",
+    "Which word is {which}?",
+    "What is the {which} word?",
+    "Give the {which} word.",
+    "Name the {which} one:",
+    below="{list}",
 )
 def pick(rng: Random):
     words, which = _sample(rng, WORDS, _choose(rng, [3, 4])), _choose(rng, list(POSITIONS))
-    listed = ", ".join(words)
-    return f"{which} {listed}", words[POSITIONS[which]], {"which": which, "list": listed}
+    return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
 
 @_family(
-    "Reverse this list: {list}",
-    "Write these words in the reverse order: {list}",
-    "Say {list} backwards, from the end.",
-    "List: {list}. Turn it around.",
+    "Reverse this list.", "Write it in reverse order:", "Say this backwards:", "Turn the list around.", below="{list}"
 )
 def reverse(rng: Random):
     words = _sample(rng, WORDS, _choose(rng, [2, 3]))
-    return " ".join(words), ", ".join(words[::-1]), {"list": ", ".join(words)}
+    return str(words), ",".join(words[::-1]), {"list": ",".join(words)}
 
 
-@_family(
-    "Sort these numbers: {list}",
-    "Put {list} in order.",
-    "Write {list} from low to high.",
-    "Numbers: {list}. Sort them.",
-)
+@_family("Sort these numbers.", "Put the numbers in order.", "Write from low to high:", "Sort:", below="{list}")
 def sort(rng: Random):
-    numbers = _sample(rng, range(10), 3)
-    answer = ", ".join(map(str, sorted(numbers)))
-    return answer, answer, {"list": ", ".join(map(str, numbers))}
+    numbers = [str(number) for number in _sample(rng, range(10), 3)]
+    answer = ",".join(sorted(numbers))
+    return answer, answer, {"list": ",".join(numbers)}
 
 
-@_family(
-    "Which is {word}, {a} or {b}?",
-    "Which number is {word}: {a} or {b}?",
-    "Of {a} and {b}, name the {word} one.",
-    "Numbers: {a}, {b}. Which of the two is {word}?",
-)
+@_family("Which is {word}?", "Which number is {word}?", "Name the {word} one:", "Give the {word} one.", below="{a},{b}")
 def compare(rng: Random):
-    tens = _sample(rng, range(1, 10), 2)
-    a, b = (10 * ten + int(rng.random() * 10) for ten in tens)
+    a, b = (10 * tens + int(rng.random() * 10) for tens in _sample(rng, range(1, 10), 2))
     word = _choose(rng, ["larger", "smaller"])
     answer = max(a, b) if word == "larger" else min(a, b)
     return f"{min(a, b)} {max(a, b)}", str(answer), {"a": a, "b": b, "word": word}
 
 
-@_family(
-    "What is {a} {op} {b}?",
-    "{a} {op} {b} = ?",
-    "Calculate {a} {op} {b}.",
-    "Give the result of {a} {op} {b}.",
-)
+@_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random):
-    """Two digits and one, without a carry."""
-    low, digit = sorted((int(rng.random() * 10), _choose(rng, range(1, 10))))
-    tens = 10 * _choose(rng, range(1, 10))
-    if rng.random() < 0.5:
-        low, digit = (low, digit) if low + digit < 10 else (9 - digit, low)
-        return f"{tens + low} + {digit}", str(tens + low + digit), {"a": tens + low, "b": digit, "op": "+"}
-    return f"{tens + digit} - {low}", str(tens + digit - low), {"a": tens + digit, "b": low, "op": "-"}
+    """Two digits plus or minus one, without a carry."""
+    tens, one, other = 10 * _choose(rng, range(1, 10)), *_sample(rng, range(10), 2)
+    low, high = min(one, other), max(one, other)
+    plus = rng.random() < 0.5
+    sum_, answer = (f"{tens + low}+{high - low}", tens + high) if plus else (f"{tens + high}-{low}", tens + high - low)
+    return sum_, str(answer), {"sum": sum_}
 
 
 @_family(
-    "Write {n} {unit} in {smaller}.",
-    "How much is {n} {unit} in {smaller}?",
-    "Convert {n} {unit} to {smaller}.",
-    "{n} {unit} is how many {smaller}?",
+    "How many {to} is this?", "Write this in {to}.", "Convert to {to}:", "How much is this in {to}?", below="{n} {unit}"
 )
 def units(rng: Random):
-    number, (unit, smaller, zeros) = _choose(rng, range(2, 200)), _choose(rng, UNITS)
-    return f"{number} {unit}", f"{number}{zeros} {smaller}", {"n": number, "unit": unit, "smaller": smaller}
+    number, unit = _choose(rng, range(2, 200)), _choose(rng, list(UNITS))
+    smaller, zeros = UNITS[unit]
+    return f"{number} {unit}", f"{number}{zeros} {smaller}", {"n": number, "unit": unit, "to": smaller}
 
 
 @_family(
-    "Is {word} in this list: {list}?",
-    "Does the list {list} contain {word}?",
-    "List: {list}. Is {word} in it?",
-    "Do you see {word} here? {list}",
+    "Is the last word also in the list?",
+    "Does the list contain the word?",
+    "Is it in the list?",
+    "Do you see the word in the list?",
+    below="{list}\n{word}",
 )
 def contains(rng: Random):
-    *words, other = _sample(rng, WORDS, _choose(rng, [4, 5]))
+    *words, other = _sample(rng, WORDS, _choose(rng, [3, 4]))
     is_in = rng.random() < 0.5
-    word, listed = _choose(rng, words) if is_in else other, ", ".join(words)
-    return f"{word} {listed}", "yes" if is_in else "no", {"word": word, "list": listed}
+    word = _choose(rng, words) if is_in else other
+    return f"{word} {words}", "yes" if is_in else "no", {"word": word, "list": ",".join(words)}
 
 
-@_family(
-    "How many times is {letter} in: {letters}?",
-    "Count the letter {letter} in: {letters}",
-    "Letters: {letters}. How often do you see {letter}?",
-    "In {letters}, how many are {letter}?",
-)
+@_family("How many letters?", "Count the letters.", "How many letters are there?", "Count these:", below="{letters}")
 def count(rng: Random):
-    letter, *others = _sample(rng, LETTERS, 4)
-    times, length = _choose(rng, [0, 1, 2, 3]), _choose(rng, [4, 5])
-    letters = " ".join(_sample(rng, [letter] * times + [_choose(rng, others) for _ in range(length - times)], length))
-    return f"{letter} {letters}", str(times), {"letter": letter, "letters": letters}
+    letters = " ".join(_sample(rng, LETTERS, _choose(rng, range(2, 7))))
+    return letters, str(len(letters.split())), {"letters": letters}
 
 
 @_family(
-    "Write with dashes: {letters}",
-    "Put dashes between these letters: {letters}",
-    "Letters: {letters}. Join them with dashes.",
-    "Spell {letters} with dashes.",
+    "Write with dashes:", "Put dashes in between.", "Join with dashes.", "Spell it with dashes:", below="{letters}"
 )
 def spell(rng: Random):
     letters = _sample(rng, LETTERS, _choose(rng, [3, 4]))
-    return " ".join(letters), "-".join(letters), {"letters": " ".join(letters)}
+    return str(letters), "-".join(letters), {"letters": ",".join(letters)}
 
 
 @_family(
-    "{facts} What is in the {color} box?",
-    "{facts} What does the {color} box hold?",
-    "What is in the {color} box? {facts}",
-    "{facts} Name the thing in the {color} box.",
+    "Look up the last word.", "Look this up:", "Translate the word.", "What does it stand for?", below="{pairs}\n{word}"
 )
 def lookup(rng: Random):
-    colors, things = _sample(rng, CATEGORIES["a color"], 3), _sample(rng, THINGS, 3)
-    asked = _choose(rng, range(3))
-    facts = [f"The {color} box holds {thing}." for color, thing in zip(colors, things, strict=True)]
-    fields = {"facts": " ".join(facts), "color": colors[asked]}
-    return f"{' '.join(facts)} {colors[asked]}", things[asked], fields
+    words = _sample(rng, WORDS, 6)
+    asked = _choose(rng, [0, 2, 4])
+    pairs = ",".join(f"{a}={b}" for a, b in zip(words[::2], words[1::2], strict=True))
+    return f"{pairs} {words[asked]}", words[asked + 1], {"pairs": pairs, "word": words[asked]}
 
 
 @_family(
-    "Which of these is {category}: {list}?",
-    "Find {category}: {list}",
-    "List: {list}. Which word is {category}?",
-    "One of these is {category}, which? {list}",
+    "Which of these is {name}?", "Find {name}:", "Which word is {name}?", "One of these is {name}:", below="{list}"
 )
 def category(rng: Random):
     names = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]
-    asked, listed = _choose(rng, range(3)), ", ".join(words)
-    return f"{names[asked]} {listed}", words[asked], {"category": names[asked], "list": listed}
+    asked = _choose(rng, range(3))
+    return f"{names[asked]} {words}", words[asked], {"name": names[asked], "list": ",".join(words)}
 
 
 FAMILIES: tuple[str, ...] = tuple(_makers)

@@ -44,10 +44,10 @@ def tokenize(
         raise DataError(f"{row.where}: the chat template marks no part of this conversation as an answer")
     ids, starts, ends = _encode(tokenizer, text[: spans[-1][1]])
     is_target = np.ones(len(ids), dtype=bool) if targets == "all" else _inside(spans, starts, ends)
-    if int(ids[-1]) not in end_of_turn_ids(tokenizer):
+    if ids[-1] not in end_of_turn_ids(tokenizer):
         if tokenizer.eos_token_id is None:
             raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
-        ids = np.append(ids, np.int32(tokenizer.eos_token_id))
+        ids = np.append(ids, np.asarray(tokenizer.eos_token_id, dtype=np.int32))
         is_target = np.append(is_target, True)
     return _fit(row, ids, is_target, tokenizer, max_length, too_long)
 

@@ -76,8 +76,8 @@ def _snapshot(source: SourceConfig) -> Path:
             f"data source {source.path}: no local file or folder of that name{_suggestion(source.path)}, and as a hub "
             f"dataset (subset {source.subset or 'none'}, split {source.split}) it is not in the cache "
             f"({constants.HF_HOME}) and {why}. On a connected machine run "
-            f"`hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and set the source's "
-            "path (data.train.0.path=FOLDER for the first one) to it; or copy that machine's HF_HOME cache"
+            f"`hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and set the "
+            "source's path (data.train.0.path=FOLDER for the first one) to it; or copy that machine's HF_HOME cache"
         ) from error
 
 

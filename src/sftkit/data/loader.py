@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config import DataConfig
 from sftkit.data import sources
+from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import Batch, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
-from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.data.types import Examples, Tokenized
 from sftkit.recipe import source_label
 
 
@@ -106,12 +107,18 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: Callable[[Row], Tokenized], cache_key: str, main_first: AbstractContextManager[object]
+    data: DataConfig, tokenize: partial[Tokenized], main_first: AbstractContextManager[object]
 ) -> tuple[Examples, dict[str, Examples]]:
-    """(training documents, validation documents by source); within `main_first`, so that the other ranks find the cache."""
+    """(training documents, validation documents by source); within `main_first`, so that other ranks find the cache.
+
+    `tokenize` is a partial over row; its function and arguments are part of the cache key.
+    """
+    settings = {name: value for name, value in tokenize.keywords.items() if name != "tokenizer"}
+    fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
+    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {sorted(settings.items())} {fingerprint}"
     with main_first:
-        training = sources.load(data.train, data, tokenize, cache_key)
-        validation = {source_label(s): sources.load((s,), data, tokenize, cache_key) for s in data.val}
+        training = sources.load(data.train, data, tokenize, key)
+        validation = {source_label(source): sources.load((source,), data, tokenize, key) for source in data.val}
     return training, validation
 
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from sftkit.config import SourceConfig
 from sftkit.errors import ConfigError, DataError
@@ -65,7 +65,9 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
         if suffix_of(root) is None:
             raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
         if split not in ("train", _split_of(Path(root.name))):
-            raise ConfigError(f'data source {source.path}: split "{split}" of a single file; use train or a slice of it')
+            raise ConfigError(
+                f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
+            )
         return [root]
     files = [path for path in sorted(root.rglob("*")) if _is_data(path, root)]
     if source.subset is not None:
@@ -76,8 +78,18 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
     splits = {path: _split_of(path.relative_to(root)) for path in files}
     chosen = [path for path in files if splits[path] == SPLIT_WORDS.get(split, split)]
     if not chosen:
-        raise ConfigError(f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}')
+        raise ConfigError(
+            f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
+        )
     return chosen
+
+
+def loads(content: bytes) -> Any:
+    """JSON, or a ValueError; also for half of a surrogate pair, which JSON can write down but no text can hold."""
+    value = json.loads(content)
+    if b"\\ud" in content.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def base_split(spec: str) -> str:
@@ -116,12 +128,12 @@ def rows_of(path: Path) -> Iterator[RawRow]:
     read = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".csv": _csv, ".txt": _text}[kind or ".txt"]
     try:
         yield from read(path)
-    except (OSError, EOFError, zlib.error, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
 
 
-def _open(path: Path) -> io.BufferedIOBase:
-    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else open(path, "rb")
 
 
 def _json_lines(path: Path) -> Iterator[RawRow]:
@@ -136,7 +148,7 @@ def _json(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
         content = file.read()
     try:
-        value = json.loads(content)
+        value = loads(content)
     except ValueError as error:
         if not content.lstrip().startswith(b"{"):
             raise DataError(f"{path}: not JSON: {error}") from error
@@ -162,7 +174,7 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
 
 def _csv(path: Path) -> Iterator[RawRow]:
-    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="") as text:
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text)
         for row in reader:
             yield f"{path}:{reader.line_num}", {key: value for key, value in row.items() if key is not None}
@@ -172,12 +184,8 @@ def _text(path: Path) -> Iterator[RawRow]:
     """A text file is one document."""
     with _open(path) as file:
         content = file.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: {error}") from error
-    if text.strip():
-        yield str(path), {"text": text}
+    if content.strip():
+        yield str(path), {"text": content.decode("utf-8-sig")}
 
 
 def _is_data(path: Path, root: Path) -> bool:

@@ -142,7 +142,7 @@ def _choices(raw: Raw, where: str) -> Row:
         raise DataError(f"{where}: choices is not a list of texts, or an object with text and label")
     if not isinstance(labels, list):
         labels = [_letter(i) for i in range(len(choices))]
-    index = labels.index(key) if key in labels else key
+    index = labels.index(str(key)) if key in labels else key
     if isinstance(index, str) and index.isdigit():
         index = int(index)
     if not isinstance(index, int) or not 0 <= index < len(choices):

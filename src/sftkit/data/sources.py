@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import multiprocessing
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import batched, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,299 @@ OnBadRow = Literal["error", "skip"]
 Tokenize = Callable[[Row], Tokenized]
 
 COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
+BUILTINS = ("docs", "tasks")
 ROWS_PER_CHUNK = 128
-"Rows that a worker process gets at a time."
+"Rows that a process gets at a time."
 
 log = logging.getLogger(__name__)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source that exists: how to read its rows, and what identifies its content."""
+
+    rows: Callable[[], Iterator[RawRow]]
+    identity: Any
+
+
+def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+    """The rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out and logged."""
+    reasons: list[str] = []
+    for raw in opened(source).rows():
+        try:
+            yield parse(raw)
+        except DataError as error:
+            if on_bad_row == "error":
+                raise
+            reasons.append(str(error))
+    _log_skipped(source_name(source), reasons)
+
+
+def opened(source: SourceConfig) -> Opened:
+    """Find the source, or a ConfigError that says where it was looked for. Reads no rows."""
+    found = _find(source)
+    return Opened(partial(_limited, found.rows, source), found.identity)
+
+
+def parse(raw: RawRow) -> Row:
+    """A raw row to a Row, or a DataError."""
+    where, value = raw
+    if isinstance(value, bytes):
+        try:
+            value = readers.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {error}") from error
+    return rows.convert(value, where)
+
+
+def source_name(source: SourceConfig) -> str:
+    """`name`, or the last part of the path without suffixes: builtin:docs is docs, a/b.jsonl.gz is b."""
+    if source.name:
+        return source.name
+    last = source.path.removeprefix("builtin:").rstrip("/").rsplit("/", 1)[-1]
+    suffix = readers.suffix_of(Path(last))
+    return last[: last.lower().rindex(suffix)] if suffix and not last.startswith(suffix) else last
+
+
+def _find(source: SourceConfig) -> Opened:
+    if source.path.startswith("builtin:"):
+        return _builtin(source)
+    path = Path(source.path).expanduser()
+    if path.exists():
+        return _local(source, path)
+    if readers.looks_local(source.path):
+        names = readers.closest(source.path)
+        hint = f". Did you mean {' or '.join(names)}?" if names else ""
+        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
+    dataset = hub.load(source)
+    if isinstance(dataset, Path):
+        return _local(source, dataset)
+    label = f"{source.path}[{source.split}]"
+    return Opened(lambda: ((f"{label}:{i}", row) for i, row in enumerate(dataset)), dataset._fingerprint)
+
+
+def _builtin(source: SourceConfig) -> Opened:
+    name, split = source.path.removeprefix("builtin:"), readers.base_split(source.split)
+    if name not in BUILTINS:
+        raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
+    if split not in ("train", "heldout"):
+        raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
+    made = getattr(importlib.import_module("sftkit.data.builtin"), name)
+
+    def raw_rows() -> Iterator[RawRow]:
+        for i, item in enumerate(made(split)):
+            yield f"{source.path}[{split}]:{i}", {"text": item} if name == "docs" else {"messages": item.messages}
+
+    return Opened(partial(readers.sliced, raw_rows, source), sys.version)  # docs come from Python's own library
+
+
+def _local(source: SourceConfig, path: Path) -> Opened:
+    files = readers.files_of(source, path)
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    def raw_rows() -> Iterator[RawRow]:
+        return (row for file in files for row in readers.rows_of(file))
+
+    return Opened(partial(readers.sliced, raw_rows, source), stats)
+
+
+def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
+    return islice(raw_rows(), source.max_rows)
+
+
+# ---- tokenizing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Part:
+    """What became of some rows: arrays of their documents, and counts."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    is_target: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
+
+    def add(self, other: _Part) -> None:
+        self.ids += other.ids
+        self.is_target += other.is_target
+        self.lengths += other.lengths
+        self.num_bytes += other.num_bytes
+        self.counts += other.counts
+        self.skipped += other.skipped
+
+
+def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
+    """All documents of the sources, source after source, from the cache on disk if they are there.
+
+    `cache_key` names what the caller has bound into `tokenize`: tokenizer, template and task. A source that yields no
+    document is a DataError. With `repeat`, documents and counts are those of all passes.
+    """
+    names = _names(sources)
+    found = [opened(source) for source in sources]
+    folder = Path(data.cache_dir).expanduser() / cache.key(_description(sources, found, data, tokenize, cache_key))
+    examples = cache.load(folder)
+    if examples is not None:
+        return examples
+    run = _Pool(tokenize, data) if data.num_proc > 1 else None
+    try:
+        parts = []
+        for source, name, source_rows in zip(sources, names, found, strict=True):
+            parts.append(_tokenize_source(source, name, source_rows, data, tokenize, run))
+    finally:
+        if run is not None:
+            run.close()
+    return cache.save(folder, _joined(parts, names, sources))
+
+
+def describe(examples: Examples) -> list[str]:
+    """One line per source: what was read, what became of it, how much of it is learned."""
+    lines = []
+    lengths, targets = np.diff(examples.offsets), examples.num_targets
+    for index, name in enumerate(examples.source_names):
+        of_source = np.asarray(examples.source) == index
+        counts, tokens = examples.counts[name], int(lengths[of_source].sum())
+        share = int(targets[of_source].sum()) / tokens if tokens else 0.0
+        lines.append(
+            f"{name}: {counts['rows']:,} rows, {counts['documents']:,} documents, {tokens:,} tokens, "
+            f"{share:.1%} targets; {counts['truncated']:,} truncated, {counts['dropped_too_long']:,} dropped as too "
+            f"long, {counts['dropped_no_target']:,} dropped without target, {counts['skipped_bad']:,} bad rows skipped"
+        )
+    return lines
+
+
+def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    names = tuple(map(source_name, sources))
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise ConfigError(f'data: two sources are named "{twice[0]}". Give one of them a name of its own (name: ...)')
+    return names
+
+
+def _description(
+    sources: Sequence[SourceConfig], found: list[Opened], data: DataConfig, tokenize: Tokenize, cache_key: str
+) -> dict[str, Any]:
+    bound = getattr(tokenize, "keywords", {})
+    return {
+        "sources": [[asdict(source), one.identity] for source, one in zip(sources, found, strict=True)],
+        "cache_key": cache_key,
+        "max_length": data.max_length,
+        "too_long": data.too_long,
+        "on_bad_row": data.on_bad_row,
+        "bound": {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)},
+    }
+
+
+def _tokenize_source(
+    source: SourceConfig, name: str, found: Opened, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
+) -> _Part:
+    chunks = _chunks(found.rows())
+    done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
+    whole = _Part()
+    for part in done:
+        whole.add(part)
+    _log_skipped(name, whole.skipped)
+    if not whole.counts["rows"]:
+        raise DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
+    if not whole.lengths:
+        became = ", ".join(f"{whole.counts[c]} {c}" for c in COUNTS[2:] if whole.counts[c])
+        first = f". First bad row: {whole.skipped[0]}" if whole.skipped else ""
+        raise DataError(
+            f"data source {source.path}: nothing to learn in its {whole.counts['rows']} rows ({became}){first}"
+        )
+    return whole
+
+
+def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _Part:
+    part = _Part(counts=Counter(rows=len(chunk)))
+    for raw in chunk:
+        try:
+            result = tokenize(parse(raw))
+        except DataError as error:
+            if on_bad_row == "error":
+                raise
+            part.counts["skipped_bad"] += 1
+            part.skipped.append(str(error))
+            continue
+        if result.note:
+            part.counts[result.note] += 1
+        for example in result.examples:
+            part.counts["documents"] += 1
+            part.ids.append(example.ids)
+            part.is_target.append(example.is_target)
+            part.lengths.append(len(example.ids))
+            part.num_bytes.append(example.num_bytes)
+    if part.ids:
+        part.ids, part.is_target = [np.concatenate(part.ids)], [np.concatenate(part.is_target)]
+    return part
+
+
+def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, ROWS_PER_CHUNK)):
+        yield chunk
+
+
+def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
+    repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
+    lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
+    return Examples(
+        ids=np.concatenate([ids for _, part in repeated for ids in part.ids]),
+        is_target=np.concatenate([is_target for _, part in repeated for is_target in part.is_target]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        num_bytes=np.concatenate([np.asarray(part.num_bytes, dtype=np.int64) for _, part in repeated]),
+        source=np.concatenate([np.full(len(part.lengths), i, dtype=np.int16) for i, part in repeated]),
+        source_names=names,
+        counts={
+            name: {count: part.counts[count] * source.repeat for count in COUNTS}
+            for name, part, source in zip(names, parts, sources, strict=True)
+        },
+    )
+
+
+def _log_skipped(name: str, reasons: list[str]) -> None:
+    if reasons:
+        log.warning("%s: skipped %d bad rows, the first: %s", name, len(reasons), reasons[0])
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+_worker: dict[str, Any] = {}
+"What a worker process was started with."
+
+
+class _Pool:
+    """Worker processes that tokenize chunks; results come back in order, and only a few chunks are ahead of them."""
+
+    def __init__(self, tokenize: Tokenize, data: DataConfig) -> None:
+        self.ahead = 4 * data.num_proc
+        self.executor = ProcessPoolExecutor(
+            data.num_proc,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(tokenize, data.on_bad_row),
+        )
+
+    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
+        waiting: deque[Future[_Part]] = deque()
+        for chunk in chunks:
+            waiting.append(self.executor.submit(_work, chunk))
+            if len(waiting) > self.ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
+    _worker.update(tokenize=tokenize, on_bad_row=on_bad_row)
+
+
+def _work(chunk: list[RawRow]) -> _Part:
+    return _tokenize_chunk(_worker["tokenize"], _worker["on_bad_row"], chunk)

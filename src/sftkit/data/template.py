@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from os.path import commonprefix
-from typing import Any
+from typing import Any, cast
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -61,8 +60,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Tokens that text must not contain. Added tokens that are ordinary text, such as <think>, are not among them."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *_added_special_tokens(tokenizer, len(tokenizer))]))
 
 
 def render(
@@ -77,15 +75,16 @@ def render(
     source = template if isinstance(template, str) else template.source
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
     texts, spans = render_jinja_template(
-        [messages],  # pyright: ignore[reportArgumentType]
-        tools=tools,  # pyright: ignore[reportArgumentType]
+        [messages],
+        tools=list(tools) if tools else None,
         chat_template=source,
         return_assistant_tokens_mask=marks,
         add_generation_prompt=add_generation_prompt,
-        **tokenizer.special_tokens_map,
+        **variables,
     )
-    return texts[0], spans[0] if marks else []
+    return texts[0], cast(list[Span], spans[0]) if marks else []
 
 
 def answer_spans(
@@ -105,6 +104,11 @@ def answer_spans(
     except TemplateError as error:
         raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error
     return text, spans
+
+
+@lru_cache(maxsize=8)
+def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 @lru_cache(maxsize=8)
@@ -179,6 +183,11 @@ def _pieces(message: Message) -> list[str]:
     return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
 
 
+def _common_length(a: str, b: str) -> int:
+    """Leading characters that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def _not_rendered(where: str, k: int, piece: str) -> DataError:
     shown = piece if len(piece) <= 40 else piece[:40] + "..."
     return DataError(
@@ -216,7 +225,7 @@ class _SpanFinder:
         before, header = self._render(k), self.template.short_header
         if header.strip() and self.text.startswith(before + header):
             return len(before + header)
-        at = len(commonprefix([self.text, prompt]))
+        at = _common_length(self.text, prompt)
         raise DataError(
             f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
             f"renders the conversation: after {self.text[max(0, at - 20) : at]!r} the prompt has "
@@ -239,7 +248,7 @@ class _SpanFinder:
             if at >= 0:
                 return at + len(token)
             raise DataError(f"{self.where}: messages[{k}]: no end-of-turn token {token!r} after this answer")
-        until_here = commonprefix([self.text, self._render(k + 1)])
+        until_here = self.text[: _common_length(self.text, self._render(k + 1))]
         return max(start, len(until_here.rstrip()))
 
     def _render(self, k: int, add_generation_prompt: bool = False) -> str:

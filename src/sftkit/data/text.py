@@ -1,4 +1,4 @@
-"""Plain text to tokens: one document, ended by eos, cut into pieces that fit a row. Every token but the first is learned."""
+"""Plain text to tokens: a document ended by eos, cut into pieces that fit a row. All but the first token is learned."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
 
 
 def tokenize_any(
-    row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate"
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    too_long: str = "truncate",
+    targets: chat.Targets = "all",
 ) -> Tokenized:
-    """Mid-training: text as text, conversations with every token a target."""
+    """Text as text, conversations as conversations; mid-training learns every token of both."""
     if row.messages is None:
         return tokenize(row, tokenizer, max_length=max_length)
-    return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, targets="all")
+    return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, targets=targets)
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -30,23 +30,25 @@ class Suite:
     validation: dict[str, Examples]
     layout: Layout | None
     rt: Runtime
+    sample_rows: Sequence[Row] = ()
 
-    def evaluate(self) -> dict[str, float | None]:
-        """val/* of every validation source and eval/<task>/acc of every task; every rank calls it."""
+    def evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """(val/* of every validation source and eval/<task>/acc of every task, sample answers); every rank calls it."""
         values: dict[str, float | None] = {}
         if self.validation and self.layout is not None:
             pad_id = int(self.tokenizer.pad_token_id or 0)
             values |= validate(self.orig_model, self.validation, self.layout, pad_id, self.rt)
         if "families" in self.config.tasks:
-            values |= self.families()
-        return values
+            values |= self.families()[0]
+        return values, self.samples()
 
-    def families(self) -> dict[str, float | None]:
-        """Exact match on held-out instances: eval/<family>/acc, and eval/families/acc, their mean."""
+    def families(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """Exact match on held-out instances, (eval/<family>/acc and their mean eval/families/acc, every example)."""
         prompts = families.heldout(self.config.max_examples)
         answers = self.answer([chat.render_prompt(p.messages, self.tokenizer) for p in prompts])
         scores = families.score(prompts, answers)
-        return {f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()}
+        values = {f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()}
+        return values, [{**asdict(p), "given": given} for p, given in zip(prompts, answers, strict=True)]
 
     def answer(self, prompts: Sequence[list[int]]) -> list[str]:
         """Greedy answers, each rank decoding its share."""
@@ -65,9 +67,9 @@ class Suite:
         pairs = gather_object([(rank + i * world_size, answer) for i, answer in enumerate(mine)])
         return [answer for _, answer in sorted(pairs)]
 
-    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Prompt, reference and answer of each row."""
-        prompts = [sample_prompt(row, self.tokenizer) for row in rows]
+    def samples(self) -> list[dict[str, Any]]:
+        """Prompt, reference and answer of each sample row."""
+        prompts = [sample_prompt(row, self.tokenizer) for row in self.sample_rows]
         answers = self.answer([ids for ids, _, _ in prompts])
         return [
             {"prompt": shown, "reference": reference, "answer": answer}

@@ -1,0 +1,62 @@
+"""Talk to a checkpoint in the terminal. An empty line or Ctrl-D ends; /new starts a new conversation.
+
+make chat
+python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
+"""
+
+import argparse
+import sys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", help="run, step directory, model folder or hub id; default: the newest run")
+    parser.add_argument("--prompt", help="one question; print the answer and exit")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
+    args = parser.parse_args()
+
+    from sftkit.config import ModelConfig
+    from sftkit.generate import stream
+    from sftkit.model import load_model, load_tokenizer, newest_run, resolve
+    from sftkit.runtime import quiet_libraries, start_device
+
+    quiet_libraries()
+    path = resolve(args.path or newest_run())
+    tokenizer = load_tokenizer(ModelConfig(path=path))
+    orig_model = load_model(ModelConfig(path=path), tokenizer, seed=0).to(start_device())
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        parts = []
+        for part in stream(orig_model, tokenizer, messages, args.max_new_tokens, args.temperature):
+            print(part, end="", flush=True)
+            parts.append(part)
+        print()
+        return "".join(parts)
+
+    if args.prompt is not None:
+        answer([*opening, {"role": "user", "content": args.prompt}])
+        return
+    print(f"{path}  (an empty line ends, /new starts over)", file=sys.stderr)
+    messages = list(opening)
+    for line in iter(lambda: ask(), ""):
+        if line == "/new":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": answer(messages)})
+
+
+def ask() -> str:
+    try:
+        return input("\n> ").strip()
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    from sftkit.runtime import script
+
+    script(main)

@@ -1,0 +1,37 @@
+"""The whole chain on one folder of recipes: base -> mid -> chat SFT -> evaluate, then a summary.
+
+make sft        (recipes/default)
+make smoke      (recipes/smoke)
+python scripts/run_chain.py recipes/default train.max_steps=100     overrides go to all three stages
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from sftkit import launch
+from sftkit.chain import STAGES, evaluate_command, stage_runs, summary
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
+    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
+    runs = stage_runs(folder, overrides)  # all three recipes are checked before the first one starts
+
+    started = time.perf_counter()
+    for stage, script in STAGES.items():
+        print(f"\n=== {stage}: {folder / stage}.yaml", flush=True)
+        code = launch.run(script, str(folder / f"{stage}.yaml"), overrides)
+        if code != 0:
+            return code
+    print("\n=== evaluate", flush=True)
+    code = launch.call(evaluate_command(runs["sft"]))
+    if code == 0:
+        print(summary(runs, time.perf_counter() - started))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

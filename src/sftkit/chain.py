@@ -1,0 +1,82 @@
+"""base -> mid -> chat SFT -> evaluate on one folder of recipes, and the summary at its end. Reads only files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sftkit.recipe import read_config
+
+STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
+EVALUATION = "evaluation.json"
+
+
+def stage_runs(folder: Path, overrides: Sequence[str]) -> dict[str, Path]:
+    """The run directory of each stage.
+
+    Raises:
+        ConfigError: what is wrong with any of the three recipes.
+    """
+    return {stage: Path(read_config(folder / f"{stage}.yaml", overrides).run.dir) for stage in STAGES}
+
+
+def evaluate_command(run_dir: Path) -> list[str]:
+    """Score the last stage on every held-out instance."""
+    return [sys.executable, "scripts/evaluate.py", str(run_dir), "--out", str(run_dir / EVALUATION)]
+
+
+def summary(runs: dict[str, Path], seconds: float) -> str:
+    """What the chain did, for a person."""
+    trained = {stage: json.loads((run_dir / "summary.json").read_text()) for stage, run_dir in runs.items()}
+    evaluation = json.loads((runs["sft"] / EVALUATION).read_text())
+    after = evaluation["scores"]["eval/families/acc"]
+
+    def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
+        return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in STAGES)
+
+    def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
+
+    lines = [
+        "",
+        f"  {'':<28}" + "".join(f"{stage:>12}" for stage in STAGES),
+        row("steps", lambda s: f"{s['step']}"),
+        row("tokens", lambda s: f"{s['tokens']:,}"),
+        row("training loss (nats)", metric("metrics", "train/loss", ".4f")),
+        row("validation loss (nats)", metric("evals", "val/loss", ".4f")),
+        row("validation bits per byte", metric("evals", "val/bpb", ".4f")),
+        row("held-out accuracy", metric("evals", "eval/families/acc", ".3f")),
+        row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
+        row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
+        row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
+        row("graphs / recompiles", lambda s: graphs(s["metrics"])),
+        "",
+        f"  held-out accuracy after SFT, all {len(evaluation['examples'])} instances: {after:.3f} (mean of families)",
+        *(
+            f"    {name.split('/')[1]:<26}{value:6.3f}"
+            for name, value in evaluation["scores"].items()
+            if name != "eval/families/acc"
+        ),
+        "",
+        *sample_lines(trained["sft"]["samples"]),
+        f"  checkpoint  {trained['sft']['checkpoint']}   (AutoModelForCausalLM.from_pretrained loads it)",
+        f"  chat        make chat     or     python scripts/chat.py {runs['sft']}",
+        f"  total       {seconds / 60:.1f} min",
+    ]
+    return "\n".join(lines)
+
+
+def graphs(metrics: dict[str, Any]) -> str:
+    return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
+
+
+def sample_lines(samples: list[dict[str, str]]) -> list[str]:
+    """Questions and answers of the finished model."""
+    lines = []
+    for sample in samples:
+        lines += [f"  {line}" for line in sample["prompt"].splitlines()]
+        lines += [f"    -> {sample['answer']}", ""]
+    return lines

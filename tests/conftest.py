@@ -1,0 +1,84 @@
+"""A small tokenizer, trained in a blink, with the special tokens of the published chat formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+GOLDEN = Path(__file__).parent / "golden"
+OUR_TEMPLATE = Path(__file__).parents[1] / "src" / "sftkit" / "data" / "chatml.jinja"
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+SPECIAL_TOKENS = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<s>", "</s>"),
+]
+TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+"Added tokens that are ordinary text, as in Qwen3."
+
+SENTENCES = [
+    "You are a helpful assistant. Answer the question in one short sentence.",
+    "What is the capital of France? The capital of France is Paris.",
+    "How many days are in a week? There are seven days in a week: Monday, Tuesday and so on.",
+    "A system prompt, a user and an assistant take turns; each turn ends with a token of its own.",
+    'Tools are called with {"name": "get_weather", "arguments": {"city": "Berlin"}}.',
+    "Knowledge Date: December 2023. Today Date: 26 Jul 2024. Environment: python.",
+    "She sells sea shells by the sea shore, and then she counts them: one, two, three, four.",
+    "Die Straßenbahn fährt über die Brücke. Где находится библиотека? 你好，世界。",
+]
+
+
+@pytest.fixture(scope="session")
+def small_bpe() -> str:
+    """tokenizer.json of a byte-level BPE of about 560 entries."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=560,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TEXT_TOKENS])
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def make_tokenizer(small_bpe: str) -> Callable[..., PreTrainedTokenizerFast]:
+    """make_tokenizer(template, bos, eos, adds_bos, trim_offsets): a fresh tokenizer with that chat template."""
+
+    def make(
+        template: str | None = "chatml",
+        bos: str | None = None,
+        eos: str | None = "<|im_end|>",
+        adds_bos: bool = False,
+        trim_offsets: bool = False,
+    ) -> PreTrainedTokenizerFast:
+        backend = Tokenizer.from_str(small_bpe)
+        steps: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=trim_offsets)]
+        if adds_bos:
+            assert bos is not None
+            steps.append(processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]))
+        backend.post_processor = processors.Sequence(steps)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token="<|endoftext|>"
+        )
+        if template is not None:
+            path = OUR_TEMPLATE if template == "chatml" else GOLDEN / f"{template}.jinja"
+            tokenizer.chat_template = path.read_text()
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """The small tokenizer with sftkit's own chat template."""
+    return make_tokenizer()
