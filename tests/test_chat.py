@@ -154,6 +154,18 @@ def test_qwen3_thinking_is_learned_where_the_template_keeps_it(make_tokenizer):
     assert learned(example, tokenizer) == "<think>\n\n</think>\n\nfirst<|im_end|>"
 
 
+def test_whitespace_after_the_end_of_turn_is_not_learned(make_tokenizer):
+    tokenizer = make_tokenizer("marks_without_end")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+        "{%- if m.role == 'assistant' %}"
+        "{%- generation %}{{- m.content + '<|im_end|>\\n' }}{%- endgeneration %}"
+        "{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    )
+    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    assert learned(example, tokenizer) == f"{FIRST}<|im_end|>{SECOND}<|im_end|>"
+
+
 def test_conversation_that_begins_with_an_answer(make_tokenizer):
     messages = [{"role": "assistant", "content": "Hello."}, *CONVERSATION[1:3]]
     for template in ("chatml", "qwen3", "default_system", "llama3"):
