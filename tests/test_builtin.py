@@ -66,8 +66,9 @@ def solve_units(question):
 
 
 def solve_contains(question):
-    _, listed, word = question.split("\n")
-    return "yes" if word in listed.split(",") else "no", (word, listed)
+    order, listed = question.split("\n")
+    name = max((name for name in builtin.CATEGORIES if name in order), key=len)
+    return "yes" if set(listed.split(",")) & set(builtin.CATEGORIES[name]) else "no", (name, listed)
 
 
 def solve_count(question):

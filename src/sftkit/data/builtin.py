@@ -130,6 +130,8 @@ CATEGORIES = {
     "a part of a program": ["file", "path", "text", "code", "line", "class"],
 }
 WORDS = [word for words in CATEGORIES.values() for word in words]
+COLORS = CATEGORIES["a color"]
+NOT_COLORS = [word for word in WORDS if word not in COLORS]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 MONTHS = re.findall(r"[A-Z][a-z]+", "JanuaryFebruaryMarchAprilMayJuneJulyAugustSeptemberOctoberNovemberDecember")
@@ -218,12 +220,12 @@ def compare(rng: Random):
 
 @_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random):
-    """Two digits plus or minus one, without a carry."""
-    tens, one, other = 10 * _choose(rng, range(1, 10)), *_sample(rng, range(10), 2)
-    low, high = min(one, other), max(one, other)
-    plus = rng.random() < 0.5
-    sum_, answer = (f"{tens + low}+{high - low}", tens + high) if plus else (f"{tens + high}-{low}", tens + high - low)
-    return sum_, str(answer), {"sum": sum_}
+    """Two digits plus or minus 1 to 4, without a carry."""
+    tens, small = 10 * _choose(rng, range(1, 10)), _choose(rng, range(1, 5))
+    low = tens + _choose(rng, range(10 - small))
+    high = low + small
+    operands, answer = _choose(rng, [(f"{low}+{small}", high), (f"{high}-{small}", low)])
+    return operands, str(answer), {"sum": operands}
 
 
 @_family(
@@ -236,17 +238,14 @@ def units(rng: Random):
 
 
 @_family(
-    "Is the last word also in the list?",
-    "Does the list contain the word?",
-    "Is it in the list?",
-    "Do you see the word in the list?",
-    below="{list}\n{word}",
+    "Is there {name} in the list?", "Does it contain {name}?", "Is {name} here?", "Do you see {name}?", below="{list}"
 )
 def contains(rng: Random):
-    *words, other = _sample(rng, WORDS, _choose(rng, [3, 4]))
+    *names, other = _sample(rng, list(CATEGORIES), 4)
+    words = [_choose(rng, CATEGORIES[name]) for name in names]
     is_in = rng.random() < 0.5
-    word = _choose(rng, words) if is_in else other
-    return f"{word} {words}", "yes" if is_in else "no", {"word": word, "list": ",".join(words)}
+    name = _choose(rng, names) if is_in else other
+    return f"{name} {words}", "yes" if is_in else "no", {"name": name, "list": ",".join(words)}
 
 
 @_family("How many letters?", "Count the letters.", "How many letters are there?", "Count these:", below="{letters}")
@@ -267,10 +266,9 @@ def spell(rng: Random):
     "Look up the last word.", "Look this up:", "Translate the word.", "What does it stand for?", below="{pairs}\n{word}"
 )
 def lookup(rng: Random):
-    words = _sample(rng, WORDS, 6)
-    asked = _choose(rng, [0, 2, 4])
-    pairs = ",".join(f"{a}={b}" for a, b in zip(words[::2], words[1::2], strict=True))
-    return f"{pairs} {words[asked]}", words[asked + 1], {"pairs": pairs, "word": words[asked]}
+    keys, values = _sample(rng, COLORS, 2), _sample(rng, NOT_COLORS, 2)
+    asked, pairs = _choose(rng, [0, 1]), ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    return f"{pairs} {keys[asked]}", values[asked], {"pairs": pairs, "word": keys[asked]}
 
 
 @_family(
