@@ -23,8 +23,7 @@ UNITS = {"km": (1000, "m"), "kg": (1000, "g"), "m": (100, "cm"), "cm": (10, "mm"
 def solve_calendar(question):
     name = next(word for word in re.findall(r"[A-Z][a-z]+", question) if word in DAYS + MONTHS)
     names = DAYS if name in DAYS else MONTHS
-    shift = {"one": 1, "two": 2}[re.search(r"(one|two) (?:day|month)", question)[1]]
-    shift = -shift if "earlier" in question else shift
+    shift = -1 if "earlier" in question else 1
     first, second = re.findall(r"[Tt]he (\w+)", question)[:2]
     assert re.search(rf"[Ww]hen is (the {second}|that)\?$", question)
     return names[(names.index(name) + shift) % len(names)], (first, name, second, shift)
@@ -81,9 +80,10 @@ def solve_spell(question):
     return "-".join(letters), tuple(letters)
 
 
-def solve_lookup(question):
-    _, pairs, word = question.split("\n")
-    return dict(pair.split("=") for pair in pairs.split(","))[word], (pairs, word)
+def solve_sequence(question):
+    a, b, c = map(int, question.split("\n")[1].split(","))
+    assert b - a == c - b
+    return str(c + b - a), (a, b, c)
 
 
 def solve_category(question):

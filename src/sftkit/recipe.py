@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
@@ -10,28 +9,26 @@ import json
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from . import config as config_module
 from .config import Config, source_label
 from .errors import ConfigError
 from .recipe_checks import Unusable, cross_check, secret_in
+from .recipe_keys import USAGE, adapter, help_text, sections, shown, table
 from .recipe_yaml import COMMAND_LINE, Keys, Node, apply_override, dotted, read_tree, render
 
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
-USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
 
 
-def load_config(description: str) -> Config:
+def load_config(description: str | None) -> Config:
     """The Config that this script's command line asks for. Prints problems and exits with code 2 if there are any."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        print(help_text(description, sys.argv[0]))
+        print(help_text(description or "", sys.argv[0]))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
@@ -70,11 +67,6 @@ def fail(message: str) -> NoReturn:
 # ---- validation ----
 
 
-@functools.cache
-def _adapter() -> TypeAdapter[Config]:
-    return TypeAdapter(Config)
-
-
 def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | None) -> tuple[Config, Node]:
     problems: list[str] = []
     harmless = [word for word in overrides if not _secret_word(word, problems)]
@@ -83,7 +75,7 @@ def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | Non
         raise ConfigError("\n".join(problems))  # no file: what it lacks is no news
     for word in harmless:
         apply_override(tree, word, problems)
-    for section in _sections():  # an absent or emptied section has its defaults
+    for section in sections():  # an absent or emptied section has its defaults
         if tree.nearest((section,)).value is None or section not in tree.value:
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
@@ -143,7 +135,7 @@ def _remove(tree: Node, keys: Keys) -> Keys:
 
 def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) -> Config | None:
     try:
-        return _adapter().validate_json(json.dumps(tree.plain()), strict=True)
+        return adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
     for e in found:
@@ -167,8 +159,8 @@ def _is_item(keys: Keys) -> bool:
 
 def _explain(error: dict[str, Any], keys: Keys, tree: Node) -> tuple[str, list[Keys]]:
     """What is wrong in words, and the keys that were probably meant."""
-    kind, context, got = error["type"], error.get("ctx", {}), _shown(error.get("input"))
-    key = _table().get(_row(keys))
+    kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
+    key = table().get(_row(keys))
     if kind == "unexpected_keyword_argument":
         return _unknown(keys)
     if kind in ("missing", "missing_argument"):
@@ -204,22 +196,17 @@ _BOUNDS = {
 }
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
     name, parent = str(keys[-1]), _row(keys[:-1])
     prefix = f"{parent}." if parent else ""
-    level = [key.removeprefix(prefix) for key in _table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
-    level = level or [] if parent else list(_sections())
-    elsewhere = [key for key in _table() if key.rpartition(".")[2] == name]
-    if _row(keys) in _table() or name in _table():
+    level = [key.removeprefix(prefix) for key in table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    level = level or [] if parent else list(sections())
+    elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
+    if _row(keys) in table() or name in table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
-    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in _table()}, n=1, cutoff=0.75)
-    distant = [key for key in _table() if key.rpartition(".")[2] in near_names]
+    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
+    distant = [key for key in table() if key.rpartition(".")[2] in near_names]
     meant = elsewhere or siblings or distant
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
@@ -231,89 +218,12 @@ def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
     keys = _keys(key)
     if any(keys == gone[: len(keys)] or gone == keys[: len(gone)] for gone in dropped):
         raise Unusable(key)
-    node = tree
+    node: Node | None = tree
     for part in keys:
-        if not isinstance(node.value, dict) or part not in node.value:
-            return _table()[key].default
-        node = node.value[part]
+        node = node.child(part)
+        if node is None:
+            return table()[key].default
     return node.plain()
-
-
-# ---- what the settings are: for --help, defaults and suggestions ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """One setting as help shows it."""
-
-    kind: str
-    doc: str
-    required: bool
-    default: Any
-
-
-@functools.cache
-def _table() -> dict[str, Key]:
-    """Every dotted key in the order of config.py; an item of a list of sources is N."""
-    schema = _adapter().json_schema()
-    classes = {**schema["$defs"], "Config": schema}
-    return dict(_rows(classes, "Config", ""))
-
-
-@functools.cache
-def _sections() -> dict[str, str]:
-    """Section name -> its class."""
-    hints = Config.__annotations__
-    return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
-
-
-def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
-    schema = classes[name]
-    for field, prop in schema["properties"].items():
-        target = _target(prop)
-        key = prefix + field
-        if prefix:
-            required = field in schema.get("required", ())
-            yield key, Key(_kind(prop), _docs()[name].get(field, ""), required, prop.get("default"))
-        if target:
-            inner = f"{key}.N." if prop.get("type") == "array" else f"{key}."
-            yield from _rows(classes, target, inner)
-
-
-def _target(prop: dict[str, Any]) -> str | None:
-    """The class that a property, its items or its non-null alternative refers to."""
-    for part in (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ())):
-        if isinstance(part, dict) and "$ref" in part:
-            return part["$ref"].rpartition("/")[2]
-    return None
-
-
-def _kind(prop: dict[str, Any]) -> str:
-    if "anyOf" in prop:
-        return " | ".join(_kind(part) for part in prop["anyOf"])
-    if "enum" in prop or "const" in prop:
-        return " | ".join(prop.get("enum") or [prop["const"]])
-    low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
-    if "minimum" in prop and "maximum" in prop:
-        return f"number {prop['minimum']:g} to {prop['maximum']:g}"
-    if prop.get("type") == "array":
-        items = prop.get("items") if isinstance(prop.get("items"), dict) else (prop.get("prefixItems") or [{}])[0]
-        return f"list of ({_kind(items or {})})"
-    words = {"integer": "int", "boolean": "true | false", "string": "text", "object": "mapping", "null": "null"}
-    return words.get(prop.get("type", "object"), prop.get("type", "")) + low
-
-
-@functools.cache
-def _docs() -> dict[str, dict[str, str]]:
-    """Class -> field -> the string under the field in config.py."""
-    docs: dict[str, dict[str, str]] = {}
-    for cls in ast.parse(Path(config_module.__file__).read_text(encoding="utf-8")).body:
-        if isinstance(cls, ast.ClassDef):
-            docs[cls.name] = {"": ast.get_docstring(cls) or ""}
-            for field, text in zip(cls.body, cls.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    docs[cls.name][ast.unparse(field.target)] = str(ast.literal_eval(text.value))
-    return docs
 
 
 def _keys(key: str) -> Keys:
@@ -324,34 +234,16 @@ def _row(keys: Keys) -> str:
     return dotted(["N" if isinstance(key, int) else key for key in keys])
 
 
-def help_text(description: str, script: str) -> str:
-    """--help: every key with type, default and meaning, in 100 columns."""
-    lines = [description.strip(), "", f"usage: python {script} {USAGE}", ""]
-    lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] model.path=null data.train.0.max_rows=100"]
-    for section, cls in _sections().items():
-        lines += ["", f"{section}: {_docs()[cls]['']}"]
-        for key, row in _table().items():
-            if key.split(".")[0] != section:
-                continue
-            default = "required" if row.required else f"default {_shown(row.default).strip(chr(34))}"
-            head = f"  {key}  {row.kind}"
-            room = 100 - len(default) - 3
-            lines += [f"{head:<{room}}  {default}"] if len(head) <= room else [head, f"{default:>99}"]
-            lines += textwrap.wrap(row.doc, 100, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)
-
-
 def _annotated(cfg: Config, tree: Node) -> str:
     """The resolved settings; each line says which file, or the command line, or the default, it came from."""
 
     def origin(keys: Keys) -> str:
         node = tree
         for key in keys:
-            inside = node.value
-            known = key in inside if isinstance(inside, dict) else isinstance(inside, list)
-            if not known:
-                return "default" if isinstance(inside, dict) else node.place
-            node = inside[key]
+            child = node.child(key)
+            if child is None:
+                return "default"
+            node = child
         return node.place
 
     return render(_json(cfg), origin)

@@ -78,9 +78,9 @@ def _only_with_path(get: Get) -> Iterator[Problem]:
 
 
 def _sources(get: Get) -> Iterator[Problem]:
-    for part in ("data.train", "data.val"):
+    for part in ("data.train", "data.val", "model.train_tokenizer.sources"):
         try:
-            sources = [SourceConfig(**row) for row in get(part)]
+            sources = [SourceConfig(**row) for row in get(part) or ()]
         except Unusable:
             continue
         if part == "data.train" and not sources:

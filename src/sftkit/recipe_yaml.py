@@ -33,16 +33,22 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def child(self, key: str | int) -> Node | None:
+        """The node at a key of a mapping or an index of a list, if it is there."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
+            return self.value[key]
+        return None
+
     def nearest(self, keys: Keys) -> Node:
         """The node at `keys`, or the last one on the way there."""
         node = self
         for key in keys:
-            if isinstance(node.value, dict) and key in node.value:
-                node = node.value[key]
-            elif isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
-                node = node.value[key]
-            else:
+            child = node.child(key)
+            if child is None:
                 break
+            node = child
         return node
 
 
@@ -109,7 +115,8 @@ def _mapping(node: yaml.MappingNode, place: str, keys: Keys, problems: list[str]
             continue
         key = key_node.value
         if key in lines:
-            problems.append(f"{place}: {dotted((*keys, key))}: given twice, in lines {lines[key]} and {line}")
+            where = f"lines {lines[key]} and {line}" if line != lines[key] else f"line {line}"
+            problems.append(f"{place}: {dotted((*keys, key))}: given twice, in {where}")
         lines[key] = line
         values[key] = _convert(value_node, place, (*keys, key), problems, parents)
     return values
@@ -187,8 +194,11 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
         return
+    before = len(problems)
     value = parse(text, f"{COMMAND_LINE}: {name}", problems)
-    keys = [int(part) if part.isdecimal() else part for part in name.split(".")]
+    if len(problems) > before:
+        return
+    keys: list[str | int] = [int(part) if part.isdecimal() else part for part in name.split(".")]
     _set(tree, keys, _moved(value), name, problems)
 
 
@@ -201,27 +211,22 @@ def _moved(node: Node) -> Node:
 
 
 def _set(tree: Node, keys: list[str | int], value: Node, name: str, problems: list[str]) -> None:
-    container = tree.value
+    node = tree
     for i, key in enumerate(keys):
-        last = i == len(keys) - 1
-        if isinstance(container, list):
-            if not isinstance(key, int) or key >= len(container):
-                size = len(container)
-                problems.append(
-                    f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a list of {size}: index it with 0 to {size - 1}"
-                )
+        inside: Any = node.value
+        if isinstance(inside, list):
+            if node.child(key) is None:
+                many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
+                problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
                 return
-        else:
-            key = str(key)
-            if not last and (key not in container or container[key].value is None):
-                container[key] = Node({}, COMMAND_LINE)
-        if last:
-            container[key] = value
-        elif isinstance(container[key].value, (dict, list)):
-            container = container[key].value
-        else:
-            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[: i + 1])} is a plain value and has no keys")
+        elif not isinstance(inside, dict):
+            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a plain value and has no keys")
             return
+        elif key not in inside or inside[key].value is None:
+            inside[key] = Node({}, COMMAND_LINE)
+        if i == len(keys) - 1:
+            inside[key] = value
+        node = inside[key]
 
 
 def render(value: dict[str, Any], comment: Callable[[Keys], str] = lambda keys: "") -> str:

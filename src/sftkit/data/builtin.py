@@ -130,8 +130,6 @@ CATEGORIES = {
     "a part of a program": ["file", "path", "text", "code", "line", "class"],
 }
 WORDS = [word for words in CATEGORIES.values() for word in words]
-COLORS = CATEGORIES["a color"]
-NOT_COLORS = [word for word in WORDS if word not in COLORS]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 MONTHS = re.findall(r"[A-Z][a-z]+", "JanuaryFebruaryMarchAprilMayJuneJulyAugustSeptemberOctoberNovemberDecember")
@@ -177,8 +175,8 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
 def calendar(rng: Random):
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
     first, second = _sample(rng, EVENTS, 2)
-    start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1, 2])
-    later = {-1: f"one {unit} earlier", 1: f"one {unit} later", 2: f"two {unit}s later"}[shift]
+    start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1])
+    later = f"one {unit} later" if shift == 1 else f"one {unit} earlier"
     fields = {"a": first, "b": second, "x": names[start], "later": later, "on": "on" if unit == "day" else "in"}
     return f"{first} {names[start]} {second} {shift}", names[(start + shift) % len(names)], fields
 
@@ -191,7 +189,7 @@ def calendar(rng: Random):
     below="{list}",
 )
 def pick(rng: Random):
-    words, which = _sample(rng, WORDS, _choose(rng, [3, 4])), _choose(rng, list(POSITIONS))
+    words, which = _sample(rng, WORDS, 3), _choose(rng, list(POSITIONS))
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
 
@@ -241,7 +239,7 @@ def units(rng: Random):
     "Is there {name} in the list?", "Does it contain {name}?", "Is {name} here?", "Do you see {name}?", below="{list}"
 )
 def contains(rng: Random):
-    *names, other = _sample(rng, list(CATEGORIES), 4)
+    *names, other = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]
     is_in = rng.random() < 0.5
     name = _choose(rng, names) if is_in else other
@@ -262,13 +260,13 @@ def spell(rng: Random):
     return str(letters), "-".join(letters), {"letters": ",".join(letters)}
 
 
-@_family(
-    "Look up the last word.", "Look this up:", "Translate the word.", "What does it stand for?", below="{pairs}\n{word}"
-)
-def lookup(rng: Random):
-    keys, values = _sample(rng, COLORS, 2), _sample(rng, NOT_COLORS, 2)
-    asked, pairs = _choose(rng, [0, 1]), ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-    return f"{pairs} {keys[asked]}", values[asked], {"pairs": pairs, "word": keys[asked]}
+@_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
+def sequence(rng: Random):
+    """Three neighboring numbers, upwards or downwards, and a fourth within the same ten."""
+    tens, start, step = 10 * _choose(rng, range(1, 50)), _choose(rng, range(7)), _choose(rng, [-1, 1])
+    *numbers, answer = [str(tens + start + i) for i in range(4)][::step]
+    listed = ",".join(numbers)
+    return listed, answer, {"list": listed}
 
 
 @_family(

@@ -1,0 +1,207 @@
+"""Start a script on the hardware that is there: one CPU process, one GPU, or DDP on all GPUs. Checks the recipe first.
+
+python -m sftkit.launch SCRIPT RECIPE [key=value ...]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import ConfigError
+from .recipe import fail, read_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a launch can use."""
+
+    gpus: int
+    cpu_cores: int
+    "Physical cores that this process may run on, at most the container's CPU quota."
+    gpu_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start: an Accelerate config, a number of processes, environment variables, and a line that says why."""
+
+    config_file: Path
+    num_processes: int
+    summary: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def choose(hardware: Hardware, global_batch_size: int, environ: Mapping[str, str]) -> Launch:
+    """The most GPUs that share the global batch equally; without a GPU one CPU process with all cores."""
+    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
+    cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
+    if hardware.gpus == 0:
+        name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
+        env["OMP_NUM_THREADS"] = str(hardware.cpu_cores)  # accelerate launch would set 1
+    else:
+        processes = max(n for n in range(1, hardware.gpus + 1) if global_batch_size % n == 0)
+        name = "single_gpu.yaml" if processes == 1 else "ddp.yaml"
+        found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
+        found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
+        note = f", {processes} processes" if processes > 1 else ""
+        if processes < hardware.gpus:
+            note = (
+                f", {processes} of {hardware.gpus} GPUs: "
+                f"the most that divide train.global_batch_size {global_batch_size}"
+            )
+    summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
+    return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
+
+
+def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
+    """This machine's visible GPUs and usable CPU cores."""
+    listing = _nvidia_smi()
+    names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
+    gpus = count_visible(listing, environ.get("CUDA_VISIBLE_DEVICES"))
+    return Hardware(gpus, cpu_cores(), names[0] if gpus and len(set(names)) == 1 else None)
+
+
+def count_visible(listing: Sequence[str], visible: str | None) -> int:
+    """GPUs that CUDA will show, of the lines of `nvidia-smi -L`: it stops at the first entry that does not exist."""
+    gpus = [line for line in listing if line.startswith("GPU ")]
+    if visible is None:
+        return len(gpus)
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        by_index = entry.isdecimal() and int(entry) < len(gpus)
+        by_uuid = entry.startswith(("GPU-", "MIG-")) and any(f"(UUID: {entry}" in line for line in listing)
+        if not (by_index or by_uuid):
+            break
+        count += 1
+    return count
+
+
+def _nvidia_smi() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def cpu_cores() -> int:
+    """Physical cores among the CPUs that this process may use, no more than a container's quota. At least 1."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    cores = len({_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus})
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
+    """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
+    code = "from sftkit.launch import accelerate_launch; accelerate_launch()"
+    options = ["--quiet", "--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
+    return [sys.executable, "-c", code, *options, script, *arguments]
+
+
+def accelerate_launch() -> None:
+    """`accelerate launch`, except that it waits while an interrupted script saves, and passes SIGTERM on to it.
+
+    As it comes, with a single process, it dies of either signal and leaves the script behind.
+    With several processes torch's elastic agent replaces both handlers by its own, which do the same.
+    """
+    import psutil  # comes with accelerate
+    from accelerate.commands.launch import main as accelerate_main
+
+    def pass_on(signum: int, _frame: object) -> None:
+        children = psutil.Process().children()
+        for child in children:
+            child.send_signal(signum)
+        if not children:  # the script has not started
+            sys.exit(128 + signum)
+
+    def leave_to_script(signum: int, _frame: object) -> None:
+        if not psutil.Process().children():
+            sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, leave_to_script)  # the terminal sends Ctrl-C to the script as well
+    accelerate_main()
+
+
+def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
+    """Check the recipe, start the script on this machine, wait for it. Returns its exit code; raises ConfigError."""
+    cfg = read_config(recipe, overrides, world_size=1)
+    if not Path(script).is_file():
+        raise ConfigError(f"{script}: no such script")
+    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ)
+    if not launch.config_file.is_file():
+        raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
+    print(launch.summary, flush=True)
+    return call(command(launch, script, [recipe, *overrides]), launch.env)
+
+
+def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a command with these variables added to the environment, wait for it through signals, return its exit code."""
+    with _signals() as received:
+        child = subprocess.Popen(words, env=os.environ | dict(env or {}))
+        received.append(child)
+        code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _signals():
+    """While a child runs: SIGTERM goes to it; Ctrl-C, which it gets from the terminal itself, is left to it."""
+    children: list[subprocess.Popen] = []
+
+    def terminate(_signum: int, _frame: object) -> None:
+        for child in children:
+            child.terminate()
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda _signum, _frame: None),
+    }
+    try:
+        yield children
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, "Settings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...", sep="\n")
+        return 0
+    if len(words) < 2 or "=" in words[1]:
+        fail("usage: python -m sftkit.launch SCRIPT RECIPE [key=value ...]")
+    if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
+        return subprocess.run([sys.executable, *words], check=False).returncode
+    try:
+        return run(words[0], words[1], words[2:])
+    except ConfigError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
