@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 from sftkit import launch
-from sftkit.chain import STAGES, evaluate_command, stage_runs, summary
+from sftkit.chain import STAGES, evaluate_command, stage_runs, summary, was_stopped
+from sftkit.errors import ConfigError
+from sftkit.recipe import fail
 
 
 def main() -> int:
@@ -18,7 +20,10 @@ def main() -> int:
         print(__doc__)
         return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
-    runs = stage_runs(folder, overrides)  # all three recipes are checked before the first one starts
+    try:
+        runs = stage_runs(folder, overrides)  # all three recipes are checked before the first one starts
+    except ConfigError as error:
+        fail(str(error))
 
     started = time.perf_counter()
     for stage, script in STAGES.items():
@@ -26,6 +31,9 @@ def main() -> int:
         code = launch.run(script, str(folder / f"{stage}.yaml"), overrides)
         if code != 0:
             return code
+        if was_stopped(runs[stage]):
+            print("stopped; `train.resume=auto` goes on from the checkpoint")
+            return 130
     print("\n=== evaluate", flush=True)
     code = launch.call(evaluate_command(runs["sft"]))
     if code == 0:

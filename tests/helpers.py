@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from sftkit.data.types import Examples
 from sftkit.runtime import Runtime
 
 VOCAB_SIZE = 64
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0.5) -> Examples:

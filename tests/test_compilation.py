@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama
+
 from sftkit.compilation import CompileWatch, compile_model, decoder_blocks, run_eagerly, warm_up
 from sftkit.config import CompileConfig, OptimConfig
 from sftkit.data.collate import warm_up_batch

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import make_examples
 
 from sftkit.config import DataConfig, SourceConfig, TrainConfig
 from sftkit.data.collate import IGNORE, collate, warm_up_batch
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout, make_layout, pack, padding_share, plan_epoch
 from sftkit.errors import ConfigError
-from helpers import make_examples
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
 
@@ -96,9 +96,7 @@ def test_starting_at_a_later_step_gives_the_same_batches() -> None:
 
 def test_data_workers_give_the_same_batches_in_the_same_order() -> None:
     examples = make_examples(LENGTHS.tolist())
-    plain, workers = (
-        list(Batches(examples, layout("packed"), 0, 0, 0, num_workers=n).steps(0, 6)) for n in (0, 2)
-    )
+    plain, workers = (list(Batches(examples, layout("packed"), 0, 0, 0, num_workers=n).steps(0, 6)) for n in (0, 2))
     for a, b in zip(plain, workers, strict=True):
         assert a.num_targets == b.num_targets
         assert all((x.targets == y.targets).all() for x, y in zip(a.micro_batches, b.micro_batches, strict=True))
@@ -122,7 +120,9 @@ def test_targets_are_the_next_tokens_of_the_same_document() -> None:
             ids, is_target = examples[i].ids, examples[i].is_target
             at = slice(start, start + len(ids) - 1)
             assert batch.input_ids[row, at].tolist() == ids[:-1].tolist()
-            assert batch.targets[row, at].tolist() == [t if w else IGNORE for t, w in zip(ids[1:], is_target[1:])]
+            assert batch.targets[row, at].tolist() == [
+                t if w else IGNORE for t, w in zip(ids[1:], is_target[1:], strict=True)
+            ]
             assert batch.position_ids[row, at].tolist() == list(range(len(ids) - 1))
             assert set(batch.doc_ids[row, at].tolist()) == {number}
             start += len(ids) - 1

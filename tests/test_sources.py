@@ -316,7 +316,7 @@ def test_downloaded_snapshot_is_used_without_network(monkeypatch, tmp_path):
 
     (tmp_path / "main").mkdir()
     write_lines(tmp_path / "main" / "test-00000-of-00001.jsonl", numbered(4))
-    monkeypatch.setattr(hub, "is_online", lambda: False)
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert texts("nobody/nothing", subset="main", split="test[:2]") == ["row 0", "row 1"]
 
@@ -337,7 +337,7 @@ def test_hub_dataset_that_does_not_exist(monkeypatch):
     def refuse(*_, **__):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'gsm' doesn't exist on the Hub")
 
-    monkeypatch.setattr(hub, "is_online", lambda: True)
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(ConfigError, match=r"data source gsm .*doesn't exist on the Hub"):
         texts("gsm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.attention import attention_masks, document_mask
 from sftkit.config import OptimConfig
@@ -13,7 +14,6 @@ from sftkit.data.pack import Layout
 from sftkit.loss import sum_nll, token_nll
 from sftkit.optim import build_optimizer
 from sftkit.step import ModelWithLoss, forward_backward, optimizer_step
-from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama, tiny_qwen3_with_windows
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
 
@@ -130,7 +130,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_target_tokens() -> None:
     got = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     nll = [
-        token_nll(logits_of(model.orig_model, collate(examples, ((i,),), 32, 0)), collate(examples, ((i,),), 32, 0).targets)
+        token_nll(
+            logits_of(model.orig_model, collate(examples, ((i,),), 32, 0)), collate(examples, ((i,),), 32, 0).targets
+        )
         for i in range(4)
     ]
     (torch.stack([n.sum() for n in nll]).sum() / total).backward()

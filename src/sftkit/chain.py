@@ -23,6 +23,11 @@ def stage_runs(folder: Path, overrides: Sequence[str]) -> dict[str, Path]:
     return {stage: Path(read_config(folder / f"{stage}.yaml", overrides).run.dir) for stage in STAGES}
 
 
+def was_stopped(run_dir: Path) -> bool:
+    """Whether the stage ended early, on a signal."""
+    return bool(json.loads((run_dir / "summary.json").read_text())["stopped"])
+
+
 def evaluate_command(run_dir: Path) -> list[str]:
     """Score the last stage on every held-out instance."""
     return [sys.executable, "scripts/evaluate.py", str(run_dir), "--out", str(run_dir / EVALUATION)]

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -36,7 +37,7 @@ def compile_model(model: ModelWithLoss, compile: CompileConfig) -> None:
     if not compile.enabled:
         return
     torch._dynamo.config.optimize_ddp = False  # blocks already give overlap; it would split them, see pytorch #108966
-    options = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": compile.dynamic}
+    options: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": compile.dynamic}
     if compile.mode is not None:
         options["mode"] = compile.mode
     if compile.scope == "model":
@@ -96,7 +97,7 @@ def warm_up(
     model.zero_grad(set_to_none=True)
     if not any_rank(error is not None):
         return True
-    reason = str(error).strip().splitlines()[0] if error is not None and str(error).strip() else type(error).__name__
+    reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
     log.warning("torch.compile does not work here, training eagerly: %s (compile.enabled=false hides this)", reason)

@@ -37,7 +37,7 @@ def generate(
                 orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature
             )
             for i, ids in zip(chosen, output, strict=True):
-                answers[i] = tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True)
+                answers[i] = str(tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True))
     orig_model.train(was_training)
     return answers
 

@@ -63,7 +63,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def environment(device: torch.device, world_size: int) -> dict[str, object]:
     """Versions, hardware and git state: what someone else needs to repeat the run."""
-    packages = {}
+    packages: dict[str, str | None] = {}
     for package in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
         try:
             packages[package] = version(package)

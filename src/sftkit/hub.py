@@ -1,23 +1,31 @@
-"""Is the Hugging Face hub within reach? Asked once, answered in seconds, so that an offline machine fails fast."""
+"""Does the Hugging Face hub answer? Asked once, within seconds: its own clients retry for half a minute before a no."""
 
 from __future__ import annotations
 
-import os
-import socket
+import threading
 from functools import cache
-from urllib.parse import urlsplit
+
+PROBE_SECONDS = 5.0
 
 
 @cache
-def hub_reachable(timeout_seconds: float = 3.0) -> bool:
-    """Whether a TCP connection to HF_ENDPOINT opens. Its own clients would retry for 20 to 50 seconds before they say no."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+def hub_answers() -> bool:
+    """Whether HF_ENDPOINT answers; never when HF_HUB_OFFLINE is set. In a thread: name resolution knows no timeout."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         return False
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(proxy or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        port = url.port or (80 if url.scheme == "http" else 443)
-        with socket.create_connection((url.hostname or "", port), timeout=timeout_seconds):
-            return True
-    except OSError:
-        return False
+    answered = threading.Event()
+
+    def probe() -> None:
+        try:
+            httpx.head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+        except (httpx.HTTPError, OSError):
+            return
+        answered.set()
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS + 1)
+    return answered.is_set()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from sftkit.config import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
-from sftkit.hub import hub_reachable
+from sftkit.hub import hub_answers
 from sftkit.runtime import Runtime
 from sftkit.tokenizer import train_tokenizer, training_texts
 
@@ -61,13 +61,13 @@ def load_options(path: str, model: ModelConfig) -> dict[str, object]:
     return {
         "revision": model.revision or "main",
         "trust_remote_code": model.trust_remote_code,
-        "local_files_only": is_local or not hub_reachable(),
+        "local_files_only": is_local or not hub_answers(),
     }
 
 
 def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigError:
     """What to put where when a hub name cannot be fetched."""
-    if os.path.isdir(path) or hub_reachable():
+    if os.path.isdir(path) or hub_answers():
         return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
     return ConfigError(
         f"{path}: the Hugging Face hub cannot be reached and this {kind} is not in the local cache. On a machine with "
@@ -131,10 +131,9 @@ def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
             )
         except (OSError, ValueError) as error:
             raise offline_help(path, error) from error
-    vocab_size = orig_model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocab_size:
+    if len(tokenizer) > vocab_size(orig_model):
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size}: take the tokenizer that belongs "
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size(orig_model)}: take the tokenizer that belongs "
             "to the model (model.tokenizer=null), or a model.scratch that fits"
         )
     if model.gradient_checkpointing:
@@ -185,10 +184,22 @@ def inherit(
     )
 
 
+def vocab_size(orig_model: PreTrainedModel) -> int:
+    """Rows of the input embedding, which may be more than the tokenizer has tokens."""
+    return embedding_of(orig_model).shape[0]
+
+
+def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
+    """The input embedding, [V, H]."""
+    weight = orig_model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def count_parameters(orig_model: PreTrainedModel) -> tuple[int, int]:
     """(all parameters, those in matrix products): the second leaves out the input embedding unless it is the head too."""
     total = sum(p.numel() for p in orig_model.parameters())
-    embedding = orig_model.get_input_embeddings().weight
+    embedding = embedding_of(orig_model)
     head = orig_model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     return total, total if tied else total - embedding.numel()

@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 def help_text(description: str, script: str) -> str:
     """--help: every key with type, default and meaning, in 100 columns."""
     lines = [description.strip(), "", f"usage: python {script} {USAGE}", ""]
-    lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] model.path=null data.train.0.max_rows=100"]
+    lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
     for section, cls in sections().items():
         lines += ["", f"{section}: {_docs()[cls]['']}"]
         for key, row in table().items():

@@ -175,9 +175,9 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None) -> str
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
-        siblings = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, n=1)
-        problems.append(where + (f'. Did you mean "{path.parent / near[0]}"?' if near else ""))
+        siblings = {other.stem: other for other in sorted(path.parent.glob("*.yaml"))}
+        near = difflib.get_close_matches(path.stem, siblings, n=1)
+        problems.append(where + (f'. Did you mean "{siblings[near[0]]}"?' if near else ""))
     except UnicodeDecodeError:
         problems.append(f"{path}: not UTF-8 text")
     except OSError as error:
@@ -212,20 +212,21 @@ def _moved(node: Node) -> Node:
 
 def _set(tree: Node, keys: list[str | int], value: Node, name: str, problems: list[str]) -> None:
     node = tree
-    for i, key in enumerate(keys):
+    for i, part in enumerate(keys):
         inside: Any = node.value
-        if isinstance(inside, list):
-            if node.child(key) is None:
-                many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
-                problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
-                return
-        elif not isinstance(inside, dict):
+        kind = type(inside)
+        key = str(part) if kind is dict else part
+        if kind is list and node.child(key) is None:
+            many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
+            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
+            return
+        if kind not in (list, dict):
             problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a plain value and has no keys")
             return
-        elif key not in inside or inside[key].value is None:
-            inside[key] = Node({}, COMMAND_LINE)
         if i == len(keys) - 1:
             inside[key] = value
+        elif kind is dict and (key not in inside or inside[key].value is None):
+            inside[key] = Node({}, COMMAND_LINE)
         node = inside[key]
 
 
@@ -265,13 +266,12 @@ def _flow(item: Any) -> str:
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
-_YAML_1_1_WORDS = {"yes", "no", "on", "off", "y", "n"}
 
 
 def _text(scalar: Any) -> str:
     if isinstance(scalar, str):
-        plain = _PLAIN.fullmatch(scalar) and scalar.lower() not in _YAML_1_1_WORDS
-        if plain and parse(scalar, "", []).value == scalar and isinstance(yaml.safe_load(scalar), str):
+        same_in_1_2 = _PLAIN.fullmatch(scalar) and parse(scalar, "", []).value == scalar
+        if same_in_1_2 and isinstance(yaml.safe_load(scalar), str):  # and in YAML 1.1
             return scalar
         return yaml.safe_dump(scalar, default_style='"', width=math.inf, allow_unicode=True).strip()
     return yaml.safe_dump(scalar).removesuffix("...\n").strip()

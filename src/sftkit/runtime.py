@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class Runtime:
     accelerator: Accelerator
     precision: str
     "bf16 | fp32"
-    _stop: list[int] = field(default_factory=list)
+    _stop: list[float] = field(default_factory=list)
+    "when the first signal came, empty before"
 
     @property
     def rank(self) -> int:
@@ -92,9 +94,13 @@ class Runtime:
         return self.any_rank(bool(self._stop))
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._stop and number == signal.SIGINT:
-            os._exit(130)
-        self._stop.append(number)
+        now = time.monotonic()
+        if self._stop:
+            # Launchers pass on the Ctrl-C that the terminal has already sent: only a later one is a second one.
+            if number == signal.SIGINT and now - self._stop[0] > 1.0:
+                os._exit(130)
+            return
+        self._stop.append(now)
         name = signal.Signals(number).name
         self.say(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
 

@@ -33,7 +33,8 @@ def wandb_mode(setting: str | None) -> str:
         return mode
     if mode in ("disabled", "dryrun"):
         return "off" if mode == "disabled" else "offline"
-    return "online" if os.environ.get("WANDB_API_KEY") or wandb.api.api_key else "offline"
+    has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False, verify=False)
+    return "online" if has_key else "offline"
 
 
 class Tracker:

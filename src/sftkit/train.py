@@ -16,6 +16,7 @@ from sftkit.config import CompileConfig, Config
 from sftkit.data.collate import warm_up_batch
 from sftkit.data.loader import Batches
 from sftkit.metrics import Meter
+from sftkit.model import vocab_size
 from sftkit.optim import learning_rate
 from sftkit.runtime import Runtime
 from sftkit.step import forward_backward, optimizer_step
@@ -70,7 +71,8 @@ def train(
         resumed: what Checkpoints.resume returned.
     """
     total_steps = cfg.train.max_steps or batches.num_steps(cfg.train.epochs or 1)
-    step, metrics = resumed["step"], {}
+    step = resumed["step"]
+    metrics: dict[str, float | None] = {}
     evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
     tracker.log_evals(step, evals_at_start, samples)
     evals = evals_at_start
@@ -138,11 +140,10 @@ def warm_up_step(
     rt: Runtime, model: torch.nn.Module, orig_model: PreTrainedModel, batches: Batches, compile: CompileConfig
 ) -> bool:
     """Compile the step for every shape that the layout declares; whether it is compiled."""
-    vocab_size = orig_model.get_input_embeddings().num_embeddings
     orig_model.train()
 
     def run_shape(rows: int, row_length: int) -> None:
-        batch = warm_up_batch(rows, row_length, vocab_size).to(rt.device)
+        batch = warm_up_batch(rows, row_length, vocab_size(orig_model)).to(rt.device)
         with rt.gradient_sync(model, sync=False):
             float(forward_backward(model, batch, batch.num_targets, rt))
 

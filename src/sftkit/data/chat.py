@@ -69,7 +69,7 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         ids = [*map(tokenizer.convert_tokens_to_ids, template_of(tokenizer).end_tokens), *ids]
-    return list(dict.fromkeys(map(int, ids)))  # pyright: ignore[reportArgumentType]
+    return list(dict.fromkeys(map(int, ids)))
 
 
 def render_prompt(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,13 +35,14 @@ class Batch:
     "sum of L (L + 1) / 2 over documents: (query, key) pairs that causal, document-isolated attention computes"
 
     def to(self, device: torch.device) -> Batch:
-        tensors = (self.input_ids, self.targets, self.position_ids, self.doc_ids)
-        moved = (t.to(device, non_blocking=True) for t in tensors)
-        return Batch(*moved, self.num_tokens, self.num_targets, self.attention_pairs)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        tensors = (self.input_ids, self.targets, self.position_ids, self.doc_ids)
-        return Batch(*(t.pin_memory() for t in tensors), self.num_tokens, self.num_targets, self.attention_pairs)
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
 def collate(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int, pad_id: int) -> Batch:
@@ -65,7 +67,10 @@ def collate(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: i
             attention_pairs += n * (n + 1) // 2
         num_tokens += start
     return Batch(
-        *(torch.from_numpy(a) for a in (input_ids, targets, position_ids, doc_ids)),
+        torch.from_numpy(input_ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(doc_ids),
         num_tokens=num_tokens,
         num_targets=int((targets != IGNORE).sum()),
         attention_pairs=attention_pairs,

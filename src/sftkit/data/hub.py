@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 from sftkit.config import SourceConfig
 from sftkit.data.readers import closest
 from sftkit.errors import ConfigError
-
-PROBE_SECONDS = 5.0
-"datasets alone tries for half a minute before it gives up on a hub that cannot be reached."
+from sftkit.hub import hub_answers
 
 
 def load(source: SourceConfig) -> Any:
@@ -21,35 +18,13 @@ def load(source: SourceConfig) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    if is_online():
+    if hub_answers():
         return _load_dataset(source)
     try:
         with _offline():
             return datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception:
         return _snapshot(source)
-
-
-def is_online() -> bool:
-    """Whether the hub answers within seconds. In a thread, since name resolution knows no timeout."""
-    import httpx
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-
-    def probe() -> None:
-        try:
-            httpx.head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-        except (httpx.HTTPError, OSError):
-            return
-        answered.set()
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS + 1)
-    return answered.is_set()
 
 
 def _load_dataset(source: SourceConfig) -> Any:

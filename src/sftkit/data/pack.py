@@ -95,7 +95,9 @@ def plan_epoch(lengths: np.ndarray, layout: Layout, seed: int, epoch: int, shuff
     batches = []
     for low, row_length in zip((0, *layout.row_lengths), layout.row_lengths, strict=False):
         mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
-        rows = pack(lengths, mine, row_length) if layout.kind == "packed" else [(int(i),) for i in mine]
+        rows: list[tuple[int, ...]] = [(int(i),) for i in mine]
+        if layout.kind == "packed":
+            rows = pack(lengths, mine, row_length)
         if shuffle:
             rows = [rows[j] for j in rng.permutation(len(rows))]
         size = layout.rows(row_length)

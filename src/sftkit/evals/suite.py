@@ -47,7 +47,9 @@ class Suite:
         prompts = families.heldout(self.config.max_examples)
         answers = self.answer([chat.render_prompt(p.messages, self.tokenizer) for p in prompts])
         scores = families.score(prompts, answers)
-        values = {f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()}
+        values: dict[str, float | None] = {
+            f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()
+        }
         return values, [{**asdict(p), "given": given} for p, given in zip(prompts, answers, strict=True)]
 
     def answer(self, prompts: Sequence[list[int]]) -> list[str]:

@@ -1,0 +1,55 @@
+# `make` lists the targets. ARGS="train.max_steps=100" adds settings, RECIPE=recipes/... picks a recipe.
+PYTHON ?= python3
+PY := .venv/bin/python
+BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
+MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint smoke base mid sft eval chat inspect
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@echo '  RECIPE=recipes/x/y.yaml picks a recipe, ARGS="train.max_steps=100" changes settings.'
+
+install: .venv/.installed ## .venv with the tested versions; runs by itself when needed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "sftkit needs Python 3.11 or newer. Name one: make install PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv .venv || \
+		{ rm -rf .venv; echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install -e '.[dev]' -c constraints.txt
+	@touch $@
+
+test: install ## the tests (slow and GPU tests: pytest -m slow, -m gpu)
+	$(PY) -m pytest $(ARGS)
+
+lint: install ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+smoke: install ## base, mid, SFT and evaluation with a tiny model
+	$(PY) scripts/run_chain.py recipes/smoke $(ARGS)
+
+base: install ## pretrain a small model (recipes/default/base.yaml)
+	$(PY) -m sftkit.launch scripts/base_train.py $(BASE_RECIPE) $(ARGS)
+
+mid: install ## mid-training: all tokens of a mixture (recipes/default/mid.yaml)
+	$(PY) -m sftkit.launch scripts/mid_train.py $(MID_RECIPE) $(ARGS)
+
+sft: install ## the whole chain to a chat model; with RECIPE=... chat SFT only
+ifdef RECIPE
+	$(PY) -m sftkit.launch scripts/chat_sft.py $(RECIPE) $(ARGS)
+else
+	$(PY) scripts/run_chain.py recipes/default $(ARGS)
+endif
+
+eval: install ## score the newest run on the held-out tasks
+	$(PY) scripts/evaluate.py $(ARGS)
+
+chat: install ## talk to the newest run
+	$(PY) scripts/chat.py $(ARGS)
+
+inspect: install ## look at a recipe's data before training: make inspect RECIPE=...
+	$(if $(RECIPE),,$(error make inspect needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/inspect_data.py $(RECIPE) $(ARGS)

@@ -1,0 +1,208 @@
+"""Checkpoints: loadable as they are, verified, atomic, pruned; a resumed run is the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftkit.checkpoint import Checkpoints, random_state, restore_random_state, step_dirs, verify
+from sftkit.config import (
+    CheckpointConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from sftkit.data.loader import Batches
+from sftkit.data.pack import Layout
+from sftkit.errors import ConfigError
+from sftkit.model import LATEST, newest_run, resolve
+from sftkit.optim import build_optimizer
+from sftkit.step import ModelWithLoss
+from sftkit.tracker import Tracker
+from sftkit.train import Trained, train
+
+
+def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
+    return Config(
+        run=RunConfig(dir=str(run_dir)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
+        optim=OptimConfig(lr=1e-2),
+        train=TrainConfig(max_steps=max_steps),
+        compile=CompileConfig(enabled=False),
+        checkpoint=CheckpointConfig(every=every),
+        log=LogConfig(every=1, wandb="off"),
+    )
+
+
+def run(
+    run_dir: Path,
+    tokenizer,
+    max_steps: int = 12,
+    every: int | None = None,
+    resume: str | None = None,
+    kind="packed",
+    stop=None,
+) -> Trained:
+    """A run of a dropout model whose 5-step epochs end in the middle."""
+    rt = cpu_runtime()
+    torch.manual_seed(0)
+    cfg = config(run_dir, max_steps, every)
+    run_dir.mkdir(exist_ok=True)
+    orig_model = tiny_llama(dropout=0.2)
+    model = ModelWithLoss(orig_model)
+    model, optimizer = rt.prepare(model, build_optimizer(orig_model, cfg.optim))
+    examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
+    layout = Layout(kind, (16, 32) if kind == "bucketed" else (32,), 8, 4, 1)
+    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, "run: {}\n")
+    resumed = checkpoints.resume(resume)
+    with Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
+        return train(
+            cfg, rt, model, orig_model, optimizer, batches,
+            evaluate=lambda: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
+        )  # fmt: skip
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
+def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(tmp_path: Path, tokenizer, kind: str) -> None:
+    run(tmp_path / "whole", tokenizer, kind=kind)
+    run(tmp_path / "cut", tokenizer, every=7, kind=kind)
+    for folder in step_dirs(tmp_path / "cut")[-1:]:  # as if killed after step 7
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        folder.rmdir()
+    run(tmp_path / "cut", tokenizer, resume="auto", kind=kind)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = (tmp_path / name / "step-000012" for name in ("whole", "cut"))
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(cut)[name])
+    states = [torch.load(f / "training_state" / "optimizer.pt", weights_only=True)["state"] for f in (whole, cut)]
+    assert all(torch.equal(states[0][i][k], states[1][i][k]) for i in states[0] for k in states[0][i])
+
+
+def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp_path: Path, tokenizer) -> None:
+    rt = cpu_runtime()
+    orig_model = tiny_llama(dropout=0.0)
+    checkpoints = Checkpoints(
+        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), "x: 1\n"
+    )
+    orig_model.generation_config.eos_token_id = [5, 6]
+    folder = checkpoints.save(3, {"tokens": 10})
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(0, VOCAB_SIZE, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, orig_model.eval()(ids).logits)
+    assert loaded.generation_config.eos_token_id == [5, 6]
+    assert loaded.config.use_cache is True
+    reloaded = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital?"}]
+    assert reloaded.apply_chat_template(messages)["input_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if "_orig_mod" in key or "module." in key or "orig_model" in key]  # noqa: SIM118
+
+
+def test_the_newest_run_and_a_run_directory_resolve_to_the_latest_checkpoint(tmp_path: Path, tokenizer) -> None:
+    run(tmp_path / "a", tokenizer, max_steps=2, every=1)
+    assert (tmp_path / "a" / LATEST).read_text() == "step-000002\n"
+    assert resolve(str(tmp_path / "a")) == str(tmp_path / "a" / "step-000002")
+    assert newest_run(str(tmp_path)) == str(tmp_path / "a")
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve(str(tmp_path / "b"))
+    with pytest.raises(ConfigError, match="no run with a checkpoint"):
+        newest_run(str(tmp_path / "b"))
+
+
+def test_auto_falls_back_to_the_last_checkpoint_that_verifies_and_names_the_bad_file(
+    tmp_path, tokenizer, caplog
+) -> None:
+    run(tmp_path, tokenizer, max_steps=4, every=2)
+    newest = tmp_path / "step-000004" / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-3] ^= 1  # one flipped bit: torch and safetensors would load it
+    newest.write_bytes(bytes(content))
+    assert verify(tmp_path / "step-000002") is None
+    rt = cpu_runtime()
+    orig_model = tiny_llama()
+    checkpoints = Checkpoints(
+        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), ""
+    )
+    with caplog.at_level(logging.WARNING, logger="sftkit"):
+        assert checkpoints.find("auto") == tmp_path / "step-000002"
+    assert "model.safetensors" in caplog.text
+    with pytest.raises(ConfigError, match="sha256"):
+        checkpoints.find(str(tmp_path / "step-000004"))
+    assert checkpoints.find(None) is None
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tokenizer) -> None:
+    run(tmp_path, tokenizer, max_steps=5, every=1)
+    assert [folder.name for folder in step_dirs(tmp_path)] == ["step-000004", "step-000005"]
+    assert not list(tmp_path.glob(".*tmp")) + list(tmp_path.glob(".*del"))
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint_and_no_half_one(tmp_path: Path, tokenizer, monkeypatch) -> None:
+    run(tmp_path, tokenizer, max_steps=2, every=1)
+    rt = cpu_runtime()
+    orig_model = tiny_llama()
+    checkpoints = Checkpoints(
+        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), ""
+    )
+    monkeypatch.setattr(tokenizer, "save_pretrained", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(3, {})
+    assert [folder.name for folder in step_dirs(tmp_path)] == ["step-000001", "step-000002"]
+    assert checkpoints.find("auto") == tmp_path / "step-000002"
+
+
+def test_a_stop_signal_saves_at_the_end_of_the_step_and_resuming_goes_on(
+    tmp_path: Path, tokenizer, monkeypatch
+) -> None:
+    run(tmp_path / "whole", tokenizer)
+    asked = iter([False] * 4 + [True] + [False] * 100)
+    monkeypatch.setattr("sftkit.runtime.Runtime.stop_requested", lambda self: next(asked))
+    stopped = run(tmp_path / "cut", tokenizer)
+    assert (stopped.step, stopped.stopped) == (5, True)
+    run(tmp_path / "cut", tokenizer, resume="auto")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_random_state_round_trips_through_a_weights_only_file(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    torch.save(random_state(), tmp_path / "rng.pt")
+    expected = (random.random(), np.random.rand(), torch.rand(1).item())
+    restore_random_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_training_lowers_the_loss(tmp_path: Path, tokenizer) -> None:
+    run(tmp_path, tokenizer, max_steps=60)
+    values = losses(tmp_path)
+    assert values[-1][1] < 0.8 * values[0][1] < 0.9 * math.log(VOCAB_SIZE) * 1.2

@@ -1,0 +1,40 @@
+"""Two gloo ranks compute what one rank computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def launch(config: str, out: Path) -> dict:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
+    done = subprocess.run(
+        [*command, "tests/distributed_worker.py", str(out)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_two_ranks_equal_one_rank_for_unequal_target_counts_compiled_and_without_recompiles(tmp_path: Path) -> None:
+    one, two = launch("cpu.yaml", tmp_path / "one"), launch("cpu_ddp.yaml", tmp_path / "two")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    for a, b in zip(one["rows"], two["rows"], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert one["weights"] == pytest.approx(two["weights"], rel=1e-4, abs=1e-4)
+    assert one["val"] == pytest.approx(two["val"], rel=1e-5)
+    for result in (one, two):
+        assert result["compile/graphs"] == 2  # the block and the loss
+        assert result["compile/recompiles"] == result["compile/graph_breaks"] == 0

@@ -1,0 +1,51 @@
+"""Who may import whom: the layers of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "sftkit"
+FORBIDDEN = {
+    "config.py": ("torch", "transformers", "accelerate", "sftkit"),
+    "recipe.py": ("torch", "transformers", "accelerate"),
+    "launch.py": ("torch", "transformers"),
+    "chain.py": ("torch", "transformers", "accelerate"),
+    "train.py": ("wandb", "sftkit.evals", "sftkit.data.sources"),
+    "step.py": ("sftkit.train", "sftkit.evals", "sftkit.tracker"),
+    "data": ("accelerate", "wandb", "sftkit.model", "sftkit.runtime", "sftkit.train", "sftkit.evals"),
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules imported at the top level of a file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_dependencies_point_one_way(part: str) -> None:
+    files = [SRC / part] if part.endswith(".py") else sorted((SRC / part).glob("*.py"))
+    assert files
+    for file in files:
+        bad = [n for n in imported(file) for f in FORBIDDEN[part] if n == f or n.startswith(f + ".")]
+        assert not bad, f"{file.name} imports {bad}"
+
+
+def test_scripts_never_import_each_other() -> None:
+    names = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    for path in (ROOT / "scripts").glob("*.py"):
+        assert not {name.split(".")[0] for name in imported(path)} & names
+
+
+def test_wandb_is_never_imported_at_the_top_of_a_module() -> None:
+    for path in SRC.rglob("*.py"):
+        assert "wandb" not in imported(path), path

@@ -1,0 +1,111 @@
+"""metrics.jsonl is the record; wandb mirrors it; neither ever stops training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from helpers import cpu_runtime
+
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker, drop_rows_after, wandb_mode
+
+METRICS = {
+    "train/loss": 1.5,
+    "train/grad_norm": 0.5,
+    "train/lr": 1e-3,
+    "perf/tok_per_sec": 1000.0,
+    "perf/target_tok_per_sec": 500.0,
+    "perf/mfu": None,
+    "perf/step_seconds": 0.1,
+    "perf/data_wait_pct": 0.0,
+    "perf/peak_memory_gib": 1.0,
+    "data/padding_pct": 2.0,
+    "compile/graphs": 2,
+    "compile/recompiles": 0,
+    "compile/graph_breaks": 0,
+    "compile/seconds": 3.0,
+}
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, capsys) -> None:
+    with Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}) as tracker:
+        tracker.log_metrics(10, 100, METRICS)
+        tracker.log_evals(10, {"val/loss": 2.0}, [{"prompt": "p", "reference": "r", "answer": "a"}])
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert row["step"] == 10
+    assert {k: row[k] for k in METRICS} == METRICS
+    documented = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    assert [name for name in METRICS if f"`{name}`" not in documented] == []
+    assert rows(tmp_path / "evals.jsonl")[0]["val/loss"] == 2.0
+    assert rows(tmp_path / "samples.jsonl") == [{"step": 10, "prompt": "p", "reference": "r", "answer": "a"}]
+    out = capsys.readouterr().out
+    assert "step  10/100" in out
+    assert "mfu    -" in out
+
+
+def test_an_offline_wandb_run_can_be_read_back(tmp_path: Path) -> None:
+    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    with Tracker(tmp_path, LogConfig(wandb="offline"), rt, {"optim": {"lr": 0.5}}) as tracker:
+        for step in (1, 2, 3):
+            tracker.log_metrics(step, 3, {**METRICS, "train/loss": 1.0 / step})
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wandb = shutil.which("wandb", path=str(Path(sys.executable).parent))
+    assert wandb is not None
+    done = subprocess.run([wandb, "leet", "inspect", "--json", str(file)], capture_output=True, text=True, timeout=60)
+    history = [line for line in done.stdout.splitlines() if '"type":"history"' in line.replace(" ", "")]
+    assert len(history) == 3, done.stdout[:2000] + done.stderr[:2000]
+    assert "train/loss" in history[0]
+    assert "perf/tok_per_sec" in history[0]
+
+
+def test_a_tracker_that_raises_does_not_stop_training(tmp_path: Path, caplog) -> None:
+    class Broken:
+        def log(self, _: object) -> None:
+            raise RuntimeError("server gone")
+
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {})
+    tracker._wandb = Broken()
+    with caplog.at_level(logging.WARNING, logger="sftkit"):
+        tracker.log_metrics(1, 2, METRICS)
+        tracker.log_metrics(2, 2, METRICS)
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2
+    assert caplog.text.count("server gone") == 1
+
+
+def test_wandb_is_online_with_a_key_and_offline_without(monkeypatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode(None) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert wandb_mode(None) == "online"
+    assert wandb_mode("off") == "off"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode(None) == "offline"
+
+
+def test_resuming_drops_the_rows_of_the_lost_stretch_and_half_written_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 4, "tr')
+    drop_rows_after(path, 2)
+    assert [row["step"] for row in rows(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
+def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"step": 5}\n')
+    Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}, first_step=4)
+    assert rows(tmp_path / name) == []
