@@ -11,7 +11,6 @@ import argparse
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="?", help="run, step directory, model folder or hub id; default: the newest run")
-    parser.add_argument("tasks", nargs="*", default=["families"], choices=["families"], help="default: families")
     parser.add_argument("--max-examples", type=int, help="examples per family; default: all held-out")
     parser.add_argument("--batch-size", type=int, default=64, help="prompts decoded together")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer in tokens")

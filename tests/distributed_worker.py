@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
 from helpers import make_examples, tiny_llama
 
 from sftkit import runtime
@@ -42,7 +42,7 @@ def main(out: str) -> None:
         weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}
         result = {"world_size": rt.world_size, "rows": rows, "weights": weights, "val": values, **watch.counts()}
         Path(out).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    runtime.script(partial(main, sys.argv[1]))

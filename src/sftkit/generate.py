@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from threading import Thread
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
@@ -55,7 +56,7 @@ def _generate_batch(
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=orig_model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=orig_model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    output = orig_model.generate(
+    output = orig_model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
@@ -94,7 +95,8 @@ def stream(
         **({"temperature": temperature} if temperature > 0 else {}),
     }
     orig_model.eval()
-    worker = Thread(target=orig_model.generate, kwargs=arguments, daemon=True)
+    decode: Any = orig_model.generate
+    worker = Thread(target=decode, kwargs=arguments, daemon=True)
     worker.start()
     yield from streamer
     worker.join()

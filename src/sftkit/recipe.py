@@ -218,11 +218,12 @@ def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
     keys = _keys(key)
     if any(keys == gone[: len(keys)] or gone == keys[: len(gone)] for gone in dropped):
         raise Unusable(key)
-    node: Node | None = tree
+    node = tree
     for part in keys:
-        node = node.child(part)
-        if node is None:
+        child = node.child(part)
+        if child is None:
             return table()[key].default
+        node = child
     return node.plain()
 
 

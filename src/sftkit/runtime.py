@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -57,7 +58,9 @@ class Runtime:
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
         """Device, precision and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
-        return self.accelerator.prepare(model, optimizer)
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers")
+            return self.accelerator.prepare(model, optimizer)
 
     def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Gradients are exchanged only in the last micro-batch of a step."""
@@ -175,7 +178,11 @@ def user_errors() -> Iterator[None]:
 
 
 def script(main: Callable[[], None]) -> None:
-    """Run a script's main: user errors as messages, process group closed."""
+    """Run a script's main: user errors as messages, process group closed.
+
+    Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
+    destructor, which waits for a gloo thread that waits for the interpreter lock.
+    """
     try:
         with user_errors():
             main()

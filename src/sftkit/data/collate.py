@@ -41,8 +41,13 @@ class Batch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            targets=change(self.targets),
+            position_ids=change(self.position_ids),
+            doc_ids=change(self.doc_ids),
+        )
 
 
 def collate(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int, pad_id: int) -> Batch:

@@ -102,6 +102,7 @@ class Batches:
             num_workers=self._num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
+            generator=torch.Generator(),  # else it draws from the one that dropout uses, and no resume is exact
         )
         return iter(loader)
 

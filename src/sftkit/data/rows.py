@@ -134,8 +134,8 @@ def _prompt(raw: Raw, where: str) -> Row:
 def _choices(raw: Raw, where: str) -> Row:
     """MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
     question = _text(raw, "question" if "question" in raw else "question_stem", where)
-    choices, key = raw["choices"], raw.get("answerKey", raw.get("answer"))
-    labels = None
+    choices: Any = raw["choices"]
+    key, labels = raw.get("answerKey", raw.get("answer")), None
     if isinstance(choices, dict):
         choices, labels = choices.get("text"), choices.get("label")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
