@@ -19,7 +19,7 @@ def main() -> None:
     from sftkit.data import chat, loader, sources, text
     from sftkit.data.pack import make_layout
     from sftkit.evals.suite import Suite, sample_rows
-    from sftkit.model import base_tokenizer, inherit, load_model
+    from sftkit.model import base_tokenizer, inherit, load_model, positions
     from sftkit.optim import build_optimizer
     from sftkit.rundir import open_run, write_summary
     from sftkit.step import ModelWithLoss
@@ -30,10 +30,10 @@ def main() -> None:
     run_dir = open_run(cfg.run.dir, cfg.train.resume, to_yaml(cfg), rt)
 
     # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
-    tokenizer = base_tokenizer(cfg.model, cfg.data.train, run_dir, rt)
+    tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run_dir, rt)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
-    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision)
+    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, positions(orig_model))
     rt.say(inherited)
 
     # What we learn from: all tokens of plain text.
@@ -41,7 +41,7 @@ def main() -> None:
     examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
     layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
-    rt.say("\n".join(sources.describe(examples)))
+    rt.say(sources.summary(examples, validation))
 
     # How we step: compiled in place, then wrapped. Only the train step calls `model`.
     model = ModelWithLoss(orig_model)
@@ -51,7 +51,9 @@ def main() -> None:
     # What is kept and watched.
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(cfg.train.resume)
-    suite = Suite(cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, cfg.eval.samples))
+    suite = Suite(
+        cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
+    )
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
         trained = train(
             cfg,

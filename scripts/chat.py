@@ -18,6 +18,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from sftkit.config import ModelConfig
+    from sftkit.errors import DataError
     from sftkit.generate import stream
     from sftkit.model import load_model, load_tokenizer, newest_run, resolve
     from sftkit.runtime import quiet_libraries, start_device
@@ -41,12 +42,16 @@ def main() -> None:
         return
     print(f"{path}  (an empty line ends, /new starts over)", file=sys.stderr)
     messages = list(opening)
-    for line in iter(lambda: ask(), ""):
+    for line in iter(ask, ""):
         if line == "/new":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": answer(messages)})
+        try:
+            reply = answer([*messages, {"role": "user", "content": line}])
+        except DataError as error:
+            print(error, file=sys.stderr)
+            continue
+        messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
 
 
 def ask() -> str:

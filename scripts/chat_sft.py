@@ -19,7 +19,7 @@ def main() -> None:
     from sftkit.data import chat, loader, sources
     from sftkit.data.pack import make_layout
     from sftkit.evals.suite import Suite, sample_rows
-    from sftkit.model import inherit, load_model, load_tokenizer
+    from sftkit.model import inherit, load_model, load_tokenizer, positions
     from sftkit.optim import build_optimizer
     from sftkit.rundir import open_run, write_summary
     from sftkit.step import ModelWithLoss
@@ -33,7 +33,7 @@ def main() -> None:
     tokenizer = load_tokenizer(cfg.model)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
-    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision)
+    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, positions(orig_model))
     rt.say(inherited)
 
     # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it.
@@ -41,7 +41,7 @@ def main() -> None:
     examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
     layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
-    rt.say("\n".join(sources.describe(examples)))
+    rt.say(sources.summary(examples, validation))
 
     # How we step: compiled in place, then wrapped. Only the train step calls `model`.
     model = ModelWithLoss(orig_model)
@@ -51,7 +51,9 @@ def main() -> None:
     # What is kept and watched.
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(cfg.train.resume)
-    suite = Suite(cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, cfg.eval.samples))
+    suite = Suite(
+        cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
+    )
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
         trained = train(
             cfg,

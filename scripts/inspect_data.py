@@ -23,7 +23,11 @@ def main() -> None:
 
     quiet_libraries()
     training = cfg.model.train_tokenizer
-    tokenizer = new_tokenizer(cfg.model, training, cfg.data.train) if training else load_tokenizer(cfg.model)
+    tokenizer = (
+        new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
+        if training
+        else load_tokenizer(cfg.model)
+    )
     max_length, _ = inherit(cfg.model, cfg.data.max_length, tokenizer, "float32")
 
     # Conversations as chat_sft.py learns them; mid_train.py learns every token of them. Texts as both learn them.

@@ -30,6 +30,7 @@ from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.model import LATEST, newest_run, resolve
 from sftkit.optim import build_optimizer
+from sftkit.rundir import open_run, write_summary
 from sftkit.step import ModelWithLoss
 from sftkit.tracker import Tracker
 from sftkit.train import Trained, train
@@ -206,3 +207,30 @@ def test_training_lowers_the_loss(tmp_path: Path, tokenizer) -> None:
     run(tmp_path, tokenizer, max_steps=60)
     values = losses(tmp_path)
     assert values[-1][1] < 0.8 * values[0][1] < 0.9 * math.log(VOCAB_SIZE) * 1.2
+
+
+def test_resuming_an_earlier_checkpoint_sets_the_abandoned_later_ones_aside(tmp_path: Path, tokenizer) -> None:
+    run(tmp_path, tokenizer, max_steps=9, every=3)
+    run(tmp_path, tokenizer, max_steps=7, resume=str(tmp_path / "step-000006"))
+    assert [folder.name for folder in step_dirs(tmp_path)] == ["step-000006", "step-000007"]
+    assert (tmp_path / LATEST).read_text() == "step-000007\n"
+    assert (tmp_path / "step-000009.old-1").is_dir()
+
+
+def test_resuming_a_finished_run_trains_nothing_and_keeps_its_summary(tmp_path: Path, tokenizer, capsys) -> None:
+    trained = run(tmp_path, tokenizer, max_steps=3)
+    write_summary(tmp_path, trained, cpu_runtime())
+    before = (tmp_path / "summary.json").read_text()
+    write_summary(tmp_path, run(tmp_path, tokenizer, max_steps=3, resume="auto"), cpu_runtime())
+    assert (tmp_path / "summary.json").read_text() == before
+    assert "already finished at step 3" in capsys.readouterr().out
+
+
+def test_a_run_that_is_not_resumed_never_finds_what_an_earlier_one_left(tmp_path: Path) -> None:
+    rt = cpu_runtime()
+    folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+    (folder / "tokenizer").mkdir()
+    assert not (open_run(str(tmp_path / "run"), None, "run: {}\n", rt) / "tokenizer").exists()
+    assert (tmp_path / "run.old-1" / "tokenizer").is_dir()
+    assert open_run(str(tmp_path / "run"), "auto", "run: {}\n", rt) == folder
+    assert not (tmp_path / "run.old-2").exists()

@@ -10,8 +10,17 @@ from helpers import VOCAB_SIZE, tiny_llama
 
 from sftkit.config import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.generate import generate, until_stop
-from sftkit.model import count_parameters, from_scratch, inherit, load_model, train_flops
+from sftkit.generate import generate, stream, until_stop
+from sftkit.hardware import peak_flops_by_name
+from sftkit.model import (
+    count_parameters,
+    from_scratch,
+    inherit,
+    load_model,
+    load_tokenizer,
+    positions,
+    train_flops,
+)
 
 FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -84,3 +93,65 @@ def test_batched_answers_equal_those_one_by_one(tokenizer) -> None:
 def test_answers_end_before_the_first_stop_token() -> None:
     assert until_stop([4, 5, 1, 6, 2], [1, 2]) == [4, 5]
     assert until_stop([4, 5], [1]) == [4, 5]
+
+
+def test_greedy_answers_ignore_the_penalties_in_a_models_generation_config(tokenizer) -> None:
+    model = tiny_llama().eval()
+    settings = {"stop_ids": [3], "max_new_tokens": 8, "batch_size": 1}
+    plain = generate(model, tokenizer, [[5, 6, 7]], **settings)
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.do_sample = True
+    assert generate(model, tokenizer, [[5, 6, 7]], **settings) == plain
+    assert model.generation_config.repetition_penalty == 5.0
+
+
+def test_a_generation_config_with_sampling_values_can_be_saved(tmp_path: Path, tokenizer) -> None:
+    model = from_scratch({**FIELDS, **HEADS}, tokenizer, 0)
+    model.save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    load_model(ModelConfig(path=str(tmp_path / "a")), tokenizer, seed=0).save_pretrained(tmp_path / "b")
+
+
+def test_an_error_while_streaming_reaches_the_caller(tokenizer, monkeypatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(model, "generate", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(stream(model, tokenizer, [{"role": "user", "content": "Hi"}], max_new_tokens=3))
+
+
+def test_a_folder_with_only_a_tokenizer_serves_as_model_tokenizer(tmp_path: Path, tokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelConfig(path="Qwen/Qwen3-0.6B", tokenizer=str(tmp_path)))
+    assert loaded("What is it?")["input_ids"] == tokenizer("What is it?")["input_ids"]
+
+
+def test_a_template_whose_turn_marks_are_no_tokens_is_refused(tmp_path: Path, tokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path / "t")
+    template = tmp_path / "x.jinja"
+    template.write_text("<|turn_of|>{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"<\|turn_of\|>, which is no token"):
+        load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template=str(template)))
+    with pytest.raises(ConfigError, match=r"nope\.jinja: No such file"):
+        load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template="nope.jinja"))
+
+
+def test_rows_longer_than_the_models_positions_are_refused(tokenizer) -> None:
+    with pytest.raises(ConfigError, match="300 is more than the model's 256 positions"):
+        inherit(ModelConfig(scratch={}), 300, tokenizer, "fp32", positions(tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_whole_name_or_not_at_all(name: str, peak: float | None) -> None:
+    assert peak_flops_by_name(name) == peak

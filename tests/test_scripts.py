@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SHARED_DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftkit.config import SourceConfig
+from sftkit.data import chat, text
+from sftkit.evals.suite import sample_rows
 
 ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -196,3 +201,24 @@ log: {{every: 4, wandb: "off"}}
     assert [row["step"] for row in evals] == [0, 12]
     assert evals[1]["val/loss"] < evals[0]["val/loss"] - 0.3
     assert evals[1]["val/dolly15k/bpb"] < evals[0]["val/dolly15k/bpb"]
+
+
+def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, tokenizer) -> None:
+    ask, reply = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}
+    good = {"messages": [ask, reply]}
+    rows = [
+        {"messages": [ask]},
+        {"messages": [reply, ask, reply]},
+        {"messages": [{"role": "user", "content": None}, reply]},
+        {"messages": [{"role": "user", "content": "long " * 200}, reply]},
+        good,
+    ]
+    file = tmp_path / "val.jsonl"
+    file.write_text("not json\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=64)
+    (row,) = sample_rows([SourceConfig(path=str(file))], tokenize, 3)
+    assert row.messages == good["messages"]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "  ", "Some text.")))
+    (row,) = sample_rows([SourceConfig(path=str(texts))], partial(text.tokenize, tokenizer=tokenizer, max_length=64), 3)
+    assert row.text == "Some text."

@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama, tiny_qwen3_with_windows
 
+from sftkit import runtime
 from sftkit.attention import attention_masks, document_mask
-from sftkit.config import OptimConfig
+from sftkit.config import LogConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
@@ -164,3 +165,28 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     assert float(loss_sum) == 0.0
     assert float(grad_norm) == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_accelerates_own_loss_division_stays_off(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    weight = torch.nn.Parameter(torch.ones(()))
+    rt.accelerator.backward(8.0 * weight)
+    assert float(weight.grad) == 8.0
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path, tokenizer) -> None:
+    from sftkit.model import load_model
+
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    gradients = []
+    for checkpointing in (False, True):
+        config = ModelConfig(scratch={**fields, **heads}, gradient_checkpointing=checkpointing)
+        model = ModelWithLoss(load_model(config, tokenizer, seed=0)).train()
+        assert model.orig_model.is_gradient_checkpointing is checkpointing
+        batch = collate(make_examples([9, 14]), ((0, 1),), 32, 0)
+        forward_backward(model, batch, batch.num_targets, cpu_runtime())
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

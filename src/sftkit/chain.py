@@ -39,6 +39,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     evaluation = json.loads((runs["sft"] / EVALUATION).read_text())
     after = evaluation["scores"]["eval/families/acc"]
 
+    before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
+
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
         return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in STAGES)
 
@@ -59,7 +61,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: graphs(s["metrics"])),
         "",
-        f"  held-out accuracy after SFT, all {len(evaluation['examples'])} instances: {after:.3f} (mean of families)",
+        f"  held-out accuracy before SFT {before}, after SFT, on all {len(evaluation['examples'])} instances, {after:.3f}"
+        " (mean of families)",
         *(
             f"    {name.split('/')[1]:<26}{value:6.3f}"
             for name, value in evaluation["scores"].items()

@@ -91,7 +91,18 @@ class Checkpoints:
         else:
             log.warning("%s has no random state for rank %d (another world size)", folder, self.rt.rank)
         self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
+        self._set_later_steps_aside(state["step"])
         return state
+
+    def _set_later_steps_aside(self, step: int) -> None:
+        """Checkpoints of the stretch that this run does again: out of the way of pruning and of the next resume."""
+        if self.rt.is_main:
+            for folder in step_dirs(self.run_dir):
+                if step_number(folder) > step:
+                    log.warning("%s is past the resumed step: it is now %s", folder, set_aside(folder))
+            if (self.run_dir / f"step-{step:06d}").is_dir():
+                replace_text(self.run_dir / LATEST, f"step-{step:06d}\n")
+        self.rt.barrier()
 
     def find(self, setting: str | None) -> Path | None:
         """The checkpoint that `setting` means, None for a new start."""
@@ -114,7 +125,11 @@ class Checkpoints:
 def step_dirs(run_dir: Path) -> list[Path]:
     """Published step directories, oldest first."""
     found = [path for path in run_dir.glob("step-*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(found, key=step_number)
+
+
+def step_number(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:

@@ -97,6 +97,10 @@ def warm_up(
     model.zero_grad(set_to_none=True)
     if not any_rank(error is not None):
         return True
+    if error is not None:
+        undo_compile(model)
+        run_shape(*shapes[0])  # an error that eager has too is no compiler's fault: it is raised from here
+        model.zero_grad(set_to_none=True)
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
@@ -149,5 +153,7 @@ class CompileWatch:
         return [(r.recompile_reason or f"new frame {r.co_name}").strip() for r in late]
 
     def close(self) -> None:
-        dynamo_callback.callback_handler.remove_start_callback(self._on_start)
-        dynamo_callback.callback_handler.remove_end_callback(self._on_end)
+        handler = dynamo_callback.callback_handler
+        if self._on_start in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+            handler.remove_start_callback(self._on_start)
+            handler.remove_end_callback(self._on_end)

@@ -227,7 +227,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-_DATA_SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".txt")
+_DATA_SUFFIXES = (".gz", ".jsonl", ".csv", ".json", ".parquet", ".txt")
 
 
 def source_label(source: SourceConfig) -> str:

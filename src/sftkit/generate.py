@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from sftkit.compilation import run_eagerly
 from sftkit.data import chat
@@ -27,8 +27,9 @@ def generate(
 
     Prompts are sorted by length so that little is padded; padding is on the left and masked.
     """
-    was_training = orig_model.training
+    was_training, defaults = orig_model.training, orig_model.generation_config
     orig_model.eval()
+    orig_model.generation_config = GenerationConfig()  # a model's own penalties and sampling would not be greedy
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
     with torch.no_grad(), run_eagerly():
@@ -40,6 +41,7 @@ def generate(
             for i, ids in zip(chosen, output, strict=True):
                 answers[i] = str(tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True))
     orig_model.train(was_training)
+    orig_model.generation_config = defaults
     return answers
 
 
@@ -96,7 +98,19 @@ def stream(
     }
     orig_model.eval()
     decode: Any = orig_model.generate
-    worker = Thread(target=decode, kwargs=arguments, daemon=True)
+    failure: list[Exception] = []
+
+    def work() -> None:
+        try:
+            decode(**arguments)
+        except Exception as error:
+            failure.append(error)
+        finally:
+            streamer.end()
+
+    worker = Thread(target=work, daemon=True)
     worker.start()
     yield from streamer
     worker.join()
+    if failure:
+        raise failure[0]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-# Dense bf16 tensor-core peak in FLOP/s from the vendors' datasheets (no sparsity). Matched as a substring, in order.
+log = logging.getLogger(__name__)
+
+# Dense bf16 tensor-core peak in FLOP/s from the vendors' datasheets (no sparsity), by whole words, longer names first.
 PEAK_BF16_FLOPS = (
     ("B200", 2250e12),
     ("GH200", 989.5e12),
@@ -35,8 +40,18 @@ def peak_flops(device: torch.device) -> float | None:
     """Datasheet bf16 peak of the device, or None: an unknown device has no MFU rather than a guessed one."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_BF16_FLOPS if part in name), None)
+    return peak_flops_by_name(torch.cuda.get_device_name(device))
+
+
+@cache
+def peak_flops_by_name(name: str) -> float | None:
+    """The peak of a device of that name; one warning for a name that is not in the table."""
+    words = re.compile("|".join(rf"(?<![\w]){re.escape(part)}(?![\w])" for part, _ in PEAK_BF16_FLOPS))
+    found = None if "Laptop" in name else words.search(name)
+    if found is None:
+        log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in hardware.py", name)
+        return None
+    return dict(PEAK_BF16_FLOPS)[found.group()]
 
 
 def device_name(device: torch.device) -> str:

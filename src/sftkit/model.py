@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +22,8 @@ LATEST = "LATEST"
 "Text file in a run directory: the name of its newest complete checkpoint."
 STATE = "training_state"
 "Folder of a step directory with all that plain transformers does not need: optimizer, random states, step."
+
+TURN_MARK = re.compile(r"<\|\w+\|>")
 
 
 def resolve(path: str) -> str:
@@ -77,14 +81,32 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set."""
-    path = resolve(model.tokenizer or model.path or "")
+    own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
+    path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
+    options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **load_options(path, model))
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         raise offline_help(path, error, "tokenizer") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
     if model.chat_template is not None:
-        tokenizer.chat_template = Path(model.chat_template).read_text()
+        tokenizer.chat_template = read_template(model.chat_template)
+        missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
+        if missing:
+            raise ConfigError(
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}; take a "
+                "template made for this tokenizer, or add the token and resize the model first"
+            )
     return with_pad_token(tokenizer)
+
+
+def read_template(path: str) -> str:
+    """The text of a chat template file."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -95,24 +117,34 @@ def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 
 def base_tokenizer(
-    model: ModelConfig, train: tuple[SourceConfig, ...], run_dir: Path, rt: Runtime
+    model: ModelConfig,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
+    run_dir: Path,
+    rt: Runtime,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
         return load_tokenizer(model)
     folder = run_dir / "tokenizer"
     if rt.is_main and not folder.exists():
-        new_tokenizer(model, model.train_tokenizer, train).save_pretrained(folder)
+        temporary = run_dir / ".tokenizer.tmp"
+        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+        os.rename(temporary, folder)
     rt.barrier()
     return AutoTokenizer.from_pretrained(folder)
 
 
 def new_tokenizer(
-    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...]
+    model: ModelConfig,
+    training: TokenizerTraining,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
 ) -> PreTrainedTokenizerBase:
     """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
-    template = Path(model.chat_template) if model.chat_template else Path(__file__).parent / "data" / "chatml.jinja"
-    return train_tokenizer(training_texts(training.sources or train), training.vocab_size, template.read_text())
+    template = model.chat_template or str(Path(__file__).parent / "data" / "chatml.jinja")
+    texts = training_texts(training.sources or train, on_bad_row)
+    return train_tokenizer(texts, training.vocab_size, read_template(template))
 
 
 def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -136,6 +168,9 @@ def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
             f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size(orig_model)}: take the tokenizer that belongs "
             "to the model (model.tokenizer=null), or a model.scratch that fits"
         )
+    generation = orig_model.generation_config
+    if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
+        generation.do_sample = True  # what such values mean; transformers refuses to save them without it
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return orig_model
@@ -159,12 +194,16 @@ def from_scratch(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, 
 
 
 def inherit(
-    model: ModelConfig, max_length: int | None, tokenizer: PreTrainedTokenizerBase, precision: str
+    model: ModelConfig,
+    max_length: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: str,
+    positions: int | None = None,
 ) -> tuple[int, str]:
     """The row length, taken from the run that the model comes from unless set, and a line that says what is inherited.
 
     Raises:
-        ConfigError: no row length anywhere.
+        ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
     """
     state = Path(resolve(model.path)) / STATE / "state.json" if model.path else None
     parent = json.loads(state.read_text()).get("max_length") if state is not None and state.is_file() else None
@@ -173,6 +212,8 @@ def inherit(
         raise ConfigError(
             f"data.max_length: {model.path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
         )
+    if positions is not None and length > positions:
+        raise ConfigError(f"data.max_length: {length} is more than the model's {positions} positions")
     start = f"from {resolve(model.path)}" if model.path else "new model"
     template = (
         hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
@@ -187,6 +228,11 @@ def inherit(
 def vocab_size(orig_model: PreTrainedModel) -> int:
     """Rows of the input embedding, which may be more than the tokenizer has tokens."""
     return embedding_of(orig_model).shape[0]
+
+
+def positions(orig_model: PreTrainedModel) -> int | None:
+    """The most positions that the model was made for, None if its config does not say."""
+    return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:

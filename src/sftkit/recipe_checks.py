@@ -24,6 +24,7 @@ _SECRETS = (
     ("a wandb key", re.compile(r"\bwandb_v1_\w{20,}|(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])")),
     ("a URL with a password", re.compile(r"://[^/\s:@]+:[^/\s@]+@")),
 )
+_SNAPSHOT = re.compile(r"/snapshots/[0-9a-f]{40}(?=/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -31,6 +32,7 @@ def secret_in(text: str, key: str = "") -> str | None:
     """What kind of secret the text seems to hold, or None. model.revision may be a commit's 40 hex digits."""
     if key == "model.revision" and _COMMIT.fullmatch(text):
         return None
+    text = _SNAPSHOT.sub("/snapshots/", text)  # a folder of the hub's cache, named by a commit
     return next((kind for kind, pattern in _SECRETS if pattern.search(text)), None)
 
 

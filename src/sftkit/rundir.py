@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sftkit.checkpoint import replace_text, set_aside, step_dirs
+from sftkit.checkpoint import replace_text, set_aside
 from sftkit.hardware import environment
 from sftkit.model import LATEST
 from sftkit.runtime import Runtime
@@ -20,7 +20,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     overwritten, unless this one resumes it."""
     folder = Path(run_dir)
     if rt.is_main:
-        if resume is None and folder.exists() and (step_dirs(folder) or (folder / "metrics.jsonl").exists()):
+        if resume is None and (folder / "config.yaml").exists():
             rt.say(
                 f"{folder} holds an earlier run: it is now {set_aside(folder)} (train.resume=auto would continue it)"
             )
@@ -34,6 +34,9 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """summary.json and the closing lines on the console."""
     if not rt.is_main:
+        return
+    if not trained.metrics and (run_dir / "summary.json").exists():
+        print(f"\nalready finished at step {trained.step}; {run_dir}/summary.json is left as it is", flush=True)
         return
     replace_text(run_dir / "summary.json", json.dumps(asdict(trained), indent=1, ensure_ascii=False))
     speed = trained.metrics.get("perf/tok_per_sec")

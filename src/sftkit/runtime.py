@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config import LogConfig, RunConfig, TrainConfig
@@ -92,6 +92,11 @@ class Runtime:
         if self.is_main:
             print(text, flush=True)
 
+    def catch_signals(self) -> None:
+        """From here on SIGINT and SIGTERM ask for a stop that saves; before, they end the process as usual."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
     def stop_requested(self) -> bool:
         """Whether SIGINT or SIGTERM has reached any rank; every rank must ask."""
         return self.any_rank(bool(self._stop))
@@ -122,7 +127,7 @@ def resolve_precision(wanted: str) -> str:
 
 
 def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
-    """Join the process group, seed every generator, take over SIGINT and SIGTERM.
+    """Join the process group, seed every generator.
 
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
     """
@@ -131,6 +136,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
         mixed_precision="bf16" if precision == "bf16" else "no",
         log_with="wandb" if log.wandb != "off" and find_spec("wandb") else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
@@ -139,8 +145,6 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, rt._on_signal)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
     return rt
@@ -186,6 +190,8 @@ def script(main: Callable[[], None]) -> None:
     try:
         with user_errors():
             main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -49,10 +50,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     return fast
 
 
-def training_texts(tokenizer_sources: Iterable[SourceConfig]) -> Iterator[str]:
+def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
     """The texts of all rows, and what is said in the conversations."""
     for source in tokenizer_sources:
-        for row in sources.read(source):
+        for row in sources.read(source, on_bad_row):
             if row.text is not None:
                 yield row.text
             else:

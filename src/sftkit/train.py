@@ -71,6 +71,7 @@ def train(
         resumed: what Checkpoints.resume returned.
     """
     total_steps = cfg.train.max_steps or batches.num_steps(cfg.train.epochs or 1)
+    rt.catch_signals()
     step = resumed["step"]
     metrics: dict[str, float | None] = {}
     evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
@@ -102,15 +103,17 @@ def train(
         tracker.advance(step)
 
         last = step == total_steps
-        stopped = not last and rt.stop_requested()
-        if last or stopped or step % cfg.log.every == 0:
+        logs = last or step % cfg.log.every == 0
+        # With several ranks asking waits for all of them, so they ask where they wait anyway.
+        stopped = not last and (logs or rt.world_size == 1) and rt.stop_requested()
+        if logs or stopped:
             metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
             tracker.log_metrics(step, total_steps, metrics)
 
         # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
         pausing = time.perf_counter()
         if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            state = {"tokens": meter.seen_tokens, "total_steps": total_steps, "max_length": batches.layout.max_length}
+            state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
             folder = checkpoints.save(step, state)
         if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
             evals, samples = evaluate()

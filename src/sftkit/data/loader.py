@@ -11,13 +11,12 @@ from functools import lru_cache, partial
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sftkit.config import DataConfig
+from sftkit.config import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import Batch, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
 from sftkit.data.types import Examples, Tokenized
-from sftkit.recipe import source_label
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import numpy as np
 from sftkit.config import DataConfig, TrainConfig
 from sftkit.errors import ConfigError
 
+log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 
 
@@ -65,6 +67,8 @@ def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_siz
     lengths = data.bucket_lengths if data.layout == "bucketed" and data.bucket_lengths else (max_length,)
     if lengths[-1] != max_length:
         raise ConfigError(f"data.bucket_lengths: the last one, {lengths[-1]}, must be the row length, {max_length}")
+    if micro != train.micro_batch_size:
+        log.info("micro-batch of %d rows, the most up to %d that divides %d", micro, train.micro_batch_size, share)
     return Layout(data.layout, tuple(lengths), train.global_batch_size, micro, world_size)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sftkit.config import DataConfig, SourceConfig
+from sftkit.config import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, hub, readers, rows
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
@@ -55,7 +55,7 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
             if on_bad_row == "error":
                 raise
             reasons.append(str(error))
-    _log_skipped(source_name(source), reasons)
+    _log_skipped(source_label(source), reasons)
 
 
 def opened(source: SourceConfig) -> Opened:
@@ -73,15 +73,6 @@ def parse(raw: RawRow) -> Row:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON: {error}") from error
     return rows.convert(value, where)
-
-
-def source_name(source: SourceConfig) -> str:
-    """`name`, or the last part of the path without suffixes: builtin:docs is docs, a/b.jsonl.gz is b."""
-    if source.name:
-        return source.name
-    last = source.path.removeprefix("builtin:").rstrip("/").rsplit("/", 1)[-1]
-    suffix = readers.suffix_of(Path(last))
-    return last[: last.lower().rindex(suffix)] if suffix and not last.startswith(suffix) else last
 
 
 def _find(source: SourceConfig) -> Opened:
@@ -176,6 +167,12 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     return cache.save(folder, _joined(parts, names, sources))
 
 
+def summary(training: Examples, validation: dict[str, Examples]) -> str:
+    """What was read for training and for validation, a line per source."""
+    lines = [f"train  {line}" for line in describe(training)]
+    return "\n".join([*lines, *(f"val    {line}" for examples in validation.values() for line in describe(examples))])
+
+
 def describe(examples: Examples) -> list[str]:
     """One line per source: what was read, what became of it, how much of it is learned."""
     lines = []
@@ -193,7 +190,7 @@ def describe(examples: Examples) -> list[str]:
 
 
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
-    names = tuple(map(source_name, sources))
+    names = tuple(map(source_label, sources))
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise ConfigError(f'data: two sources are named "{twice[0]}". Give one of them a name of its own (name: ...)')

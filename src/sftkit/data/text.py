@@ -47,7 +47,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
-    ids = list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
     if ids[:2] == [bos, bos]:
         ids = ids[1:]
     if ids[-1:] != [eos]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config import EvalConfig, SourceConfig
 from sftkit.data import chat, sources
 from sftkit.data.pack import Layout
-from sftkit.data.types import Examples, Row
+from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.errors import ConfigError, DataError
 from sftkit.evals import families
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
@@ -31,6 +32,10 @@ class Suite:
     layout: Layout | None
     rt: Runtime
     sample_rows: Sequence[Row] = ()
+
+    def __post_init__(self) -> None:
+        if self.config.tasks and not self.tokenizer.chat_template:
+            raise ConfigError("eval.tasks: the tokenizer has no chat template to ask with; set model.chat_template")
 
     def evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """(val/* of every validation source and eval/<task>/acc of every task, sample answers); every rank calls it."""
@@ -79,11 +84,23 @@ class Suite:
         ]
 
 
-def sample_rows(validation: Sequence[SourceConfig], count: int) -> list[Row]:
-    """The first rows of the validation sources, in turn."""
-    heads = [list(islice(sources.read(source), count)) for source in validation]
+def sample_rows(validation: Sequence[SourceConfig], tokenize: Callable[[Row], Tokenized], count: int) -> list[Row]:
+    """The first rows of the validation sources that can be learned from and whole, in turn."""
+    heads = [list(islice(usable_rows(source, tokenize), count)) for source in validation]
     in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
     return in_turn[:count]
+
+
+def usable_rows(source: SourceConfig, tokenize: Callable[[Row], Tokenized]) -> Iterator[Row]:
+    """Rows that fit in a training row and do not begin with an answer."""
+    for row in sources.read(source, "skip"):
+        try:
+            tokenized = tokenize(row)
+        except DataError:
+            continue
+        asks = row.messages is None or (row.messages and row.messages[0]["role"] != "assistant")
+        if tokenized.examples and tokenized.note is None and asks:
+            yield row
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
