@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from sftkit import launch
-from sftkit.chain import STAGES, evaluate_command, stage_runs, summary, was_stopped
+from sftkit.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
 from sftkit.errors import ConfigError
 from sftkit.recipe import fail
 
@@ -21,10 +21,11 @@ def main() -> int:
         return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
     try:
-        runs = stage_runs(folder, overrides)  # all three recipes are checked before the first one starts
+        recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
     except ConfigError as error:
         fail(str(error))
 
+    runs = {stage: Path(cfg.run.dir) for stage, cfg in recipes.items()}
     started = time.perf_counter()
     for stage, script in STAGES.items():
         print(f"\n=== {stage}: {folder / stage}.yaml", flush=True)
@@ -35,7 +36,7 @@ def main() -> int:
             print("stopped; `train.resume=auto` goes on from the checkpoint")
             return 130
     print("\n=== evaluate", flush=True)
-    code = launch.call(evaluate_command(runs["sft"]))
+    code = launch.call(evaluate_command(recipes["sft"]))
     if code == 0:
         print(summary(runs, time.perf_counter() - started))
     return code

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import SHARED_DATA
 
-from sftkit.config import DataConfig, SourceConfig
+from sftkit.config import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, chat, hub, rows, sources, text
 from sftkit.errors import ConfigError, DataError
 
@@ -391,8 +391,8 @@ def test_repeat(tmp_path, load):
 
 
 def test_names(tmp_path, load):
-    named = {"builtin:docs": "docs", "a/b.jsonl.gz": "b", "a/c/": "c", "org/d": "d", "x.parquet": "x"}
-    assert {path: sources.source_name(SourceConfig(path=path)) for path in named} == named
+    named = {"builtin:docs": "docs", "a/b.jsonl.gz": "b", "a/c/": "c", "org/d": "d", "x.parquet": "x", "y.csv": "y"}
+    assert {path: source_label(SourceConfig(path=path)) for path in named} == named
     path = write_lines(tmp_path / "a.jsonl", numbered(1))
     with pytest.raises(ConfigError, match='two sources are named "a"'):
         load(path, path)

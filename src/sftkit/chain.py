@@ -8,19 +8,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sftkit.config import Config
 from sftkit.recipe import read_config
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
 EVALUATION = "evaluation.json"
 
 
-def stage_runs(folder: Path, overrides: Sequence[str]) -> dict[str, Path]:
-    """The run directory of each stage.
+def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
+    """The recipe of each stage.
 
     Raises:
         ConfigError: what is wrong with any of the three recipes.
     """
-    return {stage: Path(read_config(folder / f"{stage}.yaml", overrides).run.dir) for stage in STAGES}
+    return {stage: read_config(folder / f"{stage}.yaml", overrides) for stage in STAGES}
 
 
 def was_stopped(run_dir: Path) -> bool:
@@ -28,9 +29,11 @@ def was_stopped(run_dir: Path) -> bool:
     return bool(json.loads((run_dir / "summary.json").read_text())["stopped"])
 
 
-def evaluate_command(run_dir: Path) -> list[str]:
-    """Score the last stage on every held-out instance."""
-    return [sys.executable, "scripts/evaluate.py", str(run_dir), "--out", str(run_dir / EVALUATION)]
+def evaluate_command(sft: Config) -> list[str]:
+    """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
+    limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
+    out = str(Path(sft.run.dir) / EVALUATION)
+    return [sys.executable, "scripts/evaluate.py", sft.run.dir, "--out", out, *limit]
 
 
 def summary(runs: dict[str, Path], seconds: float) -> str:
@@ -61,8 +64,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: graphs(s["metrics"])),
         "",
-        f"  held-out accuracy before SFT {before}, after SFT, on all {len(evaluation['examples'])} instances, {after:.3f}"
-        " (mean of families)",
+        f"  held-out accuracy, mean of families, {len(evaluation['examples'])} instances: {before} before SFT, {after:.3f} after",
         *(
             f"    {name.split('/')[1]:<26}{value:6.3f}"
             for name, value in evaluation["scores"].items()

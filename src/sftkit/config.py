@@ -37,7 +37,7 @@ class SourceConfig:
     """One source of rows: a builtin, a local file or folder, or a hub dataset."""
 
     path: str
-    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.txt file (also .gz), a folder of them, or a hub dataset id."
+    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
     name: str | None = None
     "Label in metrics; null: the last part of the path."
     subset: str | None = None
