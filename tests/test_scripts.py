@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -222,3 +224,30 @@ def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, toke
     texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "  ", "Some text.")))
     (row,) = sample_rows([SourceConfig(path=str(texts))], partial(text.tokenize, tokenizer=tokenizer, max_length=64), 3)
     assert row.text == "Some text."
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launched_process_group_saves_and_exits(runs: Path, tmp_path: Path, number: int) -> None:
+    command = ["-m", "sftkit.launch", "scripts/chat_sft.py", "recipes/smoke/sft.yaml", f"model.path={runs}/mid"]
+    settings = [
+        "train.max_steps=100000",
+        "compile.enabled=false",
+        "log.every=1",
+        "log.wandb=off",
+        "eval.at_start=false",
+    ]
+    paths = [f"run.dir={tmp_path}/run", f"data.cache_dir={runs}/cache"]
+    child = subprocess.Popen(
+        [sys.executable, *command, *settings, *paths],
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.killpg(child.pid, number)
+    output, _ = child.communicate(timeout=60)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped"] is True, output[-2000:]
+    assert (tmp_path / "run" / "LATEST").read_text().strip() == f"step-{summary['step']:06d}"
+    assert "saving and stopping" in output
