@@ -259,6 +259,8 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
+        (["model.path=runs/a/step-000005", "run.dir=runs/a"], "run.dir: the model comes from it"),
+        (["run.dir=./"], 'run.dir: "./" names no folder of its own'),
         (["model.path=null"], "model.path and model.scratch are both missing"),
         (["model.scratch={model_type: llama}", "model.tokenizer=x"], "model.path and model.scratch are both given"),
         ([*SCRATCH], "model.scratch: needs a tokenizer"),

@@ -53,6 +53,14 @@ def _one_origin(get: Get) -> Iterator[Problem]:
         yield "model.path", f"model.path and model.scratch {both}: set exactly one of them"
 
 
+def _run_dir(get: Get) -> Iterator[Problem]:
+    run_dir, path = get("run.dir"), get("model.path")
+    if not run_dir.strip("/. "):
+        yield "run.dir", f'"{run_dir}" names no folder of its own: runs/NAME, say'
+    elif path is not None and (path.rstrip("/") + "/").startswith(run_dir.rstrip("/") + "/"):
+        yield "run.dir", f"the model comes from it ({path}), and a new run would rename it: take another folder"
+
+
 def _scratch(get: Get) -> Iterator[Problem]:
     if get("model.scratch") is None:
         return
@@ -171,6 +179,7 @@ def _batch_divides(get: Get, world_size: int) -> Iterator[Problem]:
 
 _RULES = (
     _one_origin,
+    _run_dir,
     _scratch,
     _train_tokenizer,
     _only_with_path,
