@@ -121,6 +121,8 @@ def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp
     reloaded = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is the capital?"}]
     assert reloaded.apply_chat_template(messages)["input_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert reloaded.all_special_ids == tokenizer.all_special_ids
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "pt") as file:

@@ -61,6 +61,7 @@ class Checkpoints:
         self.orig_model.generation_config.pad_token_id = self.tokenizer.pad_token_id
         self.orig_model.save_pretrained(folder, max_shard_size="5GB")
         self.tokenizer.save_pretrained(folder)
+        make_tokenizer_portable(folder / "tokenizer_config.json")
         torch.save(self.optimizer.state_dict(), folder / STATE / "optimizer.pt")
         (folder / "recipe.yaml").write_text(self.recipe)
         (folder / STATE / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
@@ -120,6 +121,17 @@ class Checkpoints:
                 return folder
             log.warning("checkpoint passed over: %s", problem)
         return None
+
+
+def make_tokenizer_portable(config_file: Path) -> None:
+    """transformers 5 writes a class and a field that version 4, and servers built on it, refuse; both read these."""
+    config = json.loads(config_file.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
+        for name in ("backend", "is_local", "local_files_only"):
+            config.pop(name, None)
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False))
 
 
 def step_dirs(run_dir: Path) -> list[Path]:
