@@ -158,3 +158,12 @@ def test_buckets_must_end_at_the_row_length() -> None:
 def test_shapes_of_buckets_hold_the_same_number_of_tokens() -> None:
     made = replace(layout("bucketed"), micro_batch_size=4)
     assert [rows * length for rows, length in made.shapes] == [256, 256, 256]
+
+
+def test_steps_and_epochs_limit_a_run_whichever_comes_first() -> None:
+    batches = Batches(make_examples(LENGTHS.tolist()), layout("packed"), seed=0, rank=0, pad_id=0)
+    epoch = batches.num_steps(epochs=1)
+    assert batches.num_steps(epochs=2) == epoch + len(batches.plan(1))
+    assert batches.num_steps(epochs=2, max_steps=3) == 3
+    assert batches.num_steps(epochs=1, max_steps=10**6) == epoch
+    assert batches.num_steps(epochs=None, max_steps=7) == 7

@@ -270,7 +270,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*SCRATCH, "model.tokenizer=x", "model.revision=main"], "model.revision: only goes with model.path"),
         ([*SCRATCH, "model.tokenizer=x", "model.trust_remote_code=true"], "model.trust_remote_code: only goes with"),
         (["train.max_steps=null"], "train.max_steps and train.epochs are both missing"),
-        (["train.epochs=1"], "train.max_steps and train.epochs are both given"),
         (["data.layout=bucketed"], "data.bucket_lengths: is required by layout bucketed"),
         (["data.bucket_lengths=[8]"], "data.bucket_lengths: only goes with layout bucketed, not packed"),
         ([*BUCKETED, "data.bucket_lengths=[256,128,256]"], "is not ascending without repeats"),

@@ -137,9 +137,9 @@ class TrainConfig:
     """How long, how large a step, in which precision."""
 
     max_steps: Positive | None = None
-    "Optimizer steps; null: as many as `epochs` need."
+    "The most optimizer steps; null: as many as `epochs` need. With both, training ends at whichever comes first."
     epochs: Positive | None = None
-    "Passes over the data; null with max_steps: as many as the steps need."
+    "The most passes over the data; null: as many as `max_steps` need."
     global_batch_size: Positive = 32
     "Rows of max_length per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
     micro_batch_size: Positive = 8

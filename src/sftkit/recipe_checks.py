@@ -141,10 +141,8 @@ def _betas(get: Get) -> Iterator[Problem]:
 
 
 def _duration(get: Get) -> Iterator[Problem]:
-    steps, epochs = get("train.max_steps"), get("train.epochs")
-    if (steps is None) == (epochs is None):
-        both = "are both given" if steps is not None else "are both missing"
-        yield "train.max_steps", f"train.max_steps and train.epochs {both}: set exactly one of them"
+    if get("train.max_steps") is None and get("train.epochs") is None:
+        yield "train.max_steps", "train.max_steps and train.epochs are both missing: set one, or both"
 
 
 def _resume(get: Get) -> Iterator[Problem]:

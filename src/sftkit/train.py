@@ -70,7 +70,7 @@ def train(
         evaluate: (metrics, sample answers) of orig_model; every rank calls it.
         resumed: what Checkpoints.resume returned.
     """
-    total_steps = cfg.train.max_steps or batches.num_steps(cfg.train.epochs or 1)
+    total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     rt.catch_signals()
     step = resumed["step"]
     metrics: dict[str, float | None] = {}

@@ -79,9 +79,17 @@ class Batches:
     def _plan(self, epoch: int) -> list[GlobalBatch]:
         return plan_epoch(self._dataset.lengths, self.layout, self.seed, epoch)
 
-    def num_steps(self, epochs: int) -> int:
-        """Optimizer steps that this many epochs take."""
-        return sum(len(self.plan(epoch)) for epoch in range(epochs))
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Optimizer steps of a run: those of so many epochs, but at most max_steps; null is no limit."""
+        if epochs is None:
+            assert max_steps is not None, "checked with the recipe"
+            return max_steps
+        steps = 0
+        for epoch in range(epochs):
+            if max_steps is not None and steps >= max_steps:
+                break
+            steps += len(self.plan(epoch))
+        return steps if max_steps is None else min(steps, max_steps)
 
     def _items(self, first_step: int, last_step: int) -> Iterator[tuple[int, GlobalBatch]]:
         step, epoch = 0, 0
