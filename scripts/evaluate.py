@@ -26,10 +26,10 @@ def main() -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(), LogConfig(wandb="off"))
     path = resolve(args.path or newest_run())
     tokenizer = load_tokenizer(ModelConfig(path=path))
-    orig_model = load_model(ModelConfig(path=path), tokenizer, seed=0).to(rt.device)
+    orig_model = load_model(ModelConfig(path=path), tokenizer, 0, rt.precision).to(rt.device)
 
     config = EvalConfig(max_examples=args.max_examples, batch_size=args.batch_size, max_new_tokens=args.max_new_tokens)
-    suite = Suite(config, orig_model, tokenizer, {}, None, rt)
+    suite = Suite(config, orig_model, tokenizer, rt)
     values, examples = suite.families()
     report_families(path, values, examples, args.out, rt)
 

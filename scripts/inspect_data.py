@@ -30,7 +30,6 @@ def main() -> None:
     )
     max_length, _ = inherit(cfg.model, cfg.data.max_length, tokenizer, "float32")
 
-    # Conversations as chat_sft.py learns them; mid_train.py learns every token of them. Texts as both learn them.
     tokenize = partial(
         text.tokenize_any,
         tokenizer=tokenizer,
@@ -42,6 +41,7 @@ def main() -> None:
 
     console = Console(highlight=False)
     console.print("\n".join(sources.describe(examples)), markup=False)
+    console.print("targets of conversations as chat_sft.py learns them; mid_train.py learns every token")
     console.print()
     console.print(inspection.length_histogram(examples), markup=False)
     console.print()

@@ -14,11 +14,14 @@ def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
     from sftkit import runtime
+    from sftkit.attention_choice import choose_backend
     from sftkit.checkpoint import Checkpoints
     from sftkit.compilation import compile_model
     from sftkit.data import chat, loader, sources, text
     from sftkit.data.pack import make_layout
     from sftkit.evals.suite import Suite, sample_rows
+    from sftkit.fp8 import apply_fp8
+    from sftkit.memory import make_plan
     from sftkit.model import inherit, load_model, load_tokenizer, positions
     from sftkit.optim import build_optimizer
     from sftkit.rundir import open_run, write_summary
@@ -31,7 +34,7 @@ def main() -> None:
 
     # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
     tokenizer = load_tokenizer(cfg.model)
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, positions(orig_model))
     rt.say(inherited)
@@ -39,29 +42,33 @@ def main() -> None:
     # What we learn from: all tokens, of texts and of conversations.
     tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=cfg.data.too_long)
     examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size)
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size, examples.lengths)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
     rt.say(sources.summary(examples, validation))
 
-    # How we step: compiled in place, then wrapped. Only the train step calls `model`.
-    model = ModelWithLoss(orig_model)
-    compile_model(model, cfg.compile)
-    model, optimizer = rt.prepare(model, build_optimizer(orig_model, cfg.optim))
+    # How we step: attention for these rows, compiled in place, then wrapped. Only the train step calls `wrapped`.
+    apply_fp8(cfg, orig_model, rt)
+    plan = make_plan(cfg, orig_model, layout, rt)
+    rt.say(plan.line)
+    model = ModelWithLoss(orig_model, choose_backend(cfg, orig_model, layout, rt), cfg.loss)
+    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
+    wrapped = rt.prepare(model)
+    optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
     # What is kept and watched.
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(cfg.train.resume)
-    suite = Suite(
-        cfg.eval, orig_model, tokenizer, validation, layout, rt, sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
-    )
+    samples = sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
+    suite = Suite(cfg.eval, orig_model, tokenizer, rt, model, validation, layout, samples)
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
         trained = train(
             cfg,
             rt,
-            model,
+            wrapped,
             orig_model,
             optimizer,
             batches,
+            plan,
             evaluate=suite.evaluate,
             checkpoints=checkpoints,
             tracker=tracker,

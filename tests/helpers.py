@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from sftkit.attention import documents_of, use_document_attention
+from sftkit.config import DataConfig, TrainConfig
+from sftkit.data.collate import IGNORE, Batch, collate
+from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.runtime import Runtime
 
@@ -64,6 +69,35 @@ def tiny_qwen3_with_windows(seed: int = 0) -> PreTrainedModel:
             max_window_layers=2,
         )
     )
+
+
+def make_layout_of(
+    kind: str, lengths: Sequence[int], *, row_length: int = 32, batch: int = 8, micro: int = 2, world_size: int = 1
+) -> Layout:
+    """The layout that a recipe of this kind gives these documents."""
+    buckets = (row_length // 2, row_length) if kind == "bucketed" else None
+    data = DataConfig(train=(), layout=kind, bucket_lengths=buckets)  # type: ignore[arg-type]
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=micro)
+    return make_layout(data, row_length, train, world_size, np.asarray(lengths))
+
+
+def make_batch(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int) -> Batch:
+    """Documents in rows, with slots enough."""
+    slots = sum(map(len, rows)) + len(rows)
+    return collate(examples, rows, row_length, 0, max_docs=slots, max_doc_length=row_length)
+
+
+def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Negative log-likelihood of each target from whole logits, 0 where there is none: fp32 [B, T]."""
+    use_document_attention(orig_model)
+    logits = orig_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        documents=documents_of(batch, "reference"),
+    ).logits
+    flat = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return flat.view(batch.targets.shape)
 
 
 def cpu_runtime() -> Runtime:

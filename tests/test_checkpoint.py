@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, cpu_runtime, make_examples, tiny_llama
+from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint import Checkpoints, random_state, restore_random_state, step_dirs, verify
@@ -19,6 +19,7 @@ from sftkit.config import (
     Config,
     DataConfig,
     LogConfig,
+    LossConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -26,8 +27,8 @@ from sftkit.config import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
+from sftkit.memory import make_plan
 from sftkit.model import LATEST, newest_run, resolve
 from sftkit.optim import build_optimizer
 from sftkit.rundir import open_run, write_summary
@@ -41,7 +42,7 @@ def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
         run=RunConfig(dir=str(run_dir)),
         model=ModelConfig(path="unused"),
         data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
-        optim=OptimConfig(lr=1e-2),
+        optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=max_steps),
         compile=CompileConfig(enabled=False),
         checkpoint=CheckpointConfig(every=every),
@@ -64,16 +65,16 @@ def run(
     cfg = config(run_dir, max_steps, every)
     run_dir.mkdir(exist_ok=True)
     orig_model = tiny_llama(dropout=0.2)
-    model = ModelWithLoss(orig_model)
-    model, optimizer = rt.prepare(model, build_optimizer(orig_model, cfg.optim))
+    model = rt.prepare(ModelWithLoss(orig_model, "reference", LossConfig()))
+    optimizer = build_optimizer(orig_model, cfg.optim)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
-    layout = Layout(kind, (16, 32) if kind == "bucketed" else (32,), 8, 4, 1)
+    layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
     with Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
         return train(
-            cfg, rt, model, orig_model, optimizer, batches,
+            cfg, rt, model, orig_model, optimizer, batches, make_plan(cfg, orig_model, layout, rt),
             evaluate=lambda: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
         )  # fmt: skip
 
@@ -87,7 +88,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed", "dynamic"])
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(tmp_path: Path, tokenizer, kind: str) -> None:
     run(tmp_path / "whole", tokenizer, kind=kind)
     run(tmp_path / "cut", tokenizer, every=7, kind=kind)
@@ -108,7 +109,13 @@ def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp
     rt = cpu_runtime()
     orig_model = tiny_llama(dropout=0.0)
     checkpoints = Checkpoints(
-        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), "x: 1\n"
+        tmp_path,
+        CheckpointConfig(),
+        rt,
+        orig_model,
+        tokenizer,
+        build_optimizer(orig_model, OptimConfig(name="adamw")),
+        "x: 1\n",
     )
     orig_model.generation_config.eos_token_id = [5, 6]
     folder = checkpoints.save(3, {"tokens": 10})
@@ -152,7 +159,13 @@ def test_auto_falls_back_to_the_last_checkpoint_that_verifies_and_names_the_bad_
     rt = cpu_runtime()
     orig_model = tiny_llama()
     checkpoints = Checkpoints(
-        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), ""
+        tmp_path,
+        CheckpointConfig(),
+        rt,
+        orig_model,
+        tokenizer,
+        build_optimizer(orig_model, OptimConfig(name="adamw")),
+        "",
     )
     with caplog.at_level(logging.WARNING, logger="sftkit"):
         assert checkpoints.find("auto") == tmp_path / "step-000002"
@@ -173,7 +186,13 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_no_half_one(tmp_path: P
     rt = cpu_runtime()
     orig_model = tiny_llama()
     checkpoints = Checkpoints(
-        tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, build_optimizer(orig_model, OptimConfig()), ""
+        tmp_path,
+        CheckpointConfig(),
+        rt,
+        orig_model,
+        tokenizer,
+        build_optimizer(orig_model, OptimConfig(name="adamw")),
+        "",
     )
     monkeypatch.setattr(tokenizer, "save_pretrained", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):

@@ -35,10 +35,20 @@ def test_a_new_model_has_the_tokenizers_vocabulary_and_the_same_weights_for_the_
     assert any(not torch.equal(states[0][k], states[2][k]) for k in states[0])
 
 
-def test_weights_are_loaded_in_fp32_whatever_the_checkpoint_holds(tmp_path: Path, tokenizer) -> None:
-    from_scratch({**FIELDS, **HEADS}, tokenizer, 0).to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = load_model(ModelConfig(path=str(tmp_path)), tokenizer, seed=0)
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_take_the_precision_of_the_run_whatever_the_checkpoint_holds(
+    tmp_path: Path, tokenizer, saved: torch.dtype, precision: str, dtype: torch.dtype
+) -> None:
+    from_scratch({**FIELDS, **HEADS}, tokenizer, 0).to(saved).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path)), tokenizer, 0, precision)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+
+
+def test_rotary_frequencies_stay_fp32_in_a_bf16_model(tokenizer) -> None:
+    model = from_scratch({**FIELDS, **HEADS}, tokenizer, 0, "bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for name, b in model.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer) -> None:
@@ -61,8 +71,18 @@ def test_tied_embeddings_count_once_and_as_a_matrix_product(tokenizer) -> None:
     untied = from_scratch({**FIELDS, **HEADS}, tokenizer, 0)
     tied = from_scratch({**FIELDS, **HEADS, "tie_word_embeddings": True}, tokenizer, 0)
     embedding = len(tokenizer) * 32
-    assert count_parameters(untied)[0] - count_parameters(untied)[1] == embedding
-    assert count_parameters(tied) == (count_parameters(untied)[1], count_parameters(untied)[1])
+    one, two = count_parameters(tied), count_parameters(untied)
+    assert one.head == two.head == embedding
+    assert two.total == one.total + embedding == two.body + 2 * embedding
+    assert one.body == two.body
+
+
+def test_routed_experts_count_by_the_share_that_a_token_visits(tokenizer) -> None:
+    fields = {**FIELDS, **HEADS, "model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 16}
+    four, eight = (from_scratch({**fields, "num_experts": n, "num_experts_per_tok": 2}, tokenizer, 0) for n in (4, 8))
+    routers = 2 * 4 * 32  # four more rows in the router of each of two blocks
+    assert count_parameters(eight).body == count_parameters(four).body + routers
+    assert count_parameters(eight).total > count_parameters(four).total + routers
 
 
 def test_model_flops_are_those_that_torch_counts_for_one_document() -> None:
@@ -76,8 +96,17 @@ def test_model_flops_are_those_that_torch_counts_for_one_document() -> None:
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     # The counter sees the whole square of attention scores, of which we count the causal half, and no norms; beyond
     # that only the outer product of the rotary angles, 0.01 %.
-    counted = train_flops(model, length, length * length) - 6.0 * norms * length
+    counted = train_flops(model, length, length, length * length) - 6.0 * norms * length
     assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
+    assert train_flops(model, length, 5, 0) == counted_without(model, length, 5)
+
+
+def counted_without(model: torch.nn.Module, tokens: int, targets: int) -> float:
+    """6 FLOPs per parameter of the body and token, and of the head and target."""
+    inside = sum(
+        p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name
+    )
+    return 6.0 * (inside * tokens + model.lm_head.weight.numel() * targets)
 
 
 def test_batched_answers_equal_those_one_by_one(tokenizer) -> None:

@@ -140,7 +140,7 @@ def test_integers_are_accepted_where_a_number_is_wanted(recipe: Path):
 def test_a_problem_names_file_key_value_choices_and_the_likely_meaning(write):
     path = write(MINIMAL.replace("}]}", "}], layout: pakced}"))
     assert problems(path) == [
-        f'{path}: data.layout: "pakced" is not one of packed, bucketed, fixed. Did you mean "packed"?'
+        f'{path}: data.layout: "pakced" is not one of packed, bucketed, fixed, dynamic. Did you mean "packed"?'
     ]
 
 
@@ -162,7 +162,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
     if meant:
         assert f"Did you mean {meant}?" in problem
     else:
-        assert "Known here: lr, betas, " in problem
+        assert "Known here: name, lr, betas, " in problem
 
 
 def test_type_errors_unknown_keys_and_cross_checks_come_in_one_report(write):
@@ -270,11 +270,21 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*SCRATCH, "model.tokenizer=x", "model.revision=main"], "model.revision: only goes with model.path"),
         ([*SCRATCH, "model.tokenizer=x", "model.trust_remote_code=true"], "model.trust_remote_code: only goes with"),
         (["train.max_steps=null"], "train.max_steps and train.epochs are both missing"),
-        (["data.layout=bucketed"], "data.bucket_lengths: is required by layout bucketed"),
         (["data.bucket_lengths=[8]"], "data.bucket_lengths: only goes with layout bucketed, not packed"),
         ([*BUCKETED, "data.bucket_lengths=[256,128,256]"], "is not ascending without repeats"),
-        ([*BUCKETED, "data.bucket_lengths=[96,256]"], "[96] do not divide the longest, 256"),
+        ([*BUCKETED, "data.bucket_lengths=[]"], "data.bucket_lengths: is empty: null lets data.num_buckets"),
         ([*BUCKETED, "data.bucket_lengths=[64,128]"], "ends with 128, but data.max_length is 256"),
+        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed, not bucketed"),
+        (["data.layout=dynamic", "data.row_length=512"], "data.row_length: only goes with layout packed, not dynamic"),
+        (["data.row_length=128", "data.max_length=256"], "data.row_length: 128 cannot hold a document of"),
+        (["data.layout=dynamic", "data.max_length=100"], "100 is not a multiple of data.pad_multiple, 8"),
+        (["data.layout=dynamic", "compile.dynamic=true"], "compile.dynamic: true does not go with layout dynamic"),
+        (["attention.backend=sdpa"], "packed rows hold several documents"),
+        (["optim.name=adamw_sr", "train.precision=fp32"], "optim.name: adamw_sr rounds weights to bf16"),
+        (["optim.name=adamw8bit", "train.precision=fp32"], "optim.name: adamw8bit rounds weights to bf16"),
+        (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8: rowwise does not go with train.precision fp32"),
+        (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
+        (["compile.cache=x", "compile.enabled=false"], "compile.cache: only goes with compile.enabled true"),
         (["compile.mode=default", "compile.backend=eager"], "compile.mode: default only goes with compile.backend"),
         (["optim.schedule=wsd", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.2"], "add up to more than 1"),
         (["optim.betas=[0.9,1]"], "optim.betas: [0.9, 1] must both be less than 1"),
@@ -299,6 +309,14 @@ def test_settings_that_exclude_each_other(recipe: Path, overrides: list[str], te
         [*SCRATCH, "model.train_tokenizer={vocab_size: 512}"],
         [*BUCKETED, "data.bucket_lengths=[64,128,256]"],
         ["data.layout=bucketed", "data.bucket_lengths=[64,128]"],
+        [*BUCKETED, "data.bucket_lengths=[96,256]"],
+        ["data.layout=bucketed", "data.num_buckets=6"],
+        ["data.row_length=512", "data.max_length=256"],
+        ["data.row_length=512"],
+        ["data.layout=dynamic", "data.pad_multiple=32", "compile.dynamic=null", "data.max_length=64"],
+        *([f"data.layout={layout}", "attention.backend=sdpa"] for layout in ("bucketed", "fixed", "dynamic")),
+        ["optim.name=adamw", "train.precision=fp32"],
+        ["optim.name=adamw_sr", "train.fp8=tensorwise", "compile.cache=runs/cache"],
         ["eval.every=5", "eval.tasks=[families]"],
         ["eval.every=5", "data.val=[{path: 'builtin:tasks', split: heldout}]"],
         ["optim.schedule=cosine", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.9"],

@@ -1,36 +1,275 @@
-"""Attention masks that keep the documents of a row apart, always passed explicitly so that no layout is ever guessed."""
+"""Attention that keeps the documents of a row apart: one function registered with transformers, several kernels.
+
+The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
+transformers builds no mask for an attention name of its own, so nothing quadratic exists outside the reference kernel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
 import torch
-from transformers import PreTrainedConfig
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from sftkit.data.collate import Batch
+from sftkit.kernels.flash import document_attention
+
+NAME = "sftkit"
+FLEX_BLOCK = 128
+DENSE_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
-def document_mask(doc_ids: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """True where query i may see key j: same document, j <= i, and i - j < window if given.
+class Documents(NamedTuple):
+    """Where the documents of a batch lie, in the form that the backend reads; the other fields are None."""
+
+    backend: str
+    max_length: int
+    "upper bound of a document's length, the same for every batch of a run"
+    cu_seqlens: torch.Tensor | None = None
+    "int32 [D+1], starts in the flattened B*T positions; fa4, varlen"
+    doc_ids: torch.Tensor | None = None
+    "int32 [B, T]; flex"
+    blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
+    mask: torch.Tensor | None = None
+    "bool [B, 1, T, T], True where a query sees a key; reference"
+
+
+def documents_of(batch: Batch, backend: str) -> Documents:
+    """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic."""
+    if backend == "reference":
+        return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
+    if backend == "flex":
+        return Documents(backend, batch.max_doc_length, doc_ids=batch.doc_ids, blocks=flex_blocks(batch.doc_ids))
+    if backend == "sdpa":
+        return Documents(backend, batch.max_doc_length)
+    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
+
+
+def use_document_attention(orig_model: PreTrainedModel) -> None:
+    """Route the model's attention through `attend`.
+
+    Raises:
+        NotImplementedError: the model's code does not take its attention from transformers' registry.
+    """
+    AttentionInterface.register(NAME, attend)
+    _set_implementation(orig_model, NAME)
+
+
+@contextmanager
+def plain_attention(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
+    before = orig_model.config._attn_implementation
+    _set_implementation(orig_model, "sdpa")
+    try:
+        yield
+    finally:
+        _set_implementation(orig_model, str(before))
+
+
+def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
+    if orig_model.config._attn_implementation == name:
+        return
+    orig_model.set_attn_implementation(name)
+    if orig_model.config._attn_implementation != name:
+        raise NotImplementedError(f"{type(orig_model).__name__} does not take its attention from a registry")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: Documents | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal, document-isolated attention as transformers calls it.
+
+    Args:
+        query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
+        sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
+
+    Returns:
+        ([B, T, H, Dv], None)
+
+    Raises:
+        RuntimeError: called without documents, as generation does outside `plain_attention`.
+    """
+    if documents is None:
+        raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.attention.plain_attention")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # latent attention: kernels want one head size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    if documents.cu_seqlens is not None:
+        if softcap is not None or dropout or kwargs.get("s_aux") is not None:
+            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap, dropout or sinks")
+        out = _flash(query, key, value, documents, scale, sliding_window)
+    elif documents.blocks is not None:
+        out = _flex(query, key, value, documents, scale, sliding_window, softcap)
+    elif documents.mask is not None:
+        out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap)
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
+        ).transpose(1, 2)
+    return out[..., :width], None
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int | None
+) -> torch.Tensor:
+    rows, _, row_length, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    assert documents.cu_seqlens is not None
+    out, _ = document_attention(
+        query, key, value, documents.cu_seqlens, documents.max_length, scale, window or 0, documents.backend
+    )
+    return out.unflatten(0, (rows, row_length))
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    if window is not None:
+        mask = mask & _within(mask.shape[-1], window, mask.device)
+    grouped = key.shape[1] < query.shape[1]
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2)
+
+
+def _flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """FlexAttention. The block mask is put together here, from tensors, so that no batch's documents are baked in."""
+    doc_ids, blocks = documents.doc_ids, documents.blocks
+    assert doc_ids is not None
+    assert blocks is not None
+    row_length = query.shape[2]
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+        return same if window is None else same & (i - j < window)
+
+    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    counts, indices, reverse_counts, reverse_indices = blocks
+    block_mask = BlockMask(
+        seq_lengths=(row_length, row_length),
+        kv_num_blocks=counts,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=reverse_counts,
+        q_indices=reverse_indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
+        mask_mod=visible,
+    )
+    out = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2)
+
+
+def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:
+    positions = torch.arange(row_length, device=device)
+    return positions[:, None] - positions[None, :] < window
+
+
+def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1, T, T]: True where query i may see key j: same document and j <= i.
 
     Args:
         doc_ids: int [B, T]; padding counts as a document of its own, so no row of the mask is empty.
+    """
+    row_length = doc_ids.shape[1]
+    causal = torch.ones(row_length, row_length, dtype=torch.bool, device=doc_ids.device).tril()
+    return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+
+
+def flex_blocks(doc_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which 128 x 128 blocks of a document mask are not empty: for each query block a range of key blocks that ends at
+    its own, from the block where its first document starts; and the same seen from the key blocks.
+
+    Args:
+        doc_ids: int [B, T].
 
     Returns:
-        bool [B, 1, T, T]
+        (counts int32 [B, 1, M], indices int32 [B, 1, M, M]) by query block and by key block, M = ceil(T / 128)
     """
     positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    distance = positions[:, None] - positions[None, :]
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return (visible & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+    new = torch.ones_like(doc_ids, dtype=torch.bool)
+    new[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    starts = torch.where(new, positions, 0).cummax(1).values
+    first = starts[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [B, M]
+    blocks = torch.arange(first.shape[1], device=doc_ids.device)
+    touched = (blocks[None, None, :] >= first[:, :, None]) & (blocks[None, None, :] <= blocks[None, :, None])
+    return (*_listed(touched), *_listed(touched.transpose(1, 2)))
 
 
-def attention_masks(config: PreTrainedConfig, doc_ids: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The mask, or the mask per layer type, as the model's forward takes it.
+def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
+    indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
+    return counts, indices.contiguous()
 
-    transformers uses a 4-D mask as it is and would otherwise detect packing from position ids, only without a cache,
-    and sometimes pass no mask at all: a second graph. https://github.com/huggingface/transformers/issues/48925
-    """
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise NotImplementedError(f"attention layers of type {sorted(unknown)} have no document mask")
-    masks = {kind: document_mask(doc_ids, window if kind == "sliding_attention" else None) for kind in kinds}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+@contextmanager
+def dense_kernels() -> Iterator[None]:
+    """The order in which backend sdpa looks for a kernel: cuDNN's is the fastest on Hopper."""
+    with sdpa_kernel(DENSE_KERNELS, set_priority=True):
+        yield
+
+
+def windows(config: PreTrainedConfig) -> bool:
+    """Whether any layer of the model slides a window."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return getattr(text, "sliding_window", None) is not None

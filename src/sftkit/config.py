@@ -90,12 +90,18 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
-    layout: Literal["packed", "bucketed", "fixed"] = "packed"
-    "packed: whole documents best-fit into rows; bucketed: a document per row, padded to a bucket; fixed: to max_length."
+    layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
+    "packed: whole documents best-fit into rows; a document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest of the batch (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8)] | None = None
-    "Tokens in a row and the most of one document; null: inherited from the checkpoint's own run."
+    "The most tokens of one document; null: inherited from the checkpoint's own run."
+    row_length: Annotated[int, Field(ge=8)] | None = None
+    "Tokens in a packed row, max_length or more; null: max_length. The other layouts hold one document of max_length."
+    num_buckets: Positive = 4
+    "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least."
     bucket_lengths: tuple[Positive, ...] | None = None
-    "Row lengths of the bucketed layout, ascending, each a divisor of the last, which must be max_length."
+    "bucketed: these row lengths instead, ascending, the last one max_length."
+    pad_multiple: Positive = 8
+    "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs."
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     "What happens to a conversation longer than max_length. Plain text is always cut into pieces of max_length."
     on_bad_row: Literal["error", "skip"] = "error"
@@ -109,9 +115,33 @@ class DataConfig:
 
 
 @settings
-class OptimConfig:
-    """AdamW and gradient clipping."""
+class AttentionConfig:
+    """The attention kernel of training and validation; documents never see each other in any."""
 
+    backend: Literal["auto", "fa4", "flex", "varlen", "sdpa", "reference"] = "auto"
+    "auto: the fastest that runs here. fa4: FlashAttention-4 (extra attention-fa4); varlen: torch's FlashAttention-2; flex: FlexAttention; sdpa: dense causal, one document per row; reference: a dense mask, any device."
+
+
+@settings
+class LossConfig:
+    """Cross entropy over target tokens, in chunks: the logits of a whole batch never exist."""
+
+    chunk_tokens: Annotated[int, Field(ge=64)] = 4096
+    "Target tokens whose logits are held at a time."
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    "Weight of the squared log-partition (PaLM, section 5): keeps logits from drifting."
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    "Probability mass spread evenly over the vocabulary."
+    token_metrics: bool = False
+    "Also measure token accuracy and entropy, from the same pass."
+
+
+@settings
+class OptimConfig:
+    """Optimizer, schedule and gradient clipping."""
+
+    name: Literal["auto", "adamw", "adamw_sr", "adamw8bit", "muon"] = "auto"
+    "adamw: fp32 master weights and states (16 bytes per parameter with bf16 weights); adamw_sr: all bf16, stochastically rounded (8 bytes); adamw8bit: torchao's 8-bit states, stochastically rounded (about 6 bytes); muon: Muon on the matrices of the blocks, AdamW on the rest, for training from scratch; auto: adamw where it fits in memory, else adamw_sr."
     lr: Annotated[float, Field(gt=0.0)] = 2e-5
     "Peak learning rate."
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -141,11 +171,15 @@ class TrainConfig:
     epochs: Positive | None = None
     "The most passes over the data; null: as many as `max_steps` need."
     global_batch_size: Positive = 32
-    "Rows of max_length per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
+    "Rows of row_length (max_length where there is none) per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
     micro_batch_size: Positive = 8
     "The most rows per forward pass on a rank; accumulation follows from it."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    "auto: what the launcher says, else bf16 autocast on a GPU that has it and fp32 on CPU. Weights stay fp32."
+    "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
+    memory: Literal["speed", "balanced", "low"] = "speed"
+    "What may be recomputed or rounded to save memory. speed: nothing; balanced: half of the activations; low: nearly all, and 8-bit optimizer states."
     resume: str | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
 
@@ -166,6 +200,12 @@ class CompileConfig:
     "false: static shapes; null lets torch.compile decide after the first recompile."
     fullgraph: bool = False
     "true: a graph break is an error."
+    activation_memory_budget: Fraction | None = None
+    "Share of a block's activations that may be kept for the backward pass, the rest is recomputed, cheapest first; null: as train.memory says."
+    on_recompile: Literal["error", "warn", "eager"] = "error"
+    "A compile or graph break in a step after warm-up: stop with the guard that failed; warn and count it; or run that call eagerly."
+    cache: str | None = None
+    "File, folder or fsspec URL that compiled code is loaded from before warm-up and saved to after it."
     on_failure: Literal["warn", "error"] = "warn"
     "No working compiler on this machine: train eagerly after one warning, or stop."
 
@@ -219,6 +259,8 @@ class Config:
     run: RunConfig
     model: ModelConfig
     data: DataConfig
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
+from sftkit.attention import plain_attention
 from sftkit.compilation import run_eagerly
 from sftkit.data import chat
 
@@ -32,7 +33,7 @@ def generate(
     orig_model.generation_config = GenerationConfig()  # a model's own penalties and sampling would not be greedy
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    with torch.no_grad(), run_eagerly():
+    with torch.no_grad(), run_eagerly(), plain_attention(orig_model):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             output = _generate_batch(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -59,6 +60,11 @@ def device_name(device: torch.device) -> str:
     return (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} ({num_cores()} cores)"
     )
+
+
+def user_cache() -> Path:
+    """This user's folder for what can be computed again."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sftkit"
 
 
 def num_cores() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config import DataConfig, TrainConfig
-from sftkit.data.pack import Layout, make_layout, padding_share, plan_epoch
+from sftkit.data.pack import GlobalBatch, Layout, make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
 
 BAR_WIDTH = 40
@@ -37,37 +37,62 @@ def length_histogram(examples: Examples) -> str:
     return "\n".join(lines)
 
 
-def power_of_two_buckets(max_length: int) -> tuple[int, ...]:
-    """max_length and its halves down to 32: buckets for data whose recipe names none."""
-    lengths = [max_length]
-    while lengths[-1] % 2 == 0 and lengths[-1] >= 64:
-        lengths.append(lengths[-1] // 2)
-    return tuple(reversed(lengths))
-
-
-def layouts(data: DataConfig, train: TrainConfig, max_length: int) -> list[Layout]:
-    """The three layouts of this data on one device."""
-    buckets = data.bucket_lengths or power_of_two_buckets(max_length)
+def layouts(data: DataConfig, train: TrainConfig, max_length: int, lengths: np.ndarray) -> list[Layout]:
+    """The four layouts of this data on one device; settings that only go with one layout hold for that one."""
+    multiple = data.pad_multiple if max_length % data.pad_multiple == 0 else 1
     settings = (
-        replace(data, layout="packed", bucket_lengths=None),
-        replace(data, layout="bucketed", bucket_lengths=buckets),
-        replace(data, layout="fixed", bucket_lengths=None),
+        replace(data, layout="packed"),
+        replace(data, layout="bucketed"),
+        replace(data, layout="fixed"),
+        replace(data, layout="dynamic", pad_multiple=multiple),
     )
-    return [make_layout(setting, max_length, train, world_size=1) for setting in settings]
+    return [make_layout(setting, max_length, train, world_size=1, lengths=lengths) for setting in settings]
 
 
 def layout_table(examples: Examples, data: DataConfig, train: TrainConfig, max_length: int) -> Table:
-    """Padding and steps per epoch of each layout on this data."""
-    table = Table(title="layouts on this data (one epoch)", title_justify="left")
-    for column in ("layout", "declared shapes (rows x tokens)", "padding", "steps"):
-        table.add_column(column, justify="left" if column in ("layout", "declared shapes (rows x tokens)") else "right")
-    for layout in layouts(data, train, max_length):
-        shapes = ", ".join(f"{rows}x{length}" for rows, length in layout.shapes)
-        name = f"{layout.kind} *" if layout.kind == data.layout else layout.kind
-        steps = len(plan_epoch(examples.lengths, layout, seed=0, epoch=0))
-        table.add_row(name, shapes, f"{100 * padding_share(examples.lengths, layout):.1f} %", f"{steps:,}")
-    table.caption = "* the recipe's own"
+    """Shapes, padding, steps and positions of each layout on this data, and what compiling must gain for it to win."""
+    table = Table(title="layouts on this data (one epoch)", title_justify="left", caption_justify="left")
+    for column in ("layout", "declared shapes (rows x tokens)"):
+        table.add_column(column)
+    for column in ("padding", "steps", "positions", "x dynamic", "break-even"):
+        table.add_column(column, justify="right", no_wrap=True)
+    lengths = examples.lengths
+    every = layouts(data, train, max_length, lengths)
+    plans = [plan_epoch(lengths, layout, seed=0, epoch=0) for layout in every]
+    positions = [num_positions(plan, layout) for plan, layout in zip(plans, every, strict=True)]
+    eager = eager_positions(lengths, plans[-1], every[-1])
+    for layout, plan, count in zip(every, plans, positions, strict=True):
+        table.add_row(
+            f"{layout.kind} *" if layout.kind == data.layout else layout.kind,
+            shapes_text(layout),
+            f"{100 * (1 - lengths.sum() / count):.1f} %",
+            f"{len(plan):,}",
+            f"{count:,}",
+            f"{count / positions[-1]:.2f}",
+            f"{count / eager:.2f}",
+        )
+    table.caption = (
+        "* the recipe's own. x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length "
+        "of the longest document of the step. break-even: positions over those of an eager loop that pads each "
+        "micro-batch to its own longest. So many times faster per position must the compiled step be for the layout to "
+        "win; below 1 it wins without any gain from compiling."
+    )
     return table
+
+
+def eager_positions(lengths: np.ndarray, plan: Sequence[GlobalBatch], dynamic: Layout) -> int:
+    """Positions of an epoch in which each micro-batch of the dynamic layout is padded to its own longest document."""
+    micro_batches = (rows for batch in plan for rows in batch.micro_batches(dynamic, rank=0))
+    documents = ([lengths[i] for row in rows for i in row] for rows in micro_batches)
+    return sum(dynamic.padded(max(found)) * len(found) for found in documents if found)
+
+
+def shapes_text(layout: Layout) -> str:
+    """The shapes a micro-batch may have."""
+    if layout.dynamic:
+        step = f", multiples of {layout.pad_multiple}" if layout.pad_multiple > 1 else ""
+        return f"{layout.micro_batch_size}x({layout.padded(1)} to {layout.max_length}{step})"
+    return ", ".join(f"{rows}x{length}" for rows, length in layout.shapes)
 
 
 def coloured(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[Text]:

@@ -7,6 +7,7 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.config import LossConfig
 from sftkit.data.loader import StepBatches
 from sftkit.hardware import peak_flops, peak_memory_gib
 from sftkit.model import train_flops
@@ -16,8 +17,8 @@ from sftkit.runtime import Runtime
 class Meter:
     """Counts what happened since the last `read`; the losses and norms stay on the device until then."""
 
-    def __init__(self, orig_model: PreTrainedModel, rt: Runtime) -> None:
-        self._orig_model, self._rt = orig_model, rt
+    def __init__(self, orig_model: PreTrainedModel, loss: LossConfig, rt: Runtime) -> None:
+        self._orig_model, self._loss, self._rt = orig_model, loss, rt
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self.total_tokens = 0
         self.total_step_seconds = 0.0
@@ -26,8 +27,12 @@ class Meter:
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
         self._wait_seconds = self._paused_seconds = 0.0
-        self._loss_sum = torch.zeros((), device=self._rt.device)
+        self._sums = torch.zeros(4, device=self._rt.device)
         self._grad_norm = torch.zeros((), device=self._rt.device)
+        self._start = time.perf_counter()
+
+    def start(self) -> None:
+        """The window begins now."""
         self._start = time.perf_counter()
 
     @property
@@ -43,25 +48,27 @@ class Meter:
         """Time spent in evaluation and checkpoints, which is not training time."""
         self._paused_seconds += seconds
 
-    def add(self, step_batches: StepBatches, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def add(self, step_batches: StepBatches, sums: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """One step; `sums` and `grad_norm` as `optimizer_step` returned them."""
         self._steps += 1
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
         self._positions += step_batches.num_positions
         self._pairs += step_batches.attention_pairs
-        self._loss_sum += loss_sum
+        self._sums += sums
         self._grad_norm = grad_norm
 
     def read(self) -> dict[str, float | None]:
         """The window's metrics; every rank must call it. Waits for the device, once."""
-        loss_sum = float(self._rt.sum(self._loss_sum))
+        targets = max(self._targets, 1)
+        objective, nll, correct, entropy = (value / targets for value in self._rt.sum(self._sums).tolist())
         seconds = time.perf_counter() - self._start - self._paused_seconds
         self.total_tokens += self._tokens
         self.total_step_seconds += seconds
-        flops = train_flops(self._orig_model, self._tokens, self._pairs)
+        flops = train_flops(self._orig_model, self._tokens, self._targets, self._pairs)
         peak = self._peak * self._rt.world_size if self._peak else None
-        values = {
-            "train/loss": loss_sum / max(self._targets, 1),
+        values: dict[str, float | None] = {
+            "train/loss": nll,
             "train/grad_norm": float(self._grad_norm),
             "perf/tok_per_sec": self._tokens / seconds,
             "perf/target_tok_per_sec": self._targets / seconds,
@@ -71,5 +78,9 @@ class Meter:
             "perf/peak_memory_gib": peak_memory_gib(self._rt.device),
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
         }
+        if self._loss.z_loss or self._loss.label_smoothing:
+            values["train/objective"] = objective
+        if self._loss.token_metrics:
+            values |= {"train/token_accuracy": correct, "train/entropy": entropy}
         self._reset()
         return values

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,10 @@ LATEST = "LATEST"
 "Text file in a run directory: the name of its newest complete checkpoint."
 STATE = "training_state"
 "Folder of a step directory with all that plain transformers does not need: optimizer, random states, step."
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"What configs call the number of routed experts of a block."
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
@@ -147,19 +152,23 @@ def new_tokenizer(
     return train_tokenizer(texts, training.vocab_size, read_template(template))
 
 
-def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """The model in fp32 (master weights: bf16 ones would lose small updates), with room for every token.
+def load_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
+) -> PreTrainedModel:
+    """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
+
+    The optimizer keeps what bf16 weights would lose of an update, see optim.py.
 
     Raises:
         ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
     """
     if model.scratch is not None:
-        orig_model = from_scratch(model.scratch, tokenizer, seed)
+        orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
         path = resolve(model.path or "")
         try:
             orig_model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="sdpa", **load_options(path, model)
+                path, dtype=DTYPES[precision], attn_implementation="sdpa", **load_options(path, model)
             )
         except (OSError, ValueError) as error:
             raise offline_help(path, error) from error
@@ -173,10 +182,14 @@ def load_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+    if precision == "fp32" and orig_model._can_set_experts_implementation():
+        orig_model.set_experts_implementation("batched_mm")  # the fp32 fallback of grouped_mm cannot be traced
     return orig_model
 
 
-def from_scratch(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def from_scratch(
+    fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
+) -> PreTrainedModel:
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
     fields = {
         "vocab_size": len(tokenizer),
@@ -188,9 +201,12 @@ def from_scratch(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, 
     torch.manual_seed(seed)
     try:
         config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        orig_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+    for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(DTYPES[precision])
+    return orig_model
 
 
 def inherit(
@@ -221,7 +237,7 @@ def inherit(
     how = "set in the recipe" if max_length else "inherited"
     return length, (
         f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "
-        f"weights float32, compute {precision}"
+        f"{precision}"
     )
 
 
@@ -242,19 +258,65 @@ def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
-def count_parameters(orig_model: PreTrainedModel) -> tuple[int, int]:
-    """(all parameters, those in matrix products): the second leaves out the input embedding unless it is the head too."""
+def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: token ids in, hidden states out."""
+    found = orig_model.get_decoder()
+    assert isinstance(found, torch.nn.Module)
+    return found
+
+
+def head(orig_model: PreTrainedModel) -> torch.nn.Linear:
+    """The output projection: weight [V, H], bias [V] or None."""
+    found = orig_model.get_output_embeddings()
+    if not isinstance(found, torch.nn.Linear):
+        raise ConfigError(f"{type(orig_model).__name__} is not supported: it has no linear output projection")
+    return found
+
+
+def logit_softcap(orig_model: PreTrainedModel) -> float | None:
+    """c of logits = c * tanh(logits / c), None where the model has none."""
+    return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The repeated blocks of the model, as transformers names them for device placement."""
+    names = set(getattr(orig_model, "_no_split_modules", None) or ())
+    return [module for module in orig_model.modules() if type(module).__name__ in names]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters; `body` and `head` are those in matrix products (and the norms beside them)."""
+
+    total: int
+    body: int
+    "of the blocks and norms; of routed experts only the share that a token visits"
+    head: int
+    "of the output projection, which may be the input embedding too"
+
+
+def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
+    """Parameters by the work they take per token."""
     total = sum(p.numel() for p in orig_model.parameters())
-    embedding = embedding_of(orig_model)
-    head = orig_model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    return total, total if tied else total - embedding.numel()
+    embedding, projection = embedding_of(orig_model), head(orig_model)
+    tied = projection.weight is embedding
+    in_head = sum(p.numel() for p in projection.parameters())
+    body = total - in_head - (0 if tied else embedding.numel())
+    config = orig_model.config.get_text_config()
+    experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
+    if experts:
+        routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")]
+        idle = 1.0 - config.num_experts_per_tok / experts
+        body -= int(idle * sum(p.numel() for m in routed for p in m.parameters()))
+    return ParameterCount(total, body, in_head)
 
 
-def train_flops(orig_model: PreTrainedModel, num_tokens: int, attention_pairs: int) -> float:
-    """FLOPs of forward and backward without recomputation: 6 per matrix parameter and token, 12 x layers x heads x
-    head size per (query, key) pair (PaLM, appendix B, counted per document instead of per row)."""
+def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, attention_pairs: int) -> float:
+    """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
+    token, 6 per parameter of the head and target, 12 x layers x heads x head size per (query, key) pair (PaLM,
+    appendix B, counted per document instead of per row). Layers that slide a window count as if it were never reached."""
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_pair = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
-    return 6.0 * count_parameters(orig_model)[1] * num_tokens + float(per_pair) * attention_pairs
+    counted = count_parameters(orig_model)
+    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * attention_pairs

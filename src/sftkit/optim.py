@@ -1,24 +1,132 @@
-"""AdamW and the learning-rate schedules, which are pure functions of the step."""
+"""Which optimizer, which parameters decay, gradient clipping, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from sftkit.adamw import AdamW
 from sftkit.config import OptimConfig
+from sftkit.errors import ConfigError
+from sftkit.model import decoder_blocks
+from sftkit.muon import Muon
 
 
-def build_optimizer(model: torch.nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019), fused; weight decay on matrices, none on norms, biases and embeddings."""
+def build_optimizer(
+    model: PreTrainedModel, optim: OptimConfig, seed: int = 0, compile: bool = True
+) -> torch.optim.Optimizer:
+    """The optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
+
+    Args:
+        model: in fp32 or bf16; with bf16 the optimizer keeps what the weights lose.
+        seed: of stochastic rounding; the same on every rank.
+        compile: the update of bf16 weights on CUDA in one kernel per parameter; else eager, slow and with temporaries.
+
+    Raises:
+        ConfigError: the optimizer does not fit the model's precision, its blocks are not named, torchao is missing.
+    """
+    assert optim.name != "auto"
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    groups = parameter_groups(model, optim)
+    if optim.name == "adamw8bit":
+        return _build_adamw8bit(groups, optim, seed)
+    if optim.name == "adamw_sr":
+        if torch.bfloat16 not in dtypes:
+            raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")
+        return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed, compile=compile)
+    if optim.name == "muon":
+        return Muon(groups, optim.lr, optim.betas, optim.eps, compile=compile)
+    if dtypes == {torch.float32}:
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return AdamW(groups, optim.lr, optim.betas, optim.eps, compile=compile)
+
+
+def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Trained parameters by weight decay and, for muon, by whether they are matrices of a decoder block."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
     others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-    )
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": optim.weight_decay}]
+    if optim.name == "muon":
+        inside = {id(p) for block in decoder_blocks(model) for p in block.parameters() if p.ndim == 2}
+        by_muon = [p for p in matrices if id(p) in inside]
+        if not by_muon:
+            raise ConfigError(
+                f"optim.name=muon: {type(model).__name__} names no decoder block with matrices (_no_split_modules); "
+                "use optim.name=adamw"
+            )
+        by_adamw = [p for p in matrices if id(p) not in inside]
+        groups = [
+            {"params": by_muon, "weight_decay": optim.weight_decay, "use_muon": True},
+            {"params": by_adamw, "weight_decay": optim.weight_decay, "use_muon": False},
+        ]
+    groups.append({**groups[-1], "params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
+def _build_adamw8bit(groups: list[dict[str, Any]], optim: OptimConfig, seed: int) -> torch.optim.Optimizer:
+    try:
+        from sftkit.adamw8bit import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.name=adamw8bit needs torchao ({error}): pip install 'sftkit[fp8]', or optim.name=adamw_sr"
+        ) from error
+    return AdamW8bit(groups, optim.lr, optim.betas, optim.eps, seed)
+
+
+def warm_up_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Compile all that `optimizer.step` will run; parameters, states and random numbers stay. Nothing for torch's own."""
+    if hasattr(optimizer, "warm_up"):
+        optimizer.warm_up()
+
+
+@torch.no_grad()
+def clip_coefficient(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Global L2 norm of the gradients and the factor that brings it to `max_norm`: min(1, max_norm / (norm + 1e-6)).
+
+    Returns:
+        0-d fp32 tensors on the device, no host sync; the factor is 1 without a `max_norm`.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros(()), torch.ones(())
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is None:
+        return norm, torch.ones_like(norm)
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def apply_clipping(
+    optimizer: torch.optim.Optimizer, coefficient: torch.Tensor, parameters: Iterable[torch.nn.Parameter]
+) -> None:
+    """Clip: inside the next update where the optimizer can, without a pass over the gradients; else in place."""
+    if isinstance(optimizer, AdamW):
+        optimizer.clip_coefficient = coefficient
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, coefficient)
+
+
+def optimizer_bytes(name: str, precision: str) -> float:
+    """Bytes per parameter of weight, gradient and optimizer states.
+
+    muon: of a matrix in a block; embeddings and norms take AdamW's. adamw8bit: two bytes of codes and an fp32 scale per
+    block of 256 for each moment.
+    """
+    weight_and_grad = {"bf16": 4.0, "fp32": 8.0}[precision]
+    master = 4.0 if precision == "bf16" else 0.0
+    states = {"adamw": master + 8.0, "adamw_sr": 4.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": master + 4.0}
+    return weight_and_grad + states[name]
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:

@@ -112,20 +112,65 @@ def _sources(get: Get) -> Iterator[Problem]:
 
 def _buckets(get: Get) -> Iterator[Problem]:
     key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
-    if layout == "bucketed" and not lengths:
-        yield key, "is required by layout bucketed, e.g. [128, 256, 512]"
-    if layout != "bucketed" and lengths is not None:
+    if lengths is None:
+        return
+    if layout != "bucketed":
         yield key, f"only goes with layout bucketed, not {layout}"
     if not lengths:
+        yield key, "is empty: null lets data.num_buckets lengths be chosen from the data"
         return
     if any(a >= b for a, b in itertools.pairwise(lengths)):
         yield key, f"{lengths} is not ascending without repeats"
-    odd = [length for length in lengths if max(lengths) % length]
-    if odd:
-        yield key, f"{odd} do not divide the longest, {max(lengths)}"
     max_length = get("data.max_length")
     if max_length is not None and max(lengths) != max_length:
         yield key, f"ends with {max(lengths)}, but data.max_length is {max_length}: they must be equal"
+
+
+def _row_length(get: Get) -> Iterator[Problem]:
+    row_length, layout, max_length = get("data.row_length"), get("data.layout"), get("data.max_length")
+    if row_length is None:
+        return
+    if layout != "packed":
+        yield "data.row_length", f"only goes with layout packed, not {layout}, whose rows hold one document"
+    elif max_length is not None and row_length < max_length:
+        yield "data.row_length", f"{row_length} cannot hold a document of data.max_length, {max_length}"
+
+
+def _dynamic(get: Get) -> Iterator[Problem]:
+    if get("data.layout") != "dynamic":
+        return
+    max_length, multiple = get("data.max_length"), get("data.pad_multiple")
+    if max_length is not None and max_length % multiple:
+        yield "data.max_length", f"{max_length} is not a multiple of data.pad_multiple, {multiple}"
+    if get("compile.dynamic"):
+        yield "compile.dynamic", "true does not go with layout dynamic, which makes the row length symbolic by itself"
+
+
+def _attention(get: Get) -> Iterator[Problem]:
+    if get("attention.backend") == "sdpa" and get("data.layout") == "packed":
+        yield (
+            "attention.backend",
+            "sdpa keeps no documents apart, and packed rows hold several documents: "
+            "take another backend, or layout bucketed, fixed or dynamic",
+        )
+
+
+def _precision(get: Get) -> Iterator[Problem]:
+    if get("train.precision") != "fp32":
+        return
+    if get("optim.name") in ("adamw_sr", "adamw8bit"):
+        yield "optim.name", f"{get('optim.name')} rounds weights to bf16 and does not go with train.precision fp32"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
+
+
+def _compiled_only(get: Get) -> Iterator[Problem]:
+    if get("compile.enabled"):
+        return
+    if get("train.fp8") is not None:
+        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
+    if get("compile.cache") is not None:
+        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
 
 
 def _schedule(get: Get) -> Iterator[Problem]:
@@ -183,6 +228,11 @@ _RULES = (
     _only_with_path,
     _sources,
     _buckets,
+    _row_length,
+    _dynamic,
+    _attention,
+    _precision,
+    _compiled_only,
     _schedule,
     _betas,
     _duration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -13,9 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -56,19 +58,17 @@ class Runtime:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
-        """Device, precision and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
+    def prepare(self, model: Module) -> torch.nn.Module:
+        """Device and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
         with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers")
-            return self.accelerator.prepare(model, optimizer)
+            prepared = self.accelerator.prepare(model)
+        assert isinstance(prepared, torch.nn.Module)
+        return prepared
 
     def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Gradients are exchanged only in the last micro-batch of a step."""
         return nullcontext() if sync else self.accelerator.no_sync(model)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The step's precision, for evaluation of `orig_model`, which no wrapper has touched."""
-        return self.accelerator.autocast()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks."""
@@ -133,7 +133,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     """
     precision = resolve_precision(train.precision)
     accelerator = Accelerator(
-        mixed_precision="bf16" if precision == "bf16" else "no",
+        mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with="wandb" if log.wandb != "off" and find_spec("wandb") else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -169,6 +169,20 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def garbage_collected_between_steps() -> Iterator[Callable[[], object]]:
+    """Inside, Python's cycle collector runs only when the yielded function is called: never in the middle of a step,
+    where it would stop one rank and with it all. What exists already is never looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield partial(gc.collect, 1)
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @contextmanager

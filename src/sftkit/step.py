@@ -2,53 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import nullcontext
+
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.attention import attention_masks
-from sftkit.data.collate import Batch
+from sftkit.attention import dense_kernels, documents_of, plain_attention, use_document_attention
+from sftkit.compilation import begin_step, run_eagerly
+from sftkit.config import LossConfig
+from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.loader import StepBatches
-from sftkit.loss import sum_nll
+from sftkit.errors import ConfigError
+from sftkit.loss import LossSums, linear_nll
+from sftkit.model import decoder, head, logit_softcap, vocab_size
+from sftkit.optim import apply_clipping, clip_coefficient
 from sftkit.runtime import Runtime
 
 
-class SumNLL(torch.nn.Module):
-    """`loss.sum_nll` as a module, so that it can be compiled in place."""
-
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return sum_nll(logits, targets)
-
-
 class ModelWithLoss(torch.nn.Module):
-    """What the train step calls, compiles and wraps: tensors in, one scalar out, so no logits cross a wrapper.
+    """What the train step calls, compiles and wraps: a batch in, sums out, so no logits ever cross a wrapper.
 
     `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
     """
 
-    def __init__(self, orig_model: PreTrainedModel) -> None:
+    def __init__(self, orig_model: PreTrainedModel, backend: str, loss: LossConfig) -> None:
         super().__init__()
+        use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.loss = SumNLL()
+        self.backend, self.loss = backend, loss
 
-    def forward(
-        self, input_ids: torch.Tensor, targets: torch.Tensor, position_ids: torch.Tensor, doc_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Sum of the negative log-likelihoods of all targets: fp32, 0-d. Shapes as in data.collate.Batch."""
-        masks = attention_masks(self.orig_model.config, doc_ids)
-        outputs = self.orig_model(input_ids=input_ids, position_ids=position_ids, attention_mask=masks, use_cache=False)
-        return self.loss(outputs.logits, targets)
+    def forward(self, batch: Batch, backend: str | None = None) -> LossSums:
+        """The sums over the targets of a batch.
+
+        Args:
+            backend: attention backend of this call; None: that of training.
+        """
+        hidden = self.hidden_states(batch, backend or self.backend)
+        projection = head(self.orig_model)
+        return linear_nll(
+            hidden.flatten(0, 1).index_select(0, batch.target_index),
+            projection.weight,
+            batch.targets.flatten().index_select(0, batch.target_index),
+            self.loss,
+            bias=projection.bias,
+            softcap=logit_softcap(self.orig_model),
+        )
+
+    def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
+        """What the head projects: [B, T, H]."""
+        with dense_kernels() if backend == "sdpa" else nullcontext():
+            outputs = decoder(self.orig_model)(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                documents=documents_of(batch, backend),
+            )
+        hidden = outputs.last_hidden_state
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+
+def verify_logits(model: ModelWithLoss, backend: str, device: torch.device) -> None:
+    """Eight tokens through the model's own forward pass and through ours must give the same logits.
+
+    Raises:
+        ConfigError: they do not: this architecture does something that our attention or head leaves out.
+    """
+    was_training = model.orig_model.training
+    model.orig_model.eval()
+    batch = warm_up_batch(1, 8, vocab_size(model.orig_model), max_docs=2, max_doc_length=8).to(device)
+    projection, softcap = head(model.orig_model), logit_softcap(model.orig_model)
+    with torch.no_grad(), run_eagerly():
+        ours = projection(model.hidden_states(batch, backend)).float()
+        ours = ours if softcap is None else softcap * torch.tanh(ours / softcap)
+        with plain_attention(model.orig_model):
+            theirs = model.orig_model(input_ids=batch.input_ids, use_cache=False).logits.float()
+    model.orig_model.train(was_training)
+    difference = float((ours - theirs).norm() / theirs.norm())
+    if not difference < 0.05:
+        raise ConfigError(
+            f"{type(model.orig_model).__name__} is not supported: the logits of its own forward pass and sftkit's differ "
+            f"by {difference:.0%}, so it does more to them, or to its attention, than a projection and a soft cap"
+        )
+
+
+class GradientSum:
+    """The gradients of all micro-batches but the last, added up in fp32: bf16 sums lose what is small against them.
+
+    Only what comes to one bf16 gradient needs it: fp32 gradients add up by themselves.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad and p.dtype != torch.float32]
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def take(self) -> None:
+        """Move the gradients of a micro-batch into the sum."""
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            if i in self._sums:
+                self._sums[i].add_(parameter.grad)
+            else:
+                self._sums[i] = parameter.grad.float()
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """The sum as gradients, rounded once, for the last micro-batch to add to."""
+        for i, total in self._sums.items():
+            self._parameters[i].grad = total.to(self._parameters[i].dtype)
+        self._sums.clear()
 
 
 def forward_backward(model: torch.nn.Module, batch: Batch, num_targets: int, rt: Runtime) -> torch.Tensor:
-    """Add this micro-batch's share to the gradients of loss_sum / num_targets, the mean over the global batch.
+    """Add this micro-batch's share to the gradients of objective / num_targets, the mean over the global batch.
 
     Returns:
-        the micro-batch's loss sum: fp32, 0-d, on the device, detached. No host sync.
+        the micro-batch's sums, in the order of LossSums: fp32 [4], on the device, detached. No host sync.
     """
-    loss_sum = model(batch.input_ids, batch.targets, batch.position_ids, batch.doc_ids)
+    begin_step()
+    sums = model(batch)
     # Data-parallel wrappers average gradients over ranks; times world size makes that the sum.
-    rt.accelerator.backward(loss_sum * (rt.world_size / max(num_targets, 1)))
-    return loss_sum.detach()
+    rt.accelerator.backward(sums.loss * (rt.world_size / max(num_targets, 1)))
+    return torch.stack([value.detach() for value in sums])
 
 
 def optimizer_step(
@@ -61,18 +138,26 @@ def optimizer_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All micro-batches, one update.
 
+    Args:
+        step_batches: with micro-batches on the device.
+
     Returns:
-        (this rank's loss sum, global gradient norm before clipping), both 0-d and on the device.
+        (this rank's sums as in `forward_backward`, global gradient norm before clipping), on the device.
     """
-    loss_sum = torch.zeros((), device=rt.device)
+    sums = torch.zeros(4, device=rt.device)
     last = len(step_batches.micro_batches) - 1
+    earlier = GradientSum(model.parameters() if last > 1 else ())
     for i, batch in enumerate(step_batches.micro_batches):
+        if i == last:
+            earlier.put_back()
         with rt.gradient_sync(model, sync=i == last):
-            loss_sum += forward_backward(model, batch.to(rt.device), step_batches.num_targets, rt)
-    limit = max_grad_norm if max_grad_norm is not None else float("inf")
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            sums += forward_backward(model, batch, step_batches.num_targets, rt)
+        if i < last:
+            earlier.take()
+    grad_norm, coefficient = clip_coefficient(model.parameters(), max_grad_norm)
+    apply_clipping(optimizer, coefficient, model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss_sum, grad_norm
+    return sums, grad_norm

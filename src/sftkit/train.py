@@ -11,16 +11,17 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.checkpoint import Checkpoints
-from sftkit.compilation import CompileWatch, warm_up
-from sftkit.config import CompileConfig, Config
-from sftkit.data.collate import warm_up_batch
+from sftkit.compilation import CompileWatch, step_contract
+from sftkit.config import Config
 from sftkit.data.loader import Batches
+from sftkit.memory import MemoryPlan, explained
 from sftkit.metrics import Meter
-from sftkit.model import vocab_size
 from sftkit.optim import learning_rate
-from sftkit.runtime import Runtime
-from sftkit.step import forward_backward, optimizer_step
+from sftkit.prefetch import on_device
+from sftkit.runtime import Runtime, garbage_collected_between_steps
+from sftkit.step import optimizer_step
 from sftkit.tracker import Tracker
+from sftkit.warmup import prepare_step
 
 Evaluate = Callable[[], tuple[dict[str, float | None], list[dict[str, Any]]]]
 
@@ -56,6 +57,7 @@ def train(
     orig_model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     batches: Batches,
+    plan: MemoryPlan,
     *,
     evaluate: Evaluate,
     checkpoints: Checkpoints,
@@ -67,6 +69,7 @@ def train(
     Args:
         model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
             `evaluate` and `checkpoints` see.
+        plan: how memory is spent, for the warm-up and for the message when it runs out.
         evaluate: (metrics, sample answers) of orig_model; every rank calls it.
         resumed: what Checkpoints.resume returned.
     """
@@ -77,48 +80,54 @@ def train(
     evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
     tracker.log_evals(step, evals_at_start, samples)
     evals = evals_at_start
-    started = time.perf_counter()
     watch = CompileWatch()
-    compiled = warm_up_step(rt, model, orig_model, batches, cfg.compile)
-    watch.warm_up_done()
-    warm_up_seconds = time.perf_counter() - started
-    tracker.say(warm_up_line(compiled, batches.layout.shapes, watch.counts(), warm_up_seconds))
+    compiled, warm_up_seconds = prepare_step(
+        cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
+    )
 
     orig_model.train()
-    meter = Meter(orig_model, rt)
+    meter = Meter(orig_model, cfg.loss, rt)
     meter.total_tokens = resumed.get("tokens", 0)
     tracker.start_progress(step, total_steps)
-    steps = batches.steps(step, total_steps)
+    steps = on_device(batches.steps(step, total_steps), rt.device)
     stopped = False
     folder = checkpoints.run_dir / f"step-{step:06d}"
-    while step < total_steps and not stopped:
-        waiting = time.perf_counter()
-        step_batches = next(steps)
-        meter.waited(time.perf_counter() - waiting)
+    on_recompile = cfg.compile.on_recompile if compiled else "warn"
+    with (
+        step_contract(on_recompile, watch.graph_break_reasons()),
+        explained(plan, cfg, batches.layout),
+        garbage_collected_between_steps() as collect,
+    ):
+        meter.start()
+        while step < total_steps and not stopped:
+            waiting = time.perf_counter()
+            step_batches = next(steps)
+            meter.waited(time.perf_counter() - waiting)
 
-        step += 1
-        lr = learning_rate(step, total_steps, cfg.optim)
-        loss_sum, grad_norm = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt)
-        meter.add(step_batches, loss_sum, grad_norm)
-        tracker.advance(step)
+            step += 1
+            lr = learning_rate(step, total_steps, cfg.optim)
+            sums, grad_norm = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt)
+            meter.add(step_batches, sums, grad_norm)
+            tracker.advance(step)
 
-        last = step == total_steps
-        logs = last or step % cfg.log.every == 0
-        # With several ranks asking waits for all of them, so they ask where they wait anyway.
-        stopped = not last and (logs or rt.world_size == 1) and rt.stop_requested()
-        if logs or stopped:
-            metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
-            tracker.log_metrics(step, total_steps, metrics)
+            last = step == total_steps
+            logs = last or step % cfg.log.every == 0
+            # With several ranks asking waits for all of them, so they ask where they wait anyway.
+            stopped = not last and (logs or rt.world_size == 1) and rt.stop_requested()
+            if logs or stopped:
+                metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
+                tracker.log_metrics(step, total_steps, metrics)
+                collect()
 
-        # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
-        pausing = time.perf_counter()
-        if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
-            folder = checkpoints.save(step, state)
-        if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
-            evals, samples = evaluate()
-            tracker.log_evals(step, evals, samples)
-        meter.paused(time.perf_counter() - pausing)
+            # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
+            pausing = time.perf_counter()
+            if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
+                folder = checkpoints.save(step, state)
+            if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
+                evals, samples = evaluate()
+                tracker.log_evals(step, evals, samples)
+            meter.paused(time.perf_counter() - pausing)
 
     for reason in watch.recompile_reasons():
         tracker.say(f"recompile after warm-up: {reason}")
@@ -136,29 +145,4 @@ def train(
         samples=samples,
         evals_at_start=evals_at_start,
         checkpoint=str(folder),
-    )
-
-
-def warm_up_step(
-    rt: Runtime, model: torch.nn.Module, orig_model: PreTrainedModel, batches: Batches, compile: CompileConfig
-) -> bool:
-    """Compile the step for every shape that the layout declares; whether it is compiled."""
-    orig_model.train()
-
-    def run_shape(rows: int, row_length: int) -> None:
-        batch = warm_up_batch(rows, row_length, vocab_size(orig_model)).to(rt.device)
-        with rt.gradient_sync(model, sync=False):
-            float(forward_backward(model, batch, batch.num_targets, rt))
-
-    return warm_up(model, run_shape, batches.layout.shapes, compile, rt.any_rank)
-
-
-def warm_up_line(compiled: bool, shapes: tuple[tuple[int, int], ...], counts: dict[str, float], seconds: float) -> str:
-    """What the warm-up built, for the console."""
-    declared = ", ".join(f"{rows} x {length}" for rows, length in shapes)
-    if not compiled:
-        return f"shapes {declared}; eager"
-    return (
-        f"shapes {declared}; compiled {counts['compile/graphs']:.0f} graphs, "
-        f"{counts['compile/graph_breaks']:.0f} graph breaks, in {seconds:.1f} s"
     )

@@ -51,8 +51,9 @@ class _Steps(Dataset[StepBatches]):
         epoch, batch = item
         docs = [i for row in batch.rows for i in row]
         lengths = self.lengths[docs]
+        max_docs = self.layout.max_docs(self.layout.micro_rows(batch.row_length), batch.row_length)
         micro = [
-            collate(self.examples, rows, batch.row_length, self.pad_id)
+            collate(self.examples, rows, batch.row_length, self.pad_id, max_docs, self.layout.max_doc_length)
             for rows in batch.micro_batches(self.layout, self.rank)
         ]
         return StepBatches(
@@ -60,7 +61,7 @@ class _Steps(Dataset[StepBatches]):
             micro_batches=micro,
             num_targets=int(self.num_targets[docs].sum()),
             num_tokens=int(lengths.sum()),
-            num_positions=batch.row_length * len(batch.rows),
+            num_positions=self.layout.positions(batch.row_length),
             attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
         )
 

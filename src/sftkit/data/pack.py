@@ -5,30 +5,45 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sftkit.config import DataConfig, TrainConfig
+from sftkit.data.buckets import choose_buckets
 from sftkit.errors import ConfigError
 
 log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
+SAMPLE = 100_000  # documents packed on trial, 0.07 s
+SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own for sizes 0 and 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The row lengths that a run declares up front, and how many rows of each make a global and a micro-batch."""
+    """The row shapes that a run declares up front, and how many rows of each make a global and a micro-batch."""
 
     kind: str
     row_lengths: tuple[int, ...]
+    "ascending; dynamic: only those of the warm-up"
     global_batch_size: int
     micro_batch_size: int
     world_size: int
+    max_length: int
+    "positions that a document may have; rows of a packed layout may be longer"
+    max_doc_length: int
+    "no document of the data is longer; what attention kernels are told"
+    docs_per_row: int = 1
+    "the most documents in a row"
+    budget_rows: int = 1
+    "bucketed: rows of max_length whose positions a micro-batch of shorter rows may take, at any number of processes"
+    pad_multiple: int = 1
+    "dynamic: what row lengths are a multiple of"
 
     @property
-    def max_length(self) -> int:
-        return self.row_lengths[-1]
+    def dynamic(self) -> bool:
+        """Whether row lengths other than `row_lengths` occur."""
+        return self.kind == "dynamic"
 
     @property
     def accumulation(self) -> int:
@@ -36,13 +51,38 @@ class Layout:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def rows(self, row_length: int) -> int:
-        """Rows of this length in a global batch: shorter rows come in proportionally larger numbers."""
-        return self.global_batch_size * (self.max_length // row_length)
+        """Rows of this length in a global batch, whatever the world size: of buckets as many as the budget allows."""
+        if self.kind != "bucketed":
+            return self.global_batch_size
+        return self.budget_rows * self.max_length // row_length * (self.global_batch_size // self.budget_rows)
+
+    def micro_rows(self, row_length: int) -> int:
+        """Rows of this length in a micro-batch; the last ones of a global batch may be filled with empty rows."""
+        return -(-self.rows(row_length) // (self.accumulation * self.world_size))
+
+    def positions(self, row_length: int) -> int:
+        """Row positions that one optimizer step computes over all ranks, padding included."""
+        return row_length * self.micro_rows(row_length) * self.accumulation * self.world_size
+
+    def max_docs(self, rows: int, row_length: int) -> int:
+        """Document slots of such a micro-batch: each row's documents, and its padding in pieces of max_doc_length."""
+        pieces_of_padding = -(-row_length // self.max_doc_length)
+        return rows * (self.docs_per_row + pieces_of_padding)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Every (rows, row_length) that a micro-batch may have. Nothing else ever reaches the compiled model."""
-        return tuple((self.micro_batch_size * (self.max_length // t), t) for t in self.row_lengths)
+        """Every (rows, row_length) of a micro-batch; dynamic: two of them, from which the graph is made symbolic."""
+        return tuple((self.micro_rows(t), t) for t in self.row_lengths)
+
+    def declares(self, rows: int, row_length: int) -> bool:
+        """Whether a micro-batch may have this shape. Nothing else ever reaches the compiled model."""
+        if self.dynamic:
+            return rows == self.micro_batch_size and row_length == self.padded(row_length) <= self.max_length
+        return (rows, row_length) in self.shapes
+
+    def padded(self, longest: int) -> int:
+        """Row length of a dynamic batch whose longest document takes so many positions."""
+        return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
 
 
 @dataclass(frozen=True)
@@ -53,39 +93,127 @@ class GlobalBatch:
     rows: tuple[tuple[int, ...], ...]
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The rows of each micro-batch of this rank; the union over ranks and micro-batches is `rows`."""
-        size = layout.micro_batch_size * (layout.max_length // self.row_length)
+        """The rows of each micro-batch of this rank; the union over ranks and micro-batches is `rows`, then padding."""
+        size = layout.micro_rows(self.row_length)
         for micro in range(layout.accumulation):
             start = (micro * layout.world_size + rank) * size
-            yield self.rows[start : start + size]
+            rows = self.rows[start : start + size]
+            yield rows + ((),) * (size - len(rows))
 
 
-def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_size: int) -> Layout:
-    """The layout of a run; the micro-batch is lowered to the largest that divides a rank's share of the global batch."""
+def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_size: int, lengths: np.ndarray) -> Layout:
+    """The layout of a run, from the recipe and the lengths of its training documents.
+
+    The micro-batch is lowered to the largest that divides a rank's share of the global batch. `max_length` is the
+    recipe's or inherited; `lengths`, int [D] in positions, are equal on all ranks, and so is the layout.
+    """
     share = train.global_batch_size // world_size
-    micro = max(m for m in range(1, min(train.micro_batch_size, share) + 1) if share % m == 0)
-    lengths = data.bucket_lengths if data.layout == "bucketed" and data.bucket_lengths else (max_length,)
-    if lengths[-1] != max_length:
-        raise ConfigError(f"data.bucket_lengths: the last one, {lengths[-1]}, must be the row length, {max_length}")
+    micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
         log.info("micro-batch of %d rows, the most up to %d that divides %d", micro, train.micro_batch_size, share)
-    return Layout(data.layout, tuple(lengths), train.global_batch_size, micro, world_size)
+    plain = Layout(
+        data.layout,
+        (max_length,),
+        train.global_batch_size,
+        micro,
+        world_size,
+        max_length,
+        max_doc_length=max_length,
+        budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
+        pad_multiple=data.pad_multiple,
+    )
+    if data.layout == "packed":
+        return _packed(plain, data.row_length or max_length, lengths)
+    if data.layout == "bucketed":
+        return replace(plain, row_lengths=_bucket_lengths(plain, data, lengths))
+    if data.layout == "dynamic":
+        return replace(plain, row_lengths=_warm_up_lengths(max_length, data.pad_multiple))
+    return plain
 
 
-def pack(lengths: np.ndarray, order: Sequence[int] | np.ndarray, row_length: int) -> list[tuple[int, ...]]:
-    """Best-fit: each document goes whole into the fullest open row that still holds it. Every index appears once."""
+def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
+    """The rows of a run for other documents of at most its max_length, in global batches of one micro-batch a rank."""
+    micro = layout.micro_batch_size
+    layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro)
+    if layout.kind == "packed":
+        return _packed(layout, layout.row_lengths[-1], lengths)
+    if lengths.max() > layout.row_lengths[-1]:
+        return replace(layout, row_lengths=(*layout.row_lengths, layout.max_length))
+    return layout
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of number up to limit."""
+    return max(d for d in range(1, min(limit, number) + 1) if number % d == 0)
+
+
+def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
+    if row_length < plain.max_length:
+        raise ConfigError(
+            f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: "
+            "raise data.row_length or lower data.max_length"
+        )
+    return replace(
+        plain,
+        row_lengths=(row_length,),
+        docs_per_row=_docs_per_row(lengths, row_length),
+        max_doc_length=min(-(-int(lengths.max()) // 128) * 128, row_length),
+    )
+
+
+def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
+    """Twice the mean, and doubled while that costs more than 0.5 % of the rows, as it may in a mix of short and long.
+
+    Slots are tight because attention kernels launch work for each of them, used or not.
+    """
+    cap = max(8, -(-int(2 * row_length / lengths.mean()) // 8) * 8)
+    sample = np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]
+    fewest = len(pack(lengths, sample, row_length, row_length))
+    while len(pack(lengths, sample, row_length, cap)) > 1.005 * fewest:
+        cap *= 2
+    return cap
+
+
+def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:
+    """The recipe's buckets, or those that pad this data least."""
+    if data.bucket_lengths is None:
+        return choose_buckets(lengths, data.num_buckets, plain.max_length, rows_in_batch=plain.rows)
+    if data.bucket_lengths[-1] != plain.max_length:
+        last = data.bucket_lengths[-1]
+        raise ConfigError(f"data.bucket_lengths: the last one, {last}, must be data.max_length, {plain.max_length}")
+    return data.bucket_lengths
+
+
+def _warm_up_lengths(max_length: int, multiple: int) -> tuple[int, ...]:
+    """The longest row and one of half its length."""
+    if max_length % multiple:
+        below = max_length // multiple * multiple
+        raise ConfigError(
+            f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {multiple}: "
+            f"take {below or below + multiple}"
+        )
+    half = -(-max(max_length // 2, SHORTEST_ROW) // multiple) * multiple
+    return (half, max_length) if half < max_length else (max_length,)
+
+
+def pack(
+    lengths: np.ndarray, order: Sequence[int] | np.ndarray, row_length: int, docs_per_row: int
+) -> list[tuple[int, ...]]:
+    """Best-fit: each document goes whole into the fullest open row that still holds it. Every index appears once.
+
+    A row that holds `docs_per_row` documents is closed.
+    """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (space left, row), ascending
-    for i in order:
-        length = int(lengths[i])
+    for i, length in zip(np.asarray(order).tolist(), lengths[order].tolist(), strict=True):
         at = bisect.bisect_left(open_rows, (length, -1))
         if at < len(open_rows):
             space, row = open_rows.pop(at)
         else:
             space, row = row_length, len(rows)
             rows.append([])
-        rows[row].append(int(i))
-        if space - length > 0:
+        rows[row].append(i)
+        if space > length and len(rows[row]) < docs_per_row:
             bisect.insort(open_rows, (space - length, row))
             if len(open_rows) > OPEN_ROWS:
                 open_rows.pop(0)
@@ -94,24 +222,30 @@ def pack(lengths: np.ndarray, order: Sequence[int] | np.ndarray, row_length: int
 
 def plan_epoch(lengths: np.ndarray, layout: Layout, seed: int, epoch: int, shuffle: bool = True) -> list[GlobalBatch]:
     """All global batches of an epoch. Each document appears exactly once; the last batch is filled with empty rows."""
+    assert lengths.max(initial=0) <= layout.row_lengths[-1]
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(lengths)) if shuffle else np.arange(len(lengths))
     batches = []
-    for low, row_length in zip((0, *layout.row_lengths), layout.row_lengths, strict=False):
+    buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
+    for low, row_length in zip((0, *buckets), buckets, strict=False):
         mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
-        rows: list[tuple[int, ...]] = [(int(i),) for i in mine]
+        rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
         if layout.kind == "packed":
-            rows = pack(lengths, mine, row_length)
+            rows = pack(lengths, mine, row_length, layout.docs_per_row)
         if shuffle:
             rows = [rows[j] for j in rng.permutation(len(rows))]
         size = layout.rows(row_length)
         rows += [()] * (-len(rows) % size)
-        batches += [GlobalBatch(row_length, tuple(rows[j : j + size])) for j in range(0, len(rows), size)]
+        batches += [_global_batch(lengths, layout, row_length, rows[j : j + size]) for j in range(0, len(rows), size)]
     return [batches[j] for j in rng.permutation(len(batches))] if shuffle else batches
 
 
-def padding_share(lengths: np.ndarray, layout: Layout) -> float:
-    """Share of all row positions of one epoch that hold no document."""
-    plan = plan_epoch(lengths, layout, seed=0, epoch=0)
-    positions = sum(batch.row_length * len(batch.rows) for batch in plan)
-    return 1.0 - float(lengths.sum()) / positions
+def _global_batch(lengths: np.ndarray, layout: Layout, row_length: int, rows: Sequence[tuple[int, ...]]) -> GlobalBatch:
+    if layout.dynamic:
+        row_length = layout.padded(max(int(lengths[i]) for row in rows for i in row))
+    return GlobalBatch(row_length, tuple(rows))
+
+
+def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
+    """Row positions that a plan computes over all ranks, padding included."""
+    return sum(layout.positions(batch.row_length) for batch in plan)

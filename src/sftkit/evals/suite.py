@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,7 @@ from sftkit.evals import families
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
 from sftkit.runtime import Runtime
+from sftkit.step import ModelWithLoss
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class Suite:
     config: EvalConfig
     orig_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    validation: dict[str, Examples]
-    layout: Layout | None
     rt: Runtime
+    model: ModelWithLoss | None = None
+    "orig_model with the run's loss, for validation; not the wrapped one"
+    validation: Mapping[str, Examples] = field(default_factory=dict)
+    layout: Layout | None = None
     sample_rows: Sequence[Row] = ()
 
     def __post_init__(self) -> None:
@@ -40,9 +43,9 @@ class Suite:
     def evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """(val/* of every validation source and eval/<task>/acc of every task, sample answers); every rank calls it."""
         values: dict[str, float | None] = {}
-        if self.validation and self.layout is not None:
+        if self.validation and self.model is not None and self.layout is not None:
             pad_id = int(self.tokenizer.pad_token_id or 0)
-            values |= validate(self.orig_model, self.validation, self.layout, pad_id, self.rt)
+            values |= validate(self.model, self.validation, self.layout, pad_id, self.rt)
         if "families" in self.config.tasks:
             values |= self.families()[0]
         return values, self.samples()
@@ -60,15 +63,14 @@ class Suite:
     def answer(self, prompts: Sequence[list[int]]) -> list[str]:
         """Greedy answers, each rank decoding its share."""
         rank, world_size = self.rt.rank, self.rt.world_size
-        with self.rt.autocast():
-            mine = generate(
-                self.orig_model,
-                self.tokenizer,
-                prompts[rank::world_size],
-                stop_ids=chat.end_of_turn_ids(self.tokenizer),
-                max_new_tokens=self.config.max_new_tokens,
-                batch_size=self.config.batch_size,
-            )
+        mine = generate(
+            self.orig_model,
+            self.tokenizer,
+            prompts[rank::world_size],
+            stop_ids=chat.end_of_turn_ids(self.tokenizer),
+            max_new_tokens=self.config.max_new_tokens,
+            batch_size=self.config.batch_size,
+        )
         if world_size == 1:
             return mine
         pairs = gather_object([(rank + i * world_size, answer) for i, answer in enumerate(mine)])

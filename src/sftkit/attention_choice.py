@@ -1,0 +1,193 @@
+"""Which attention backend a run uses: what the recipe names if it runs here, else the fastest that does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sftkit.attention import dense_kernels, windows
+from sftkit.config import Config
+from sftkit.data.pack import Layout
+from sftkit.errors import ConfigError
+from sftkit.hardware import user_cache
+from sftkit.kernels import flash
+from sftkit.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+    """The backend of training and validation, the same on equal machines; says which and why.
+
+    Raises:
+        ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
+    """
+    named = cfg.attention.backend
+    if named == "auto":
+        backend, why = fastest(orig_model, layout, rt.device, cfg.compile.enabled)
+    else:
+        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled)
+        if problem:
+            raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
+        backend, why = named, "named by the recipe"
+    rt.say(f"attention {backend}: {why}")
+    return backend
+
+
+def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool) -> tuple[str, str]:
+    """(backend, why) of those that can serve the run; several are timed against each other.
+
+    Args:
+        compiled: whether the blocks are compiled; flex only exists as generated code.
+    """
+    able = [b for b in ("fa4", "varlen", "sdpa") if refusal(b, orig_model, layout, device, compiled) is None]
+    if not able:
+        flex = refusal("flex", orig_model, layout, device, compiled) is None
+        return ("flex", "no FlashAttention for this model") if flex else ("reference", "runs everywhere")
+    if len(able) == 1:
+        return able[0], "the fastest that runs here"
+    times = measured(able, orig_model, layout, device)
+    best = min(times, key=times.__getitem__)
+    return best, ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
+
+
+def refusal(
+    backend: str, orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool
+) -> str | None:
+    """Why a backend cannot serve a run, None if it can."""
+    config = orig_model.config.get_text_config()
+    dropout = max((float(getattr(config, n, 0.0) or 0.0) for n in ("attention_dropout", "attn_pdrop")), default=0.0)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if backend == "reference":
+        return None
+    if backend == "sdpa":
+        if layout.kind == "packed":
+            return "sees one document per row, and rows are packed"
+        return "has no sliding window or soft cap" if windows(orig_model.config) or softcap else None
+    if dropout:
+        return f"has no dropout, and the model's is {dropout}"
+    if backend == "flex":
+        if device.type != "cuda":
+            return f"has no backward pass on {device.type}"
+        return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
+    if softcap:
+        return "has no soft cap of the scores, which this model needs"
+    if not flash.runs(backend, device, orig_model.dtype):
+        needs = "a Hopper or Blackwell GPU and pip install 'sftkit[attention-fa4]'" if backend == "fa4" else "a GPU"
+        return f"needs bf16 weights and {needs}"
+    head_dim, _ = head_sizes(orig_model)
+    return None if head_dim % 8 == 0 and head_dim <= 256 else f"has no kernel for heads of {head_dim}"
+
+
+def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
+    """What stands in for the backend where nothing is compiled."""
+    if backend != "flex":
+        return backend
+    softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
+    usable = flash.runs("varlen", orig_model.device, orig_model.dtype) and not softcap
+    return "varlen" if usable else "reference"
+
+
+def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
+    """(size of a query head, query heads per key head)."""
+    config = orig_model.config.get_text_config()
+    heads = config.num_attention_heads
+    latent = getattr(config, "qk_head_dim", None)
+    head_dim = latent or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(head_dim), heads // int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def measured(
+    backends: list[str], orig_model: PreTrainedModel, layout: Layout, device: torch.device
+) -> dict[str, float]:
+    """Milliseconds of forward and backward of one layer by backend: from the cache, or measured now and put there."""
+    head_dim, groups = head_sizes(orig_model)
+    heads = int(orig_model.config.get_text_config().num_attention_heads)
+    rows, row_length = layout.shapes[-1]
+    length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
+    shape = (heads, heads // groups, head_dim, rows, row_length, length)
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
+    cached = read_cache()
+    if key not in cached:
+        cached[key] = {name: _milliseconds(name, *shape, device=device) for name in backends}
+        write_cache(cached)
+    return cached[key]
+
+
+def read_cache() -> dict[str, dict[str, float]]:
+    """Milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
+    try:
+        found = json.loads(cache_file().read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_cache(values: dict[str, dict[str, float]]) -> None:
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(values, indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): attention is measured again at the next start", path, error.strerror)
+
+
+def cache_file() -> Path:
+    """Where measured times are kept; safe to delete."""
+    return user_cache() / "attention.json"
+
+
+def _milliseconds(
+    backend: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rows: int,
+    row_length: int,
+    length: int,
+    device: torch.device,
+) -> float:
+    positions = rows * row_length
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(count: int) -> torch.Tensor:
+        shape = (positions, count, head_dim)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+
+    query, key, value = random(heads), random(kv_heads), random(kv_heads)
+    if backend == "sdpa":
+
+        def attend() -> torch.Tensor:
+            q, k, v = (x.unflatten(0, (rows, row_length)).transpose(1, 2) for x in (query, key, value))
+            with dense_kernels():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
+    else:
+        starts = torch.arange(0, positions, length, dtype=torch.int32, device=device)
+        cu_seqlens = torch.cat([starts, starts.new_full((1,), positions)])
+
+        def attend() -> torch.Tensor:
+            out, _ = flash.document_attention(query, key, value, cu_seqlens, length, head_dim**-0.5, 0, backend)
+            return out
+
+    return _median_milliseconds(lambda: attend().sum().backward())
+
+
+def _median_milliseconds(work: Callable[[], object], warm_up: int = 3, runs: int = 9) -> float:
+    for _ in range(warm_up):
+        work()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[runs // 2]

@@ -1,0 +1,1 @@
+"""GPU kernels: FlashAttention as one operator, cross entropy in place."""
