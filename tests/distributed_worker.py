@@ -27,7 +27,7 @@ def main(out: str) -> None:
     orig_model = tiny_llama()
     model = ModelWithLoss(orig_model, "reference", LossConfig())
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
-    compile_model(model, compile)
+    compile_model(model, compile, activation_memory_budget=1.0)
     wrapped = rt.prepare(model)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
     watch = CompileWatch()

@@ -5,6 +5,7 @@ python -m sftkit.bench.machine OUT.json
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
         work()
         event.record()
     torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
+    return median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
 
 def driver() -> str | None:

@@ -6,30 +6,21 @@ import difflib
 import json
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from sftkit.config import Config, NonNegative, Positive, settings
+from sftkit.config import NonNegative, Positive, settings
 from sftkit.errors import ConfigError
-from sftkit.recipe import _explain, read_config
-from sftkit.recipe_yaml import COMMAND_LINE, Keys, Node, dotted, read_tree, render
+from sftkit.recipe import _explain
+from sftkit.recipe_yaml import Keys, Node, dotted, read_tree
 
 SYNTHETIC = "synthetic"
 "Stands in recipes where the plan's own data and vocabulary take the place of sources and tokenizer."
-OWN = {
-    "run.dir": "the bench names a folder for each run",
-    "train.max_steps": "it comes from steps.total",
-    "log.every": "it comes from steps.window",
-    "model.scratch": "it comes from models",
-    "data.train": "the documents are synthetic",
-}
-"Settings that the bench fills in, and where from."
 
 
 @settings
@@ -112,74 +103,9 @@ class Plan:
     "of one run"
 
 
-@settings
-class Job:
-    """One run, resolved: all that its process is told."""
-
-    name: str
-    model_name: str
-    model: dict[str, Any]
-    config: Config
-    data: DataPlan
-    steps: Steps
-    changes: dict[str, Any]
-    baseline: str | None
-    same_loss_as: str | None
-    environment: dict[str, str]
-    warm_from: str | None
-    worker: str | None
-    options: dict[str, Any]
-    timeout_seconds: int
-
-    @property
-    def folder(self) -> Path:
-        """Where its job.json, log.txt, metrics.jsonl and row.json lie."""
-        return Path(self.config.run.dir)
-
-
-def save_job(job: Job) -> Path:
-    """Write job.json into the job's folder, which is made."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / "job.json"
-    path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
-    return path
-
-
-def read_job(path: Path) -> Job:
-    """What `save_job` wrote."""
-    return TypeAdapter(Job).validate_json(path.read_bytes())
-
-
 def slug(name: str) -> str:
     """A run's name as a folder name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
-
-
-def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
-    """The runs of a plan, ablations expanded, settings checked as those of a recipe are; results go under `out`.
-
-    Args:
-        only: names of the runs wanted; None: all.
-
-    Raises:
-        ConfigError: every problem of the plan, one a line, with file and key.
-    """
-    plan = read_plan(path)
-    runs = expanded(plan)
-    problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
-    problems += [f"--only: {text}" for text in _not_runs(only or [], [run.name for run in runs])]
-    jobs = []
-    for run in runs if not problems else ():
-        if only is None or run.name in only:
-            try:
-                jobs.append(_job(plan, run, path, out))
-            except ConfigError as error:
-                problems += str(error).splitlines()
-    chosen = [job.name for job in jobs]
-    problems += [f"--only: {j.name} needs {j.warm_from} too" for j in jobs if j.warm_from not in (None, *chosen)]
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return jobs
 
 
 def read_plan(path: Path) -> Plan:
@@ -222,11 +148,21 @@ def _class_at(keys: Keys) -> Any:
 def expanded(plan: Plan) -> list[RunPlan]:
     """The runs of the plan, then those that its ablations make."""
     runs = list(plan.runs)
-    base = next((r for r in runs if plan.ablations and r.name == plan.ablations.of), None)
-    for label, change in plan.ablations.each.items() if plan.ablations and base else ():
-        name, merged = f"{base.name}: {label}", {**base.set, **change}
-        options = {"steps": base.steps, "environment": base.environment}
-        runs.append(RunPlan(name=name, model=base.model, set=merged, baseline=base.name, **options))
+    if plan.ablations is None:
+        return runs
+    base = next((run for run in runs if run.name == plan.ablations.of), None)
+    for label, change in plan.ablations.each.items() if base else ():
+        assert base is not None
+        runs.append(
+            replace(
+                base,
+                name=f"{base.name}: {label}",
+                set={**base.set, **change},
+                baseline=base.name,
+                same_loss_as=None,
+                warm_from=None,
+            )
+        )
     return runs
 
 
@@ -238,102 +174,30 @@ def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
         if n > 1:
             yield f'runs: {n} names would share the folder "{folder}": tell them apart by letters or digits'
     if plan.ablations:
-        yield from (f"ablations.of: {text}" for text in _not_runs([plan.ablations.of], names))
+        yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
     if not plan.data.documents.median < plan.data.documents.mean:
         yield "data.documents.mean: must be greater than the median: lognormal lengths are skewed"
     for i, run in enumerate(runs):
         if run.model not in plan.models:
             yield f'runs.{i}.model: "{run.model}" is not one of {", ".join(plan.models)}'
         for key, name in (("baseline", run.baseline), ("same_loss_as", run.same_loss_as)):
-            yield from (f"runs.{i}.{key}: {text}" for text in _not_runs([name] if name else [], names))
+            yield from (f"runs.{i}.{key}: {text}" for text in not_runs([name] if name else [], names))
         if run.warm_from is not None and run.warm_from not in names[:i]:
             yield f'runs.{i}.warm_from: "{run.warm_from}" is no earlier run'
-        timed = (run.steps or plan.steps).total - (run.steps or plan.steps).warm_up
-        if (
-            timed <= 0
-            or timed % (run.steps or plan.steps).window
-            or (run.steps or plan.steps).warm_up % (run.steps or plan.steps).window
-        ):
+        steps = run.steps or plan.steps
+        timed = steps.total - steps.warm_up
+        if timed <= 0 or timed % steps.window or steps.warm_up % steps.window:
             yield f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
     for name, model in plan.models.items():
         if "model_type" not in model:
             yield f"models.{name}: needs model_type, the name of a transformers architecture such as qwen3"
 
 
-def _not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
+def not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             yield f'"{name}" is no run. ' + (f'Did you mean "{near[0]}"?' if near else f"Runs: {', '.join(names)}")
-
-
-def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
-    steps = run.steps or plan.steps
-    worker = None if run.worker is None else path.parent / run.worker
-    if worker is not None and not worker.is_file():
-        raise ConfigError(f"{path}: run {run.name}: worker: no such file: {worker}")
-    return Job(
-        name=run.name,
-        model_name=run.model,
-        model=plan.models[run.model],
-        config=_config(plan, run, steps, path, out),
-        data=plan.data,
-        steps=steps,
-        changes=run.set,
-        baseline=run.baseline,
-        same_loss_as=run.same_loss_as,
-        environment=run.environment,
-        warm_from=run.warm_from,
-        worker=None if worker is None else str(worker),
-        options=run.options,
-        timeout_seconds=plan.timeout_seconds,
-    )
-
-
-def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
-    """The recipe of a run: the plan's defaults, `set` over them, and what the bench fills in."""
-    flat = dict(_leaves(plan.defaults)) | run.set
-    own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in OWN.items() if key in flat]
-    if own:
-        raise ConfigError("\n".join(own))
-    packed = flat.get("data.layout", "packed") == "packed"
-    filled = {
-        "data.max_length": plan.data.documents.cap,
-        **({"data.row_length": plan.data.row_length} if packed else {}),
-        "log.wandb": "off",
-        "log.every": steps.window,
-        "train.max_steps": steps.total,
-        "run.dir": str(out / slug(run.name)),
-    }
-    sections: dict[str, Any] = {
-        "model": {"scratch": plan.models[run.model], "tokenizer": SYNTHETIC},
-        "data": {"train": [{"path": SYNTHETIC}]},
-    }
-    for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
-        _put(sections, key.split("."), value)
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(render(sections))
-        try:
-            return read_config(recipe, [f"{key}={json.dumps(value)}" for key, value in run.set.items()], 1)
-        except ConfigError as error:
-            text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
-            raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None
-
-
-def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested settings."""
-    for key, item in value.items():
-        if isinstance(item, dict) and item:
-            yield from _leaves(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = value
 
 
 def sigma(documents: Documents) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sftkit.bench.plan import Job, Steps
+from sftkit.bench.jobs import Job
+from sftkit.bench.plan import Steps
 
 Line = dict[str, Any]
 "A line of metrics.jsonl; the keys are those of docs/metrics.md."

@@ -18,7 +18,7 @@ import torch
 
 from sftkit import runtime
 from sftkit.attention_choice import choose_backend
-from sftkit.bench.plan import Job, read_job
+from sftkit.bench.jobs import Job, read_job
 from sftkit.bench.rows import head, measured, read_lines, write_row
 from sftkit.bench.synthetic import documents, new_model
 from sftkit.checkpoint import Checkpoints
@@ -69,9 +69,8 @@ def run(job: Job) -> dict[str, Any]:
     layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.world_size, examples.lengths)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, 0, cfg.data.num_workers)
 
-    plan = make_plan(cfg, orig_model, layout, rt)
-    rt.say(plan.line)
     apply_fp8(cfg, orig_model, rt)
+    plan = make_plan(cfg, orig_model, layout, rt)
     with redirect_stdout(io.StringIO()) as said:
         backend = choose_backend(cfg, orig_model, layout, rt)
     rt.say(said.getvalue().strip())
@@ -81,7 +80,8 @@ def run(job: Job) -> dict[str, Any]:
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
     started = time.perf_counter()
-    with FirstStep(job.folder, cfg.log, rt, asdict(cfg)) as tracker:
+    tracker = FirstStep(job.folder, cfg.log, rt, asdict(cfg))
+    with tracker:
         trained = train(
             cfg,
             rt,

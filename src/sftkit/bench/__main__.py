@@ -1,0 +1,158 @@
+"""Run a bench plan: every run in a process of its own, results written after each, a table at the end.
+
+python -m sftkit.bench PLAN.yaml [--out DIR] [--only NAME ...]
+python -m sftkit.bench --report results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sftkit.bench.jobs import Job, read_jobs, save_job
+from sftkit.bench.plan import slug
+from sftkit.bench.report import line, markdown
+from sftkit.bench.rows import head
+from sftkit.errors import ConfigError
+
+MACHINE_TIMEOUT_SECONDS = 300
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(prog="python -m sftkit.bench", description=(__doc__ or "").partition("\n")[0])
+    words.add_argument("plan", nargs="?", type=Path, help="the plan, a YAML file")
+    words.add_argument("--out", type=Path, help="a new folder for the results (runs/bench/PLAN-TIME)")
+    words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
+    words.add_argument("--report", type=Path, metavar="RESULTS.json", help="print the tables of earlier results")
+    args = words.parse_args()
+    if (args.plan is None) == (args.report is None):
+        words.error("name a plan, or earlier results with --report")
+    try:
+        if args.report:
+            print(markdown(read_results(args.report)))
+        else:
+            bench(
+                args.plan,
+                args.out or Path("runs/bench") / f"{plan_name(args.plan)}-{time.strftime('%Y%m%d-%H%M%S')}",
+                args.only,
+            )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def plan_name(plan: Path) -> str:
+    """benchmarks/h200_step/plan.yaml is h200_step, another file its own name."""
+    return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json as `bench` wrote it."""
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--report: {path}: cannot be read as JSON: {error}") from error
+    if not isinstance(results, dict) or not {"machine", "runs"} <= results.keys():
+        raise ConfigError(f"--report: {path}: no results of this bench: it lacks machine and runs")
+    return results
+
+
+def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any]:
+    """All runs of a plan, one after the other; out/results.json is whole after each of them, out/report.md too."""
+    jobs = read_jobs(plan, out, only)
+    if (out / "results.json").exists():
+        raise ConfigError(f"--out: {out} holds results already: name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "plan": str(plan),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": {},
+        "runs": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
+        results["machine"] = machine(out)
+        for number, job in enumerate(jobs, 1):
+            started = time.perf_counter()
+            row = run_job(job, Path(caches))
+            row["wall_seconds"] = time.perf_counter() - started
+            over_ceiling(row, results["machine"])
+            results["runs"].append(row)
+            write(out, results)
+            print(f"[{number}/{len(jobs)}] {line(row)}", flush=True)
+    print(f"\n{markdown(results)}\nresults: {out}/results.json")
+    return results
+
+
+def write(out: Path, results: dict[str, Any]) -> None:
+    """results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
+    for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown(results))):
+        temporary = out / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, out / name)
+
+
+def machine(out: Path) -> dict[str, Any]:
+    """The ceilings of this machine, or why they could not be measured."""
+    path = out / "machine.json"
+    command = [sys.executable, "-m", "sftkit.bench.machine", str(path)]
+    ended = run_logged(command, out / "machine.log", {}, MACHINE_TIMEOUT_SECONDS)
+    return json.loads(path.read_text()) if path.exists() else {"error": ended or "nothing was measured"}
+
+
+def run_job(job: Job, caches: Path) -> dict[str, Any]:
+    """Run one job in a new process with compiler caches of its own; its row, which says so if it failed."""
+    path = save_job(job)
+    cache = caches / slug(job.name)
+    if job.warm_from is not None:
+        shutil.copytree(caches / slug(job.warm_from), cache)
+    cache.mkdir(exist_ok=True)
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        **job.environment,
+    }
+    command = [sys.executable, *(["-m", "sftkit.bench.worker"] if job.worker is None else [job.worker]), str(path)]
+    ended = run_logged(command, job.folder / "log.txt", environment, job.timeout_seconds)
+    written = job.folder / "row.json"
+    if written.exists():
+        row: dict[str, Any] = json.loads(written.read_text())
+        return row
+    return {**head(job), "error": ended or "it wrote no row"}
+
+
+def run_logged(command: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
+    """Run a command, its output into `log`; None if it ended well, else how it ended and its last line."""
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                timeout=timeout_seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"not done after {timeout_seconds} s"
+    if code == 0:
+        return None
+    said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    return f"ended with code {code}" + (f": {said[-1].strip()}" if said else "")
+
+
+def over_ceiling(row: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Add mfu_of_ceiling: the MFU over what matrix products reach on this machine instead of the datasheet."""
+    datasheet, ceiling = machine.get("datasheet_tflops"), machine.get("matmul_tflops")
+    mfu = row.get("mfu")
+    row["mfu_of_ceiling"] = mfu["median"] * datasheet / ceiling if mfu and datasheet and ceiling else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The results of a bench as Markdown, from results.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+COLUMNS: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
+    ("run", lambda row, _: row["name"]),
+    ("attention", lambda row, _: row.get("attention", {}).get("backend", "-")),
+    ("useful tok/s (windows)", lambda row, _: speed(row["tok_per_sec"])),
+    ("target tok/s", lambda row, _: number(middle(row["target_tok_per_sec"]), "{:,.0f}")),
+    ("MFU, datasheet", lambda row, _: percent(middle(row["mfu"]))),
+    ("MFU, measured ceiling", lambda row, _: percent(row["mfu_of_ceiling"])),
+    ("peak GiB", lambda row, _: number(row["peak_memory_gib"], "{:.1f}")),
+    ("reserved GiB", lambda row, _: number(row["reserved_memory_gib"], "{:.1f}")),
+    ("first step s", lambda row, _: number(row["first_step_seconds"], "{:.1f}")),
+    ("recompiles", lambda row, _: number(row["compile"].get("recompiles"), "{:.0f}")),
+    ("data wait %", lambda row, _: number(middle(row["data_wait_pct"]), "{:.1f}")),
+    ("padding %", lambda row, _: number(middle(row["padding_pct"]), "{:.1f}")),
+    ("last loss", lambda row, _: number(last_loss(row), "{:.4f}")),
+    ("ratio", lambda row, base: ratio(row, base)),
+)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Machine, speeds, losses against a reference, failures, notes."""
+    rows: list[Row] = results["runs"]
+    parts = [machine_lines(results["machine"]), speed_table(rows), loss_table(rows), failures(rows), notes(rows)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def machine_lines(machine: dict[str, Any]) -> str:
+    """What the runs ran on and what it reaches without a model."""
+    if "device" not in machine:
+        return f"Machine: not measured: {machine.get('error', 'unknown')}"
+    known = [f"{name} {text}" for name, text in machine["versions"].items() if text]
+    ceilings = [
+        f"matrix products {number(machine['matmul_tflops'], '{:.0f} TFLOP/s')} (bf16, 8192 x 8192; datasheet "
+        f"{number(machine['datasheet_tflops'], '{:.0f}')})",
+        f"copies {number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
+    ]
+    lines = [f"Machine: {machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"]
+    lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
+    return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """One line per run that succeeded: the median of its timed windows, with the slowest and the fastest."""
+    good = {row["name"]: row for row in rows if not row["error"]}
+    cells = [[cell(row, good.get(row["baseline"])) for _, cell in COLUMNS] for row in good.values()]
+    return table([name for name, _ in COLUMNS], cells) if cells else ""
+
+
+def loss_table(rows: Sequence[Row]) -> str:
+    """Runs against the run that they should train like, over the steps that both logged."""
+    good = {row["name"]: row for row in rows if not row["error"]}
+    pairs = [(row, good[row["same_loss_as"]]) for row in good.values() if row["same_loss_as"] in good]
+    cells = []
+    for row, reference in pairs:
+        gaps = differences(row, reference)
+        if gaps:
+            worst = max(gaps, key=gaps.__getitem__)
+            mean = sum(gaps.values()) / len(gaps)
+            ends = f"{last_loss(reference):.4f}, {last_loss(row):.4f}"
+            cells.append(
+                [
+                    row["name"],
+                    reference["name"],
+                    str(len(gaps)),
+                    f"{gaps[worst]:.2e} (step {worst})",
+                    f"{mean:.2e}",
+                    ends,
+                ]
+            )
+    header = ["run", "reference", "losses compared", "max difference", "mean difference", "last loss: reference, run"]
+    return "Losses on the same batches, nats per target token:\n\n" + table(header, cells) if cells else ""
+
+
+def differences(row: Row, reference: Row) -> dict[str, float]:
+    """Step -> |loss - loss of the reference|, for the steps that both have."""
+    shared = [step for step in row["losses"] if step in reference["losses"]]
+    return {step: abs(row["losses"][step] - reference["losses"][step]) for step in shared}
+
+
+def failures(rows: Sequence[Row]) -> str:
+    """Runs without numbers, and why."""
+    lines = [f"- {row['name']}: {' '.join(str(row['error']).split())[:400]}" for row in rows if row["error"]]
+    return "Failed:\n\n" + "\n".join(lines) if lines else ""
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """What rows say of themselves."""
+    lines = [f"- {row['name']}: {row['note']}" for row in rows if row.get("note")]
+    return "Notes:\n\n" + "\n".join(lines) if lines else ""
+
+
+def line(row: Row) -> str:
+    """One run for the console, as it ends."""
+    if row["error"]:
+        return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
+    return (
+        f"{row['name']}: {speed(row['tok_per_sec'])} tok/s, MFU {percent(middle(row['mfu']))}, "
+        f"{number(row['peak_memory_gib'], '{:.1f}')} GiB, first step {number(row['first_step_seconds'], '{:.1f}')} s, "
+        f"loss {number(last_loss(row), '{:.4f}')}, {row['wall_seconds']:.0f} s in all"
+    )
+
+
+def middle(values: dict[str, Any] | None) -> float | None:
+    return None if values is None else float(values["median"])
+
+
+def last_loss(row: Row) -> float | None:
+    return next(reversed(list(row["losses"].values())), None)
+
+
+def ratio(row: Row, baseline: Row | None) -> str:
+    """Useful tokens/s over those of the baseline."""
+    mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
+    return f"{mine / its:.2f} x {baseline['name']}" if mine and its and baseline else "-"
+
+
+def speed(values: dict[str, Any] | None) -> str:
+    return "-" if values is None else f"{values['median']:,.0f} ({values['min']:,.0f} to {values['max']:,.0f})"
+
+
+def percent(value: float | None) -> str:
+    return number(None if value is None else 100.0 * value, "{:.1f} %")
+
+
+def number(value: float | None, form: str) -> str:
+    """The number, or a dash for what is unknown."""
+    return "-" if value is None else form.format(value)
+
+
+def table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
