@@ -13,7 +13,7 @@ from sftkit.recipe import load_config, to_yaml
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
-    from sftkit import runtime
+    from sftkit import compile_cache, runtime
     from sftkit.attention_choice import choose_backend
     from sftkit.checkpoint import Checkpoints
     from sftkit.compilation import compile_model
@@ -50,6 +50,7 @@ def main() -> None:
     apply_fp8(cfg, orig_model, rt)
     plan = make_plan(cfg, orig_model, layout, rt)
     rt.say(plan.line)
+    compile_cache.restore(cfg, orig_model, layout, rt)
     model = ModelWithLoss(orig_model, choose_backend(cfg, orig_model, layout, rt), cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
     wrapped = rt.prepare(model)

@@ -35,7 +35,7 @@ def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0
     return Examples(ids, is_target, offsets, zeros + 1, zeros.astype(np.int16), ("test",), {})
 
 
-def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0) -> PreTrainedModel:
+def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0, head_dim: int = 8) -> PreTrainedModel:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -45,6 +45,7 @@ def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0) -> PreTrain
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=head_dim,
             max_position_embeddings=256,
             attention_dropout=dropout,
         )

@@ -267,7 +267,7 @@ def test_on_a_gpu_one_graph_serves_all_documents(backend: str) -> None:
     if not available(backend):
         pytest.skip(f"{backend} is not installed")
     torch._dynamo.reset()
-    model = ModelWithLoss(tiny_llama(layers=3), backend, LossConfig()).to("cuda", torch.bfloat16)
+    model = ModelWithLoss(tiny_llama(layers=3, head_dim=64), backend, LossConfig()).to("cuda", torch.bfloat16)
     for block in model.orig_model.model.layers:
         block.compile(fullgraph=True, dynamic=False)
     watch = CompileWatch()

@@ -331,14 +331,15 @@ def test_results_are_on_disk_after_every_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_machine")
-def test_compiler_caches_are_empty_unless_taken_from_an_earlier_run(tmp_path: Path) -> None:
+def test_every_run_has_empty_caches_and_warm_ones_the_code_that_another_saved(tmp_path: Path) -> None:
     body = (
-        "places = [Path(os.environ[k]) for k in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR')]\n"
-        "found = [p.exists() and (p / 'code').exists() for p in places]\n"
+        "places = [Path(os.environ[k]) for k in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'XDG_CACHE_HOME')]\n"
+        "empty = not any(p.exists() and any(p.iterdir()) for p in places)\n"
         "for p in places: p.mkdir(exist_ok=True); (p / 'code').touch()\n"
-        "sys.exit(f\"{found} {os.environ.get('MARK')}\")"
+        "saved = json.loads(Path(sys.argv[1]).read_text())['config']['compile']['cache']\n"
+        "sys.exit(f\"{empty} {saved and Path(saved).name} {os.environ.get('MARK')}\")"
     )
-    name = write_worker(tmp_path, body)
+    name = write_worker(tmp_path, "import json\n" + body)
     runs = [
         {"name": "cold", "model": "tiny", "worker": name, "environment": {"MARK": "m"}},
         {"name": "cold too", "model": "tiny", "worker": name},
@@ -346,7 +347,7 @@ def test_compiler_caches_are_empty_unless_taken_from_an_earlier_run(tmp_path: Pa
     ]
     results = bench(write_plan(tmp_path, runs=runs), tmp_path / "out")
     said = [r["error"].partition(": ")[2] for r in results["runs"]]
-    assert said == ["[False, False] m", "[False, False] None", "[True, True] None"]
+    assert said == ["True cold.compiled m", "True None None", "True cold.compiled None"]
 
 
 def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ def make_key(**changes) -> str:
         loss=LossConfig(),
         train=changes.get("train", TrainConfig()),
     )
-    layout = SimpleNamespace(kind="packed", shapes=changes.get("shapes", ((8, 2048),)), max_doc_length=2048)
+    shapes = changes.get("shapes", ((8, 2048),))
+    layout = SimpleNamespace(kind="packed", shapes=shapes, max_doc_length=2048, max_docs=lambda rows, _: 2 * rows)
     rt = SimpleNamespace(device=torch.device("cpu"), precision=changes.get("precision", "fp32"))
     return compile_cache.key(cfg, changes.get("model") or tiny_llama(), layout, rt)
 
@@ -189,3 +190,20 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
     other.append(make_key())
     assert len(set(same)) == 1
     assert len({*same, *other}) == 1 + len(other)
+
+
+def test_flash_attention_kernels_travel_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "v1" / "bwd").mkdir(parents=True)
+    (there / "v1" / "bwd" / "a.o").write_bytes(b"code\n\0")
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(there))
+    content = compile_cache.pack(b"arti\nfacts", compile_cache.read_kernels())
+    artifacts, kernels = compile_cache.unpack(content)
+    assert artifacts == b"arti\nfacts"
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(here))
+    compile_cache.write_kernels(kernels)
+    assert (here / "v1" / "bwd" / "a.o").read_bytes() == b"code\n\0"
+    for name in ("../../outside.o", "/outside.o", "v1/bwd/a.so"):
+        with pytest.raises(ValueError, match="no name of a kernel"):
+            compile_cache.write_kernels({name: b""})

@@ -76,6 +76,8 @@ def refusal(
     if backend == "flex":
         if device.type != "cuda":
             return f"has no backward pass on {device.type}"
+        if head_sizes(orig_model)[0] < 16:
+            return "has no kernel for heads of less than 16"
         return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
@@ -83,7 +85,8 @@ def refusal(
         needs = "a Hopper or Blackwell GPU and pip install 'sftkit[attention-fa4]'" if backend == "fa4" else "a GPU"
         return f"needs bf16 weights and {needs}"
     head_dim, _ = head_sizes(orig_model)
-    return None if head_dim % 8 == 0 and head_dim <= 256 else f"has no kernel for heads of {head_dim}"
+    fits = head_dim in (64, 96, 128) if backend == "fa4" else head_dim % 8 == 0 and head_dim <= 256
+    return None if fits else f"has no kernel for heads of {head_dim}"
 
 
 def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:

@@ -1,7 +1,7 @@
 """Compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
 
-The content is torch's own (`torch.compiler.save_cache_artifacts`): pickles and machine code. torch unpickles and runs it
-when a graph asks for it, so whoever can write the file can run code in the training process.
+The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and machine
+code, which is run when a graph asks for it, so whoever can write the file can run code in the training process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import tempfile
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config import Config
 from sftkit.data.pack import Layout
+from sftkit.kernels.flash import fa4_folder
 from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,18 @@ NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 
 
+def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+    """Load what compile.cache holds for this run, if it names anything: before attention is chosen, which uses kernels."""
+    if cfg.compile.enabled and cfg.compile.cache:
+        rt.say(load(cfg.compile.cache, key(cfg, orig_model, layout, rt)))
+
+
+def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+    """Save what the warm-up compiled to compile.cache, if it names anything; the main rank does."""
+    if cfg.compile.cache:
+        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.is_main))
+
+
 def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
     """sha256 of what the compiled code depends on: model, shapes, settings, versions, device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
@@ -40,7 +54,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
     return digest(
         {
             "model": [type(orig_model).__name__, config],
-            "layout": [layout.kind, layout.shapes, layout.max_doc_length],
+            "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
             "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
             "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
             "precision": rt.precision,
@@ -83,7 +97,9 @@ def load(where: str, key: str) -> str:
             log.warning("compile.cache: %s: %s; compiling anew", path, problem)
         return f"no compiled code for this model and machine in {where} yet" if problem == "missing" else "cold compile"
     try:
-        loaded = torch.compiler.load_cache_artifacts(content)
+        artifacts, kernels = unpack(content)
+        loaded = torch.compiler.load_cache_artifacts(artifacts)
+        write_kernels(kernels)
     except Exception as error:  # what a foreign file makes torch raise is not ours to know
         loaded, problem = None, str(error)
     if loaded is None:
@@ -102,7 +118,7 @@ def save(where: str, key: str, is_main: bool) -> str:
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return f"nothing was compiled that {path} could hold"
-    content = artifacts[0]
+    content = pack(artifacts[0], read_kernels())
     header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     try:
         _write(path, json.dumps(header).encode() + b"\n" + content)
@@ -110,6 +126,47 @@ def save(where: str, key: str, is_main: bool) -> str:
         log.warning("compile.cache: %s cannot be written: %s", path, error)
         return f"compiled code not saved to {path}"
     return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
+
+
+def pack(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
+    """One sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
+    sizes = {name: len(code) for name, code in kernels.items()}
+    first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
+    return first + b"\n" + artifacts + b"".join(kernels.values())
+
+
+def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """The inverse of `pack`.
+
+    Raises:
+        ValueError: the bytes are no such sequence.
+    """
+    first, _, rest = content.partition(b"\n")
+    sizes = json.loads(first)
+    artifacts, rest = rest[: sizes["torch"]], rest[sizes["torch"] :]
+    kernels = {}
+    for name, size in sizes["kernels"].items():
+        kernels[name], rest = rest[:size], rest[size:]
+    return artifacts, kernels
+
+
+def read_kernels() -> dict[str, bytes]:
+    """FlashAttention-4's compiled kernels on this machine, by path within their folder; none if it is not in use."""
+    if "flash_attn" not in sys.modules:
+        return {}
+    folder = fa4_folder()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*/*.o"))}
+
+
+def write_kernels(kernels: dict[str, bytes]) -> None:
+    """Put kernels where FlashAttention-4 looks for them; those that are there already stay."""
+    folder = fa4_folder().resolve()
+    for name, code in kernels.items():
+        path = (folder / name).resolve()
+        if path.suffix != ".o" or not path.is_relative_to(folder):
+            raise ValueError(f"{name} is no name of a kernel")
+        if not path.exists():
+            _write(str(path), code)
 
 
 def _file(where: str, key: str) -> str:

@@ -44,9 +44,6 @@ def prepare_step(
     started = time.perf_counter()
     objective = rt.accelerator.unwrap_model(model)
     assert isinstance(objective, ModelWithLoss)
-    key = compile_cache.key(cfg, orig_model, layout, rt)
-    if cfg.compile.enabled and cfg.compile.cache:
-        tracker.say(compile_cache.load(cfg.compile.cache, key))
     verify_logits(objective, eager_backend(objective.backend, orig_model), rt.device)
     orig_model.train()
     run_shape = shape_runner(rt, model, orig_model, layout)
@@ -61,8 +58,8 @@ def prepare_step(
     tracker.say(_line(compiled, layout, watch.counts(), seconds))
     if rt.device.type == "cuda":
         tracker.say(compare(plan, peak_memory_gib(rt.device)))
-    if compiled and cfg.compile.cache:
-        tracker.say(compile_cache.save(cfg.compile.cache, key, rt.is_main))
+    if compiled:
+        compile_cache.keep(cfg, orig_model, layout, rt)
     return compiled, seconds
 
 

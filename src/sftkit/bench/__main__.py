@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def main() -> None:
         words.error("name a plan, or earlier results with --report")
     try:
         if args.report:
-            print(markdown(read_results(args.report)))
+            print(markdown(read_results(args.report)), end="")
         else:
             bench(
                 args.plan,
@@ -81,7 +81,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
         results["machine"] = machine(out)
         for number, job in enumerate(jobs, 1):
             started = time.perf_counter()
-            row = run_job(job, Path(caches))
+            row = run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
             row["wall_seconds"] = time.perf_counter() - started
             over_ceiling(row, results["machine"])
             results["runs"].append(row)
@@ -107,16 +107,24 @@ def machine(out: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"error": ended or "nothing was measured"}
 
 
+def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
+    """A run that others start warm from saves its compiled code in a file, and those load it: compile.cache."""
+    source = job.warm_from or (job.name if any(other.warm_from == job.name for other in jobs) else None)
+    if source is None:
+        return job
+    compile = replace(job.config.compile, cache=str(caches / f"{slug(source)}.compiled"))
+    return replace(job, config=replace(job.config, compile=compile))
+
+
 def run_job(job: Job, caches: Path) -> dict[str, Any]:
-    """Run one job in a new process with compiler caches of its own; its row, which says so if it failed."""
+    """Run one job in a new process with empty caches of its own; its row, which says so if it failed."""
     path = save_job(job)
     cache = caches / slug(job.name)
-    if job.warm_from is not None:
-        shutil.copytree(caches / slug(job.warm_from), cache)
-    cache.mkdir(exist_ok=True)
+    cache.mkdir()
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        "XDG_CACHE_HOME": str(cache),
         **job.environment,
     }
     command = [sys.executable, *(["-m", "sftkit.bench.worker"] if job.worker is None else [job.worker]), str(path)]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from sftkit import runtime
+from sftkit import compile_cache, runtime
 from sftkit.attention_choice import choose_backend
 from sftkit.bench.jobs import Job, read_job
 from sftkit.bench.rows import head, measured, read_lines, write_row
@@ -69,8 +69,11 @@ def run(job: Job) -> dict[str, Any]:
     layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.world_size, examples.lengths)
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, 0, cfg.data.num_workers)
 
+    started = time.perf_counter()
     apply_fp8(cfg, orig_model, rt)
     plan = make_plan(cfg, orig_model, layout, rt)
+    rt.say(plan.line)
+    compile_cache.restore(cfg, orig_model, layout, rt)
     with redirect_stdout(io.StringIO()) as said:
         backend = choose_backend(cfg, orig_model, layout, rt)
     rt.say(said.getvalue().strip())
@@ -79,7 +82,6 @@ def run(job: Job) -> dict[str, Any]:
     wrapped = rt.prepare(model)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
-    started = time.perf_counter()
     tracker = FirstStep(job.folder, cfg.log, rt, asdict(cfg))
     with tracker:
         trained = train(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,12 +33,17 @@ def runs(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
     return major >= 8
 
 
+def fa4_folder() -> Path:
+    """Where compiled kernels of FlashAttention-4 are kept: a folder per version of its code, object files inside."""
+    return Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or user_cache() / "fa4")
+
+
 @cache
 def fa4() -> ModuleType:
     """The kernels of FlashAttention-4. Building them takes 8 s a direction: they are kept on disk, in the user's own
     folder and not in the shared temporary one that is its default."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache() / "fa4"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(fa4_folder()))
     from flash_attn.cute import interface
 
     return interface  # type: ignore[no-any-return]
