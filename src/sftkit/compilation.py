@@ -98,10 +98,15 @@ def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Mo
 def begin_step() -> None:
     """Before each forward pass of training: CUDA graphs may reuse the memory of the pass before.
 
-    Gradients must not still lie in that memory: see docs/compile.md on accumulation.
+    Gradients that must outlive it are copied: see step.GradientSum.
     """
-    if "torch._inductor.cudagraph_trees" in sys.modules:  # inductor imports it when a mode with CUDA graphs compiles
+    if uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 @contextmanager

@@ -179,7 +179,7 @@ class TrainConfig:
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
-    "What may be recomputed or rounded to save memory. speed: nothing; balanced: half of the activations; low: nearly all, and 8-bit optimizer states."
+    "What is computed again or rounded to save memory. speed: what costs no time, a tenth of the activations; balanced: half of them; low: nearly all, and 8-bit optimizer states."
     resume: str | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.attention import dense_kernels, documents_of, plain_attention, use_document_attention
-from sftkit.compilation import begin_step, run_eagerly
+from sftkit.compilation import begin_step, run_eagerly, uses_cuda_graphs
 from sftkit.config import LossConfig
 from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.loader import StepBatches
@@ -90,11 +90,15 @@ def verify_logits(model: ModelWithLoss, backend: str, device: torch.device) -> N
 class GradientSum:
     """The gradients of all micro-batches but the last, added up in fp32: bf16 sums lose what is small against them.
 
-    Only what comes to one bf16 gradient needs it: fp32 gradients add up by themselves.
+    fp32 gradients add up by themselves; but those that lie in the memory of a CUDA graph do not outlive its next replay.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad and p.dtype != torch.float32]
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], micro_batches: int) -> None:
+        graphs = uses_cuda_graphs()
+        few = micro_batches < (2 if graphs else 3)  # two bf16 gradients make one rounding, with or without us
+        self._parameters = [
+            p for p in parameters if not few and p.requires_grad and (graphs or p.dtype != torch.float32)
+        ]
         self._sums: dict[int, torch.Tensor] = {}
 
     def take(self) -> None:
@@ -105,7 +109,7 @@ class GradientSum:
             if i in self._sums:
                 self._sums[i].add_(parameter.grad)
             else:
-                self._sums[i] = parameter.grad.float()
+                self._sums[i] = parameter.grad.to(torch.float32, copy=True)
             parameter.grad = None
 
     def put_back(self) -> None:
@@ -146,7 +150,7 @@ def optimizer_step(
     """
     sums = torch.zeros(4, device=rt.device)
     last = len(step_batches.micro_batches) - 1
-    earlier = GradientSum(model.parameters() if last > 1 else ())
+    earlier = GradientSum(model.parameters(), len(step_batches.micro_batches))
     for i, batch in enumerate(step_batches.micro_batches):
         if i == last:
             earlier.put_back()
