@@ -34,7 +34,7 @@ def documents(data: DataPlan, vocab_size: int) -> Examples:
 def new_model(
     fields: dict[str, Any], seed: int, precision: str, device: torch.device, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """Random weights made on the device, in fp32 and then rounded, so that bf16 and fp32 runs start alike.
+    """Random weights made on the device and rounded to bf16, in fp32 too, so that all runs start from the same ones.
 
     Args:
         fields: of a transformers config, with model_type.
@@ -46,7 +46,7 @@ def new_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
-        parameter.data = parameter.data.to(DTYPES[precision])
+        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
