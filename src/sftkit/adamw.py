@@ -1,7 +1,7 @@
 """AdamW for bf16 weights: what bf16 would lose is kept in fp32 masters, or in expectation by stochastic rounding.
 
 An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
-the nearest one loses it entirely. The update is one pointwise function on flat tensors: eager on CPU, one compiled graph
+the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise function on flat tensors: eager on CPU, one compiled graph
 for all sizes on CUDA. Everything that varies comes in as a 0-d tensor, so nothing is ever compiled again.
 """
 
@@ -66,14 +66,20 @@ def update_exact(
     exp_avg_sq: torch.Tensor,
     clip: torch.Tensor,
     s: Scalars,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
 ) -> None:
-    """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows."""
+    """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows.
+
+    It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
+    has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
+    """
     new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s)
     weight.copy_(new[0])
     exp_avg.copy_(new[1])
     exp_avg_sq.copy_(new[2])
     if rounded is not None:
-        rounded.copy_(new[0])
+        rounded.copy_(stochastic_round(new[0], noise16(elements(rounded), key0, key1)[0]))
 
 
 def update_stochastic(
@@ -88,9 +94,14 @@ def update_stochastic(
 ) -> None:
     """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566)."""
     new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s)
-    noise = noise16(torch.arange(param.numel(), dtype=torch.int32, device=param.device), key0, key1)
+    noise = noise16(elements(param), key0, key1)
     for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
         stored.copy_(stochastic_round(value, bits))
+
+
+def elements(flat: torch.Tensor) -> torch.Tensor:
+    """The number of each element, int32."""
+    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
 def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -216,13 +227,13 @@ class AdamW(torch.optim.Optimizer):
         # Dynamo specialises on a size of 1, and a graph for one number is not worth having.
         eager = not (self.compile and param.is_cuda) or param.numel() == 1
         run = (lambda update: update) if eager else compiled
+        keys = (int32(key), int32(key >> 32))
         if self._rounds(param):
-            keys = (int32(key), int32(key >> 32))
             run(update_stochastic)(param, *rest, *keys)
         elif master is None:
-            run(update_exact)(param, None, *rest)
+            run(update_exact)(param, None, *rest, *keys)
         else:
-            run(update_exact)(master, param, *rest)
+            run(update_exact)(master, param, *rest, *keys)
 
     @torch.no_grad()
     def warm_up(self) -> None:

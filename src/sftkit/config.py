@@ -141,7 +141,7 @@ class OptimConfig:
     """Optimizer, schedule and gradient clipping."""
 
     name: Literal["auto", "adamw", "adamw_sr", "adamw8bit", "muon"] = "auto"
-    "adamw: fp32 master weights and states (16 bytes per parameter with bf16 weights); adamw_sr: all bf16, stochastically rounded (8 bytes); adamw8bit: torchao's 8-bit states, stochastically rounded (about 6 bytes); muon: Muon on the matrices of the blocks, AdamW on the rest, for training from scratch; auto: adamw where it fits in memory, else adamw_sr."
+    "adamw: fp32 master weights and states, of which bf16 weights are stochastically rounded copies (16 bytes per parameter); adamw_sr: all bf16, stochastically rounded (8 bytes); adamw8bit: torchao's 8-bit states, stochastically rounded (about 6 bytes); muon: Muon on the matrices of the blocks, AdamW on the rest, for training from scratch; auto: adamw where it fits in memory, else adamw_sr."
     lr: Annotated[float, Field(gt=0.0)] = 2e-5
     "Peak learning rate."
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sftkit.adamw import AdamW, flat
+from sftkit.adamw import AdamW, elements, flat, int32, noise16, random_key, stochastic_round
 
 MOMENTUM = 0.95
 
@@ -58,5 +58,7 @@ class Muon(AdamW):
         momentum_buffer = state["momentum_buffer"].view(param.shape)
         update_muon(weight, param.grad.float() * clip, momentum_buffer, group["lr"], group["weight_decay"])
         if "master" in state:
-            param.copy_(weight)
+            key = random_key(self.seed, state["step"], index)
+            noise = noise16(elements(state["master"]), int32(key), int32(key >> 32))[0]
+            param.copy_(stochastic_round(state["master"], noise).view(param.shape))
         return None

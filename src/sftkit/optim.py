@@ -39,10 +39,10 @@ def build_optimizer(
             raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")
         return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed, compile=compile)
     if optim.name == "muon":
-        return Muon(groups, optim.lr, optim.betas, optim.eps, compile=compile)
+        return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
     if dtypes == {torch.float32}:
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return AdamW(groups, optim.lr, optim.betas, optim.eps, compile=compile)
+    return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
 
 
 def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> list[dict[str, Any]]:
