@@ -47,11 +47,11 @@ def main() -> None:
     rt.say(sources.summary(examples, validation))
 
     # How we step: attention for these rows, compiled in place, then wrapped. Only the train step calls `wrapped`.
-    apply_fp8(cfg, orig_model, rt)
-    plan = make_plan(cfg, orig_model, layout, rt)
-    rt.say(plan.line)
+    apply_fp8(cfg, orig_model, layout, rt)
     compile_cache.restore(cfg, orig_model, layout, rt)
-    model = ModelWithLoss(orig_model, choose_backend(cfg, orig_model, layout, rt), cfg.loss)
+    backend = choose_backend(cfg, orig_model, layout, rt)
+    plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
+    model = ModelWithLoss(orig_model, backend, cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
     wrapped = rt.prepare(model)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)

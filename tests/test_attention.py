@@ -192,7 +192,7 @@ def test_flash_refuses_what_its_kernels_cannot_compute() -> None:
     documents = Documents("varlen", 256, cu_seqlens=torch.tensor([0, 256], dtype=torch.int32))
     query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
     for bad in ({"softcap": 5.0}, {"dropout": 0.1}, {"s_aux": torch.zeros(4)}):
-        with pytest.raises(RuntimeError, match="soft cap, dropout or sinks"):
+        with pytest.raises(RuntimeError, match=r"soft cap or dropout|sinks"):
             attend(torch.nn.Module(), query, key, value, None, documents=documents, **bad)  # type: ignore[arg-type]
 
 
@@ -213,7 +213,7 @@ def test_the_flash_operator_traces_and_counts_its_flops() -> None:
 
 def available(backend: str) -> bool:
     return torch.cuda.is_available() and (
-        backend in ("flex", "sdpa", "reference") or flash.runs(backend, torch.device("cuda"), torch.bfloat16)
+        backend in ("flex", "sdpa", "reference") or flash.missing(backend, torch.device("cuda"), torch.bfloat16) is None
     )
 
 

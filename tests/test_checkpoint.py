@@ -266,3 +266,9 @@ def test_a_run_that_is_not_resumed_never_finds_what_an_earlier_one_left(tmp_path
     assert (tmp_path / "run.old-1" / "tokenizer").is_dir()
     assert open_run(str(tmp_path / "run"), "auto", "run: {}\n", rt) == folder
     assert not (tmp_path / "run.old-2").exists()
+
+
+def test_resuming_with_another_optimizer_or_precision_is_refused(tmp_path: Path, tokenizer) -> None:
+    run(tmp_path / "run", tokenizer, max_steps=2, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"optimizer AdamW bfloat16, and this run has AdamW float32"):
+        run(tmp_path / "run", tokenizer, max_steps=4, resume="auto")

@@ -83,7 +83,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_a_folder_a_file_and_a_url_of_either_hold_what_was_saved(tmp_path: Path, fake_torch, form: str) -> None:
     path = tmp_path / "new" / ("x.compiled" if form.endswith("file") else "caches")
     where = path.as_uri() if "://" in form else str(path)
-    assert "saved" in compile_cache.save(where, KEY, is_main=True)
+    assert "saved" in compile_cache.save(where, KEY, writes=True)
     assert compile_cache.load(where, KEY).startswith("compiled code from")
     assert fake_torch == [b"arti\nfacts"]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
@@ -93,25 +93,25 @@ def test_a_folder_a_file_and_a_url_of_either_hold_what_was_saved(tmp_path: Path,
 
 def test_a_folder_holds_one_file_per_key(tmp_path: Path, fake_torch) -> None:
     for key in (KEY, OTHER, KEY):
-        compile_cache.save(str(tmp_path), key, is_main=True)
+        compile_cache.save(str(tmp_path), key, writes=True)
     assert len(list(tmp_path.iterdir())) == 2
     assert compile_cache.load(str(tmp_path), "c" * 64).startswith("no compiled code")
 
 
 def test_only_the_main_rank_writes_and_only_what_was_compiled_cold(tmp_path: Path, fake_torch, monkeypatch) -> None:
     where = str(tmp_path / "x.compiled")
-    assert compile_cache.save(where, KEY, is_main=False) == ""
+    assert compile_cache.save(where, KEY, writes=False) == ""
     assert not Path(where).exists()
     monkeypatch.setitem(compile_cache.counters, "inductor", {"fxgraph_cache_miss": 0})
     assert "saved" in compile_cache.save(
-        where, KEY, is_main=True
+        where, KEY, writes=True
     )  # all of it from torch's own cache: still worth a file
     before = Path(where).stat().st_ino
-    assert "complete" in compile_cache.save(where, KEY, is_main=True)
+    assert "complete" in compile_cache.save(where, KEY, writes=True)
     assert Path(where).stat().st_ino == before
-    assert "saved" in compile_cache.save(where, OTHER, is_main=True)
+    assert "saved" in compile_cache.save(where, OTHER, writes=True)
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
-    assert "nothing was compiled" in compile_cache.save(where, KEY, is_main=True)
+    assert "nothing was compiled" in compile_cache.save(where, KEY, writes=True)
 
 
 def swap_key(content: bytes) -> bytes:
@@ -130,18 +130,18 @@ DAMAGES = {
 @pytest.mark.parametrize("why", DAMAGES)
 def test_a_file_that_is_no_use_is_a_warning_and_then_replaced(tmp_path: Path, fake_torch, caplog, why: str) -> None:
     file = tmp_path / "x.compiled"
-    compile_cache.save(str(file), KEY, is_main=True)
+    compile_cache.save(str(file), KEY, writes=True)
     file.write_bytes(DAMAGES[why](file.read_bytes()))
     assert compile_cache.load(str(file), KEY) == "cold compile"
     assert why.strip() in caplog.text
     assert fake_torch == []
-    compile_cache.save(str(file), KEY, is_main=True)
+    compile_cache.save(str(file), KEY, writes=True)
     assert compile_cache.load(str(file), KEY).startswith("compiled code from")
 
 
 def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"garbage", object()))
-    compile_cache.save(str(tmp_path), KEY, is_main=True)
+    compile_cache.save(str(tmp_path), KEY, writes=True)
     assert compile_cache.load(str(tmp_path), KEY) == "cold compile"
     assert "torch cannot read it" in caplog.text
 
@@ -149,7 +149,7 @@ def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("where", ["/proc/nowhere", "unknown://bucket/graphs"])
 def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where: str, fake_torch, caplog) -> None:
     compile_cache.load(where, KEY)
-    assert "not saved" in compile_cache.save(where, KEY, is_main=True)
+    assert "not saved" in compile_cache.save(where, KEY, writes=True)
     assert "cannot be written" in caplog.text
 
 

@@ -17,6 +17,7 @@ from helpers import (
     token_nll,
 )
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit import runtime
 from sftkit.attention import document_mask, plain_attention
@@ -206,16 +207,48 @@ class GradientsOnly(torch.optim.SGD):
         self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
 
 
-def test_a_model_that_scales_its_logits_is_refused() -> None:
-    from transformers import CohereConfig, CohereForCausalLM
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
-    config = CohereConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = ModelWithLoss(CohereForCausalLM(config), "reference", LossConfig())
-    with pytest.raises(ConfigError, match="differ by 1500%"):
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("cohere", {}),  # scales its logits
+        ("phimoe", {"sliding_window": 10, "num_local_experts": 4}),  # hands its window to the mask alone
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),  # mixes tokens outside attention
+        ("jamba", {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    ],
+)
+def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
+    model_type: str, fields: dict[str, object]
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**COMMON, **fields})
+    model = ModelWithLoss(AutoModelForCausalLM.from_config(config), "reference", LossConfig())
+    with pytest.raises(
+        ConfigError,
+        match=r"is not supported: (the logits of .* differ by|a layer of type)",
+    ):
         verify_logits(model, "reference", torch.device("cpu"))
-    verify_logits(ModelWithLoss(tiny_llama(), "reference", LossConfig()), "reference", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
+def test_verification_leaves_the_model_as_it_was(make_model) -> None:
+    model = ModelWithLoss(make_model(), "sdpa", LossConfig()).train()
+    windows = [getattr(m, "sliding_window", None) for m in model.modules()]
+    verify_logits(model, "sdpa", torch.device("cpu"))
+    assert [getattr(m, "sliding_window", None) for m in model.modules()] == windows
+    assert model.orig_model.training
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.collate import Batch
+from sftkit.errors import ConfigError
 from sftkit.kernels.flash import document_attention
 
 NAME = "sftkit"
@@ -60,7 +61,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     """Route the model's attention through `attend`.
 
     Raises:
-        NotImplementedError: the model's code does not take its attention from transformers' registry.
+        ConfigError: the model's code does not take its attention from transformers' registry.
     """
     AttentionInterface.register(NAME, attend)
     _set_implementation(orig_model, NAME)
@@ -70,11 +71,26 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
 def plain_attention(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
     before = orig_model.config._attn_implementation
-    _set_implementation(orig_model, "sdpa")
+    _set_implementation(orig_model, plain_implementation(orig_model.config))
     try:
         yield
     finally:
         _set_implementation(orig_model, str(before))
+
+
+def plain_implementation(config: PreTrainedConfig) -> str:
+    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out without a word."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
+    """What in the model lets tokens see each other besides attention, which no document boundary stops; None: nothing."""
+    kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        return f"a layer of type {', '.join(sorted(map(str, odd)))}"
+    convolutions = [name for name, module in orig_model.named_modules() if isinstance(module, torch.nn.Conv1d)]
+    return f"the convolution {convolutions[0]}" if convolutions else None
 
 
 def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
@@ -82,7 +98,9 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
         return
     orig_model.set_attn_implementation(name)
     if orig_model.config._attn_implementation != name:
-        raise NotImplementedError(f"{type(orig_model).__name__} does not take its attention from a registry")
+        raise ConfigError(
+            f"{type(orig_model).__name__} is not supported: it does not take its attention from transformers' registry"
+        )
 
 
 def attend(
@@ -112,13 +130,15 @@ def attend(
     """
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.attention.plain_attention")
+    if kwargs.get("s_aux") is not None:
+        raise RuntimeError("attention sinks (s_aux) are not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))
     if documents.cu_seqlens is not None:
-        if softcap is not None or dropout or kwargs.get("s_aux") is not None:
-            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap, dropout or sinks")
+        if softcap is not None or dropout:
+            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
         out = _flash(query, key, value, documents, scale, sliding_window)
     elif documents.blocks is not None:
         out = _flex(query, key, value, documents, scale, sliding_window, softcap)
@@ -188,6 +208,7 @@ def _flex(
         return same if window is None else same & (i - j < window)
 
     def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     counts, indices, reverse_counts, reverse_indices = blocks
@@ -264,6 +285,20 @@ def dense_kernels() -> Iterator[None]:
     """The order in which backend sdpa looks for a kernel: cuDNN's is the fastest on Hopper."""
     with sdpa_kernel(DENSE_KERNELS, set_priority=True):
         yield
+
+
+@contextmanager
+def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None]:
+    """Inside, every sliding window of the model is this short, in its config and in its layers."""
+    owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
+    before = [(owner, owner.sliding_window) for owner in owners if type(getattr(owner, "sliding_window", None)) is int]
+    try:
+        for owner, _ in before:
+            owner.sliding_window = window
+        yield
+    finally:
+        for owner, value in before:
+            owner.sliding_window = value
 
 
 def windows(config: PreTrainedConfig) -> bool:

@@ -23,15 +23,19 @@ from sftkit.runtime import Runtime
 log = logging.getLogger(__name__)
 
 
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"What configs call the dropout of attention weights."
+
+
 def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
-    """The backend of training and validation, the same on equal machines; says which and why.
+    """The backend of training and validation, chosen by the main rank for all; says which and why.
 
     Raises:
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
     named = cfg.attention.backend
     if named == "auto":
-        backend, why = fastest(orig_model, layout, rt.device, cfg.compile.enabled)
+        backend, why = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled))
     else:
         problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled)
         if problem:
@@ -49,11 +53,17 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, c
     """
     able = [b for b in ("fa4", "varlen", "sdpa") if refusal(b, orig_model, layout, device, compiled) is None]
     if not able:
-        flex = refusal("flex", orig_model, layout, device, compiled) is None
-        return ("flex", "no FlashAttention for this model") if flex else ("reference", "runs everywhere")
+        if refusal("flex", orig_model, layout, device, compiled) is None:
+            return "flex", "no FlashAttention for this model"
+        if device.type != "cuda":
+            return "reference", "runs everywhere"
+        reasons = "; ".join(f"{b} {refusal(b, orig_model, layout, device, compiled)}" for b in ("varlen", "flex"))
+        return "reference", f"a dense mask, quadratic in the row length: {reasons}"
     if len(able) == 1:
         return able[0], "the fastest that runs here"
     times = measured(able, orig_model, layout, device)
+    if not times:
+        return "reference", "nothing faster works"
     best = min(times, key=times.__getitem__)
     return best, ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
 
@@ -63,7 +73,7 @@ def refusal(
 ) -> str | None:
     """Why a backend cannot serve a run, None if it can."""
     config = orig_model.config.get_text_config()
-    dropout = max((float(getattr(config, n, 0.0) or 0.0) for n in ("attention_dropout", "attn_pdrop")), default=0.0)
+    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
     softcap = getattr(config, "attn_logit_softcapping", None)
     if backend == "reference":
         return None
@@ -81,9 +91,9 @@ def refusal(
         return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
-    if not flash.runs(backend, device, orig_model.dtype):
-        needs = "a Hopper or Blackwell GPU and pip install 'sftkit[attention-fa4]'" if backend == "fa4" else "a GPU"
-        return f"needs bf16 weights and {needs}"
+    problem = flash.missing(backend, device, orig_model.dtype)
+    if problem:
+        return problem
     head_dim, _ = head_sizes(orig_model)
     fits = head_dim in (64, 96, 128) if backend == "fa4" else head_dim % 8 == 0 and head_dim <= 256
     return None if fits else f"has no kernel for heads of {head_dim}"
@@ -94,8 +104,8 @@ def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
     if backend != "flex":
         return backend
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
-    usable = flash.runs("varlen", orig_model.device, orig_model.dtype) and not softcap
-    return "varlen" if usable else "reference"
+    unusable = softcap or flash.missing("varlen", orig_model.device, orig_model.dtype)
+    return "reference" if unusable else "varlen"
 
 
 def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
@@ -119,7 +129,15 @@ def measured(
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
     cached = read_cache()
     if key not in cached:
-        cached[key] = {name: _milliseconds(name, *shape, device=device) for name in backends}
+        times = {}
+        for name in backends:
+            try:
+                times[name] = _milliseconds(name, *shape, device=device)
+            except Exception as error:  # an installation that does not fit this GPU or torch
+                log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
+        if len(times) < len(backends):
+            return times
+        cached[key] = times
         write_cache(cached)
     return cached[key]
 

@@ -64,7 +64,8 @@ class Checkpoints:
         make_tokenizer_portable(folder / "tokenizer_config.json")
         torch.save(self.optimizer.state_dict(), folder / STATE / "optimizer.pt")
         (folder / "recipe.yaml").write_text(self.recipe)
-        (folder / STATE / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+        kept = {"step": step, "optimizer": optimizer_kind(self.optimizer), **state}
+        (folder / STATE / "state.json").write_text(json.dumps(kept, indent=1))
         write_manifest(folder, step)
 
     def resume(self, setting: str | None) -> dict[str, Any]:
@@ -83,6 +84,12 @@ class Checkpoints:
         if folder is None:
             return {"step": 0}
         state = json.loads((folder / STATE / "state.json").read_text())
+        here = optimizer_kind(self.optimizer)
+        if state.get("optimizer", here) != here:
+            raise ConfigError(
+                f"train.resume={setting}: {folder} was written with the optimizer {state['optimizer']}, and this run has "
+                f"{here}: resume with its optim.name and train.precision, or start from its weights with model.path"
+            )
         load_weights(self.orig_model, folder)
         optimizer = torch.load(folder / STATE / "optimizer.pt", map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(optimizer)
@@ -121,6 +128,13 @@ class Checkpoints:
                 return folder
             log.warning("checkpoint passed over: %s", problem)
         return None
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer and the dtype of its parameters: what decides which states it keeps."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for group in optimizer.param_groups for p in group["params"]}
+    stochastic = " stochastic" if getattr(optimizer, "stochastic", False) else ""
+    return f"{type(optimizer).__name__}{stochastic} {'+'.join(sorted(dtypes))}"
 
 
 def make_tokenizer_portable(config_file: Path) -> None:

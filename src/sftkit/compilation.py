@@ -220,7 +220,7 @@ def warm_up(
     if error is not None:
         undo_compile(model)
         with torch.random.fork_rng(devices=devices):
-            run_shape(*shapes[0])  # an error that eager has too is no compiler's fault: it is raised from here
+            run_shape(*shapes[-1])  # an error that eager has too is no compiler's fault: it is raised from here
         model.zero_grad(set_to_none=True)
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":

@@ -38,13 +38,19 @@ VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
     """Load what compile.cache holds for this run, if it names anything: before attention is chosen, which uses kernels."""
     if cfg.compile.enabled and cfg.compile.cache:
-        rt.say(load(cfg.compile.cache, key(cfg, orig_model, layout, rt)))
+        said = load(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.device.index or 0)
+        rt.say(said)
 
 
 def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
-    """Save what the warm-up compiled to compile.cache, if it names anything; the main rank does."""
+    """Save what the warm-up compiled to compile.cache, if it names anything.
+
+    torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
+    folder; a single file holds the main rank's.
+    """
     if cfg.compile.cache:
-        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.is_main))
+        index = rt.device.index or 0
+        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.rank == index, index))
 
 
 def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
@@ -80,17 +86,20 @@ def digest(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def load(where: str, key: str) -> str:
+def load(where: str, key: str, index: int = 0) -> str:
     """Hand torch the compiled code that was saved under this key; every rank does.
 
     Args:
+        index: number of this rank's GPU in its machine.
         where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or an fsspec URL of either.
 
     Returns:
         what happened, for the console. A file that is missing, damaged or of another key never stops a run: the graphs are
         then compiled.
     """
-    path = _file(where, key)
+    path = _file(where, key, index)
+    if path is None:
+        return "cold compile"
     content, problem = _read(path, key)
     if content is None:
         if problem != "missing":
@@ -108,11 +117,11 @@ def load(where: str, key: str) -> str:
     return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
 
 
-def save(where: str, key: str, is_main: bool) -> str:
-    """Write what was compiled, on the main rank, unless all of it came from the same file. Returns a line to print."""
-    if not is_main:
+def save(where: str, key: str, writes: bool, index: int = 0) -> str:
+    """Write what was compiled, on a rank that `writes`, unless all of it came from the same file. Returns a line to print."""
+    path = _file(where, key, index)
+    if not writes or path is None:
         return ""
-    path = _file(where, key)
     if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
         return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
@@ -169,11 +178,12 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
             _write(str(path), code)
 
 
-def _file(where: str, key: str) -> str:
-    """The file for this key: `where` itself if it is or looks like a file, else a file in that folder."""
+def _file(where: str, key: str, index: int) -> str | None:
+    """The file for this key and GPU: `where` itself if it is or looks like a file, for the first GPU only, else a file in
+    that folder."""
     if where.endswith(SUFFIX) or ("://" not in where and Path(where).expanduser().is_file()):
-        return where
-    return f"{where.rstrip('/')}/{key[:32]}{SUFFIX}"
+        return where if index == 0 else None
+    return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
 
 def _read(path: str, key: str) -> tuple[bytes | None, str]:

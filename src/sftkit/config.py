@@ -96,20 +96,20 @@ class DataConfig:
     "The most tokens of one document; null: inherited from the checkpoint's own run."
     row_length: Annotated[int, Field(ge=8)] | None = None
     "Tokens in a packed row, max_length or more; null: max_length. The other layouts hold one document of max_length."
-    num_buckets: Positive = 4
-    "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least."
+    num_buckets: Positive | None = None
+    "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least; null: 4."
     bucket_lengths: tuple[Positive, ...] | None = None
     "bucketed: these row lengths instead, ascending, the last one max_length."
-    pad_multiple: Positive = 8
-    "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs."
+    pad_multiple: Positive | None = None
+    "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs; null: 8."
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     "What happens to a conversation longer than max_length. Plain text is always cut into pieces of max_length."
     on_bad_row: Literal["error", "skip"] = "error"
     "A row that cannot be used: stop with its file and line, or skip it and count."
     num_proc: Positive = 1
     "Processes that tokenize (the result is cached on disk)."
-    num_workers: NonNegative = 0
-    "Processes that build batches; 0: the training process itself."
+    num_workers: NonNegative | None = None
+    "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
     cache_dir: str = ".cache/sftkit"
     "Tokenized data, keyed by source, tokenizer, template and settings; safe to delete."
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config import Config
+from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.model import decoder_blocks
 from sftkit.runtime import Runtime
@@ -20,9 +21,16 @@ MULTIPLE = 16
 "What the float8 product asks of every dimension."
 
 
-def apply_fp8(cfg: Config, orig_model: PreTrainedModel, rt: Runtime) -> None:
+def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
     """What train.fp8 asks for, said in a line; nothing if it is null."""
     if cfg.train.fp8 is not None:
+        odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % MULTIPLE]
+        odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % MULTIPLE else []
+        if odd:
+            raise ConfigError(
+                f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {MULTIPLE} positions, and "
+                f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
+            )
         number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, cfg.compile.enabled)
         rt.say(f"{number} linear layers compute in float8, {cfg.train.fp8}")
 

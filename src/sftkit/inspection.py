@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config import DataConfig, TrainConfig
-from sftkit.data.pack import GlobalBatch, Layout, make_layout, num_positions, plan_epoch
+from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
 
 BAR_WIDTH = 40
@@ -39,7 +39,8 @@ def length_histogram(examples: Examples) -> str:
 
 def layouts(data: DataConfig, train: TrainConfig, max_length: int, lengths: np.ndarray) -> list[Layout]:
     """The four layouts of this data on one device; settings that only go with one layout hold for that one."""
-    multiple = data.pad_multiple if max_length % data.pad_multiple == 0 else 1
+    asked = data.pad_multiple or PAD_MULTIPLE
+    multiple = asked if max_length % asked == 0 else 1
     settings = (
         replace(data, layout="packed"),
         replace(data, layout="bucketed"),

@@ -53,13 +53,19 @@ class Remedy(NamedTuple):
 
 
 def make_plan(
-    cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, total_bytes: int | None = None
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    rt: Runtime,
+    total_bytes: int | None = None,
+    backend: str | None = None,
 ) -> MemoryPlan:
-    """Turn train.memory and optim.name into an optimizer and a budget; eager runs get gradient checkpointing instead.
+    """Turn train.memory and optim.name into an optimizer and a budget, and say so; eager runs get gradient checkpointing.
 
     Args:
         orig_model: not yet compiled or wrapped; gradient checkpointing is switched on in it if the plan wants it.
         total_bytes: memory of the device; None: that of rt.device, unknown if it is no GPU.
+        backend: of attention; reference holds a dense mask.
 
     Raises:
         ConfigError: an eager run asks to save memory and the model has no gradient checkpointing.
@@ -73,7 +79,7 @@ def make_plan(
         checkpointing = True
     shape = shape_of(orig_model)
     budget = _budget(cfg) if compiled else 1.0
-    dense = cfg.attention.backend == "reference"
+    dense = backend == "reference"
     name: OptimizerName = "adamw" if cfg.optim.name == "auto" else cfg.optim.name
     setup = None
     if shape is not None:
@@ -87,6 +93,7 @@ def make_plan(
     parameters = sum(p.numel() for p in orig_model.parameters())
     earlier = parameters * earlier_gradient_width(layout, rt.precision)
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
+    rt.say(line)
     optim = replace(cfg.optim, name=name)
     plan = MemoryPlan(optim, budget, setup, found, total_bytes, earlier, line)
     if found is not None and not fits(found, total_bytes):
@@ -101,7 +108,7 @@ def make_plan(
 
 def _recomputes(cfg: Config) -> bool:
     """Whether a partitioner that knows of budgets compiles the blocks."""
-    return cfg.compile.enabled and cfg.compile.backend != "eager"
+    return cfg.compile.enabled and cfg.compile.backend in ("inductor", "aot_eager")
 
 
 def _budget(cfg: Config) -> float:

@@ -180,6 +180,8 @@ def load_model(
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it
+    if getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None):
+        orig_model.set_attn_implementation("eager")  # transformers' sdpa leaves the soft cap out
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fp32" and orig_model._can_set_experts_implementation():
@@ -313,10 +315,12 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
 
 def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, attention_pairs: int) -> float:
     """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
-    token, 6 per parameter of the head and target, 12 x layers x heads x head size per (query, key) pair (PaLM,
+    token, 6 per parameter of the head and target, 6 x layers x heads x (query head + value head
+    size) per (query, key) pair (PaLM,
     appendix B, counted per document instead of per row). Layers that slide a window count as if it were never reached."""
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_pair = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
+    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * sizes
     counted = count_parameters(orig_model)
     return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * attention_pairs

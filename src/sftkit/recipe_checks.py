@@ -112,6 +112,9 @@ def _sources(get: Get) -> Iterator[Problem]:
 
 def _buckets(get: Get) -> Iterator[Problem]:
     key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
+    if get("data.num_buckets") is not None and (layout != "bucketed" or lengths is not None):
+        why = f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else f"and {key} are both given"
+        yield "data.num_buckets", why
     if lengths is None:
         return
     if layout != "bucketed":
@@ -137,9 +140,12 @@ def _row_length(get: Get) -> Iterator[Problem]:
 
 
 def _dynamic(get: Get) -> Iterator[Problem]:
-    if get("data.layout") != "dynamic":
-        return
     max_length, multiple = get("data.max_length"), get("data.pad_multiple")
+    if get("data.layout") != "dynamic":
+        if multiple is not None:
+            yield "data.pad_multiple", f"only goes with layout dynamic, not {get('data.layout')}"
+        return
+    multiple = multiple or 8
     if max_length is not None and max_length % multiple:
         yield "data.max_length", f"{max_length} is not a multiple of data.pad_multiple, {multiple}"
     if get("compile.dynamic"):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from types import FrameType
 from typing import TypeVar
@@ -22,7 +21,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+)
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config import LogConfig, RunConfig, TrainConfig
@@ -30,6 +34,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.hardware import device_name
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -79,6 +84,14 @@ class Runtime:
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
+
+    def from_main(self, decide: Callable[[], Value]) -> Value:
+        """What the main rank decides, on every rank; the others do not ask."""
+        if self.world_size == 1:
+            return decide()
+        box = [decide() if self.is_main else None]
+        broadcast_object_list(box)
+        return box[0]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -172,14 +185,14 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def garbage_collected_between_steps() -> Iterator[Callable[[], object]]:
-    """Inside, Python's cycle collector runs only when the yielded function is called: never in the middle of a step,
-    where it would stop one rank and with it all. What exists already is never looked at again."""
+def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
+    """Inside, Python's cycle collector runs only when the yielded function, gc.collect, is called: never in the middle of
+    a step, where it would stop one rank and with it all. What exists already is never looked at again."""
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        yield partial(gc.collect, 1)
+        yield gc.collect
     finally:
         gc.enable()
         gc.unfreeze()

@@ -117,7 +117,7 @@ def train(
             if logs or stopped:
                 metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
                 tracker.log_metrics(step, total_steps, metrics)
-                collect()
+                collect(1)
 
             # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
             pausing = time.perf_counter()
@@ -127,6 +127,7 @@ def train(
             if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
                 evals, samples = evaluate()
                 tracker.log_evals(step, evals, samples)
+                collect()
             meter.paused(time.perf_counter() - pausing)
 
     for reason in watch.recompile_reasons():

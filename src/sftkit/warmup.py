@@ -50,6 +50,8 @@ def prepare_step(
     with explained(plan, cfg, layout):
         with reserve_optimizer_state(optimizer, plan, rt.device):
             compiled = warm_up(model, run_shape, layout.shapes, cfg.compile, rt.any_rank)
+        if not compiled:
+            objective.backend = eager_backend(objective.backend, orig_model)
         if isinstance(optimizer, AdamW):
             optimizer.compile = compiled
         warm_up_optimizer(optimizer)

@@ -70,13 +70,12 @@ def run(job: Job) -> dict[str, Any]:
     batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, 0, cfg.data.num_workers)
 
     started = time.perf_counter()
-    apply_fp8(cfg, orig_model, rt)
-    plan = make_plan(cfg, orig_model, layout, rt)
-    rt.say(plan.line)
+    apply_fp8(cfg, orig_model, layout, rt)
     compile_cache.restore(cfg, orig_model, layout, rt)
     with redirect_stdout(io.StringIO()) as said:
         backend = choose_backend(cfg, orig_model, layout, rt)
     rt.say(said.getvalue().strip())
+    plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
     wrapped = rt.prepare(model)

@@ -138,9 +138,8 @@ def warm_up_batch(rows: int, row_length: int, vocab_size: int, max_docs: int, ma
     """The heaviest batch of a declared shape: random tokens, documents as long as allowed, every position a target."""
     whole, rest = divmod(row_length, max_doc_length)
     row = [max_doc_length] * whole + [rest] * (rest > 0)
-    offsets = np.concatenate([[0], np.cumsum(np.tile(row, rows) + 1)])
-    ids = np.random.default_rng(0).integers(0, vocab_size, int(offsets[-1])).astype(np.int32)
-    zeros = np.zeros(len(offsets) - 1, dtype=np.int64)
-    examples = Examples(ids, np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16), ("warm-up",), {})
-    numbers = np.arange(len(zeros)).reshape(rows, len(row))
-    return collate(examples, tuple(map(tuple, numbers.tolist())), row_length, 0, max_docs, max_doc_length)
+    sizes = row * rows
+    ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
+    numbers = np.arange(len(sizes)).reshape(rows, len(row))
+    recipe = tuple(map(tuple, numbers.tolist()))
+    return collate(Examples.of(ids, sizes), recipe, row_length, 0, max_docs, max_doc_length)

@@ -70,11 +70,11 @@ class Batches:
     """The training data of a run as a function of the step number. State: only the plan of the current epoch."""
 
     def __init__(
-        self, examples: Examples, layout: Layout, seed: int, rank: int, pad_id: int, num_workers: int = 0
+        self, examples: Examples, layout: Layout, seed: int, rank: int, pad_id: int, num_workers: int | None = 0
     ) -> None:
         self.examples, self.layout, self.seed = examples, layout, seed
         self._dataset = _Steps(examples, layout, rank, pad_id)
-        self._num_workers = num_workers
+        self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self.plan = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:

@@ -16,6 +16,8 @@ from sftkit.errors import ConfigError
 log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 SAMPLE = 100_000  # documents packed on trial, 0.07 s
+NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe says
+PAD_MULTIPLE = 8  # of the row lengths of a dynamic layout, unless the recipe says
 SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own for sizes 0 and 1
 
 
@@ -120,14 +122,14 @@ def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_siz
         max_length,
         max_doc_length=max_length,
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
-        pad_multiple=data.pad_multiple,
+        pad_multiple=data.pad_multiple or PAD_MULTIPLE,
     )
     if data.layout == "packed":
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
         return replace(plain, row_lengths=_bucket_lengths(plain, data, lengths))
     if data.layout == "dynamic":
-        return replace(plain, row_lengths=_warm_up_lengths(max_length, data.pad_multiple))
+        return replace(plain, row_lengths=_warm_up_lengths(max_length, plain.pad_multiple))
     return plain
 
 
@@ -177,7 +179,7 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
 def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:
     """The recipe's buckets, or those that pad this data least."""
     if data.bucket_lengths is None:
-        return choose_buckets(lengths, data.num_buckets, plain.max_length, rows_in_batch=plain.rows)
+        return choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, plain.max_length, rows_in_batch=plain.rows)
     if data.bucket_lengths[-1] != plain.max_length:
         last = data.bucket_lengths[-1]
         raise ConfigError(f"data.bucket_lengths: the last one, {last}, must be data.max_length, {plain.max_length}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +22,22 @@ MOST_REPEATS = {"fa4": 4, "varlen": 2}
 "query heads per key head up to which the backward pass repeats keys and values"
 
 
-def runs(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel runs on this device with these inputs."""
-    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
-        return False
+def missing(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps the kernel from running on this device with these inputs, None if nothing does."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "needs bf16 weights (train.precision)"
     major, _ = torch.cuda.get_device_capability(device)
-    if kernel == "fa4":
-        return major in (9, 10) and find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
-    return major >= 8
+    if kernel == "varlen":
+        return None if major >= 8 else "needs an Ampere GPU or a newer one"
+    if major not in (9, 10):
+        return "needs a Hopper or Blackwell GPU"
+    try:
+        fa4()
+    except Exception as error:  # not installed, or versions that do not fit each other
+        return f"cannot be imported ({' '.join(str(error).split())[:120]}): pip install 'sftkit[attention-fa4]'"
+    return None
 
 
 def fa4_folder() -> Path:
