@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 from trl import SFTConfig, SFTTrainer
 
 from sftkit.bench.jobs import Job, read_job
-from sftkit.bench.rows import head, measured, write_row
+from sftkit.bench.rows import measured, run_job
 from sftkit.bench.synthetic import documents, new_model
 from sftkit.data.collate import IGNORE
 from sftkit.data.loader import Batches
@@ -232,15 +231,5 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    job = read_job(Path(sys.argv[1]))
-    try:
-        write_row(job, {**head(job), **run(job), "error": None})
-    except Exception as error:
-        traceback.print_exc()
-        write_row(job, {**head(job), "error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_job(read_job(Path(sys.argv[1])), run)

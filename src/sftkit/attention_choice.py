@@ -22,7 +22,6 @@ from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 "What configs call the dropout of attention weights."
 

@@ -77,13 +77,14 @@ def train(
     rt.catch_signals()
     step = resumed["step"]
     metrics: dict[str, float | None] = {}
-    evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
-    tracker.log_evals(step, evals_at_start, samples)
-    evals = evals_at_start
     watch = CompileWatch()
     compiled, warm_up_seconds = prepare_step(
         cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
     )
+    # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
+    evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
+    tracker.log_evals(step, evals_at_start, samples)
+    evals = evals_at_start
 
     orig_model.train()
     meter = Meter(orig_model, cfg.loss, rt)

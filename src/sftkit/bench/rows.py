@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,6 +75,16 @@ def measured(lines: Sequence[Line], steps: Steps) -> dict[str, Any]:
         "losses": {str(line["step"]): line["train/loss"] for line in lines},
         "grad_norms": {str(line["step"]): line["train/grad_norm"] for line in lines},
     }
+
+
+def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
+    """What the process of a run does: run it and write its row, which says so if it failed; exit code 1 then."""
+    try:
+        write_row(job, {**head(job), **run(job), "error": None})
+    except Exception as error:
+        traceback.print_exc()
+        write_row(job, {**head(job), "error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:

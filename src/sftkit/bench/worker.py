@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import sys
 import time
-import traceback
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from sftkit import compile_cache, runtime
 from sftkit.attention_choice import choose_backend
 from sftkit.bench.jobs import Job, read_job
-from sftkit.bench.rows import head, measured, read_lines, write_row
+from sftkit.bench.rows import measured, read_lines, run_job
 from sftkit.bench.synthetic import documents, new_model
 from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import compile_model
@@ -113,15 +112,5 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    job = read_job(Path(sys.argv[1]))
-    try:
-        write_row(job, {**head(job), **run(job), "error": None})
-    except Exception as error:
-        traceback.print_exc()
-        write_row(job, {**head(job), "error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_job(read_job(Path(sys.argv[1])), run)
