@@ -37,7 +37,7 @@ def main(out: str, dtype: str, lr: str) -> None:
     watch.warm_up_done()
     rows = []
     for step in batches.steps(0, 6):
-        sums, grad_norm = optimizer_step(wrapped, optimizer, step, float(lr), 1.0, rt)
+        sums, grad_norm, _ = optimizer_step(wrapped, optimizer, step, float(lr), 1.0, rt)
         rows.append([float(rt.sum(sums)[1]) / step.num_targets, float(grad_norm)])
     values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
     sums = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])

@@ -298,7 +298,7 @@ def update_arguments(update, shape: tuple[int, ...], seed: int, device: str) -> 
     s = scalars(1e-3 * (seed + 1), (0.9, 0.95), 1e-8, 0.1 * seed, seed + 1)
     param = torch.nn.Parameter(param)
     key = random_key(seed)
-    keys = (int32(key), int32(key >> 32))
+    keys = (int32(7 * seed), int32(key), int32(key >> 32))
     if update is update_exact:
         return (flat(param).float(), flat(param), flat(grad), *moments, clip, s, *keys)
     return (flat(param), flat(grad), *(m.bfloat16() for m in moments), clip, s, *keys)

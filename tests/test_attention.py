@@ -203,7 +203,7 @@ def test_the_flash_operator_traces_and_counts_its_flops() -> None:
         query = torch.empty(512, 4, 64, dtype=torch.bfloat16, requires_grad=True)
         key, value = (torch.empty(512, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         cu_seqlens = torch.empty(9, dtype=torch.int32)
-        out, lse = flash.document_attention(query, key, value, cu_seqlens, 128, 0.125, 0, "varlen")
+        out, lse = flash.document_attention(query, key, value, cu_seqlens, cu_seqlens, 128, 0.125, 0, "varlen")
         out.sum().backward()
         assert (out.shape, lse.shape, lse.dtype) == ((512, 4, 64), (4, 512), torch.float32)
         assert [x.grad.shape for x in (query, key, value)] == [query.shape, key.shape, key.shape]  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from helpers import tiny_llama
 from sftkit.config import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.muon import Muon
-from sftkit.optim import apply_clipping, build_optimizer, clip_coefficient, learning_rate
+from sftkit.optim import apply_clipping, build_optimizer, clip_coefficient, learning_rate, squared_norm
 
 STEPS = 100
 
@@ -96,22 +96,60 @@ def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         make("adamw8bit", tiny_llama())
 
 
+def norm_and_coefficient(model: torch.nn.Module, max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    norm = squared_norm(model.parameters(), world_size=1).sqrt()
+    return norm, clip_coefficient(norm, norm.isfinite(), max_norm)
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, None])
-def test_clipping_equals_torch_bitwise_in_fp32(max_norm: float | None) -> None:
+def test_clipping_equals_torch_in_fp32(max_norm: float | None) -> None:
     model, reference = llama_with_gradients(), llama_with_gradients()
-    norm, coefficient = clip_coefficient(model.parameters(), max_norm)
+    norm, coefficient = norm_and_coefficient(model, max_norm)
     apply_clipping(make("adamw", model), coefficient, model.parameters())
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf") if max_norm is None else max_norm)
-    assert torch.equal(norm, expected)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     assert norm.ndim == coefficient.ndim == 0
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_sr", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_is_not_finite_changes_no_weight_and_no_state(name: str, dtype: torch.dtype) -> None:
+    if name == "adamw_sr" and dtype == torch.float32:
+        pytest.skip("rounds bf16 only")
+    model = llama_with_gradients(dtype)
+    optimizer = make(name, model, lr=1e-2)
+    optimizer.step()
+    before = [value.clone() for value in tensors_of(model, optimizer)]
+    set_random_gradients(model)
+    next(model.parameters()).grad[0] = float("nan")
+    norm, coefficient = norm_and_coefficient(model, 1.0)
+    assert norm.isnan()
+    apply_clipping(optimizer, coefficient, model.parameters())
+    optimizer.step()
+    for old, new in zip(before, tensors_of(model, optimizer), strict=True):
+        assert torch.equal(old, new)
+    set_random_gradients(model)
+    apply_clipping(optimizer, norm_and_coefficient(model, 1.0)[1], model.parameters())
+    optimizer.step()
+    assert not torch.equal(before[0], tensors_of(model, optimizer)[0])
+
+
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [v for p in model.parameters() for k, v in optimizer.state[p].items() if k != "step"]
+    return [*model.parameters(), *states]
+
+
+def set_random_gradients(model: torch.nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(p.dtype)
 
 
 def test_the_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
     model = llama_with_gradients(torch.bfloat16)
     exact = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
-    norm, _ = clip_coefficient(model.parameters(), 1.0)
+    norm, _ = norm_and_coefficient(model, 1.0)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
 
@@ -158,7 +196,7 @@ def test_a_bf16_model_learns_like_its_fp32_twin(name: str) -> None:
         for _ in range(40):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            _, coefficient = clip_coefficient(model.parameters(), 1.0)
+            _, coefficient = norm_and_coefficient(model, 1.0)
             apply_clipping(optimizer, coefficient, model.parameters())
             optimizer.step()
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from helpers import make_examples
 
 from sftkit.config import DataConfig, TrainConfig
-from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
+from sftkit.data.collate import collate, warm_up_batch
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout, make_layout, num_positions, pack, plan_epoch, validation_layout
 from sftkit.errors import ConfigError
@@ -86,7 +86,7 @@ def test_all_batches_of_a_shape_have_as_many_document_slots_and_of_a_run_one_max
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world_size", "micro"), [(2, 2), (4, 4), (8, 8)])
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 2), (2, 2), (4, 4), (8, 8)])
 def test_the_global_batches_do_not_change_with_the_world_size(kind: str, world_size: int, micro: int) -> None:
     one, split = layout(kind, 1, micro), layout(kind, world_size, micro)
     plan = plan_epoch(LENGTHS, one, seed=0, epoch=0)
@@ -278,38 +278,7 @@ def test_step_counts_are_those_of_the_global_batch(kind: str, world_size: int) -
         assert {step.num_positions for step in steps} == {positions}
 
 
-# ---- batches ----
-
-
-def test_targets_are_the_next_tokens_of_the_same_document() -> None:
-    examples = make_examples([5, 3, 1])
-    batch = collate(examples, ((0, 1), (2,), ()), row_length=10, pad_id=0, max_docs=12, max_doc_length=5)
-    for row, docs in enumerate([(0, 1), (2,), ()]):
-        start = 0
-        for number, i in enumerate(docs):
-            ids, is_target = examples[i].ids, examples[i].is_target
-            at = slice(start, start + len(ids) - 1)
-            assert batch.input_ids[row, at].tolist() == ids[:-1].tolist()
-            assert batch.targets[row, at].tolist() == [
-                t if w else IGNORE for t, w in zip(ids[1:], is_target[1:], strict=True)
-            ]
-            assert batch.position_ids[row, at].tolist() == list(range(len(ids) - 1))
-            assert set(batch.doc_ids[row, at].tolist()) == {number}
-            start += len(ids) - 1
-        assert (batch.targets[row, start:] == IGNORE).all()
-        assert (batch.doc_ids[row, start:] == -1).all()
-        assert (batch.input_ids[row, start:] == 0).all()
-        assert (batch.position_ids[row, start:] == 0).all()
-    assert batch.num_tokens == 9
-    assert batch.attention_pairs == 15 + 6 + 1
-    assert batch.num_targets == int((batch.targets != IGNORE).sum())
-
-
-def test_cu_seqlens_are_the_documents_and_padding_in_pieces() -> None:
-    batch = collate(make_examples([5, 3, 1]), ((0, 1), (2,), ()), 10, 0, max_docs=12, max_doc_length=5)
-    assert batch.cu_seqlens.dtype == torch.int32
-    # rows: 5 + 3 + 2 of padding | 1 + 5 + 4 | 5 + 5, and four unused slots
-    assert batch.cu_seqlens.tolist() == [0, 5, 8, 10, 11, 16, 20, 25, 30, 30, 30, 30, 30]
+# ---- batches of a layout ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,37 +295,6 @@ def test_cu_seqlens_put_every_position_in_one_document_that_crosses_no_row(kind:
         assert not (same & (batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1])).any()
 
 
-def check_target_index(batch: Batch) -> None:
-    index, targets = batch.target_index, batch.targets.view(-1)
-    assert index.dtype == torch.int64
-    assert len(index.unique()) == len(index)
-    assert torch.equal(index[: batch.num_targets], torch.nonzero(targets != IGNORE).view(-1))
-    filler = index[batch.num_targets :]
-    assert torch.equal(filler, torch.nonzero(targets == IGNORE).view(-1)[: len(filler)])
-    full = max(1, -(-batch.num_targets // TARGET_MULTIPLE)) * TARGET_MULTIPLE
-    assert len(index) == min(full, targets.numel())
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_target_index_has_every_target_and_unique_filler_up_to_a_multiple(share: float) -> None:
-    examples = make_examples([700, 400, 300], target_share=share)
-    for row_length in (700, 1100, 1500):
-        check_target_index(collate(examples, ((0,), (), (2, 1)), row_length, 0, max_docs=9, max_doc_length=750))
-
-
-def test_a_batch_without_documents_still_projects_something() -> None:
-    small, large = (collate(make_examples([4]), ((), ()), length, 0, 2, length) for length in (16, 400))
-    assert (small.num_targets, len(small.target_index), len(large.target_index)) == (0, 32, 512)
-    check_target_index(large)
-
-
-def test_every_tensor_of_a_batch_moves() -> None:
-    moved = collate(make_examples([4]), ((0,),), 8, 0, 2, 8).to(torch.device("meta"))
-    tensors = {name: value for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == 6
-    assert all(tensor.is_meta for tensor in tensors.values())
-
-
 @pytest.mark.gpu
 def test_a_loader_pins_every_tensor_of_a_batch() -> None:
     (step,) = Batches(make_examples(LENGTHS.tolist()), layout("packed"), 0, 0, 0, num_workers=1).steps(0, 1)
@@ -366,13 +304,6 @@ def test_a_loader_pins_every_tensor_of_a_batch() -> None:
             if isinstance(tensor, torch.Tensor):
                 assert tensor.is_pinned(), name
                 assert torch.equal(getattr(on_device, name).cpu(), tensor), name
-
-
-def test_the_warm_up_batch_is_the_heaviest_of_its_shape() -> None:
-    batch = warm_up_batch(3, 17, vocab_size=10, max_docs=12, max_doc_length=7)
-    assert batch.input_ids.shape == (3, 17)
-    assert batch.cu_seqlens.tolist() == [0, 7, 14, 17, 24, 31, 34, 41, 48, 51, 51, 51, 51]
-    assert batch.num_targets == len(batch.target_index) == 3 * 17
 
 
 @pytest.mark.parametrize("kind", KINDS)

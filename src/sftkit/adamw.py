@@ -2,18 +2,20 @@
 
 An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
 the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise function on flat tensors: eager on CPU, one compiled graph
-for all sizes on CUDA. Everything that varies comes in as a 0-d tensor, so nothing is ever compiled again.
+for all sizes on CUDA. Everything that varies comes in as a 0-d tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sftkit.errors import ConfigError
 
@@ -66,20 +68,24 @@ def update_exact(
     exp_avg_sq: torch.Tensor,
     clip: torch.Tensor,
     s: Scalars,
+    offset: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
 ) -> None:
     """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows.
 
+    A `clip` of nan leaves everything as it is.
+
     It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
     has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
     """
     new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s)
-    weight.copy_(new[0])
-    exp_avg.copy_(new[1])
-    exp_avg_sq.copy_(new[2])
+    usable = ~clip.isnan()
     if rounded is not None:
-        rounded.copy_(stochastic_round(new[0], noise16(elements(rounded), key0, key1)[0]))
+        bits = noise16(elements(rounded) + offset, key0, key1)[0]
+        rounded.copy_(torch.where(usable, stochastic_round(new[0], bits), rounded))
+    for stored, value in zip((weight, exp_avg, exp_avg_sq), new, strict=True):
+        stored.copy_(torch.where(usable, value, stored))
 
 
 def update_stochastic(
@@ -89,14 +95,19 @@ def update_stochastic(
     exp_avg_sq: torch.Tensor,
     clip: torch.Tensor,
     s: Scalars,
+    offset: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
 ) -> None:
-    """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566)."""
+    """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
+
+    A `clip` of nan leaves everything as it is.
+    """
     new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s)
-    noise = noise16(elements(param), key0, key1)
+    usable = ~clip.isnan()
+    noise = noise16(elements(param) + offset, key0, key1)
     for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
-        stored.copy_(stochastic_round(value, bits))
+        stored.copy_(torch.where(usable, stochastic_round(value, bits), stored))
 
 
 def elements(flat: torch.Tensor) -> torch.Tensor:
@@ -153,8 +164,48 @@ def compiled(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension; `.data`, because Dynamo would also guard the shape of the base of a view."""
-    return tensor.data.reshape(-1).data
+    """All elements that this rank holds, in one dimension; `.data`, because Dynamo would also guard the shape of the base
+    of a view."""
+    return local(tensor).data.reshape(-1).data
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_element(param: torch.Tensor) -> int:
+    """A number for the first element of this rank's piece, so that no two elements draw the same random bits.
+
+    Of a parameter sharded by rows it is the element's number in the whole: pieces are rounded as the whole would be.
+    """
+    if not isinstance(param, DTensor):
+        return 0
+    region = local_region(param)
+    return sum(start * stride for (start, _), stride in zip(region, contiguous_strides(param.shape), strict=True))
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def local_region(param: DTensor) -> list[tuple[int, int]]:
+    """(start, size) in each dimension of the block of the whole that this rank holds.
+
+    The mesh's last dimension, tensor parallelism, cuts first, as FSDP cuts what that one leaves; pieces are those of
+    torch.chunk.
+    """
+    region = [(0, size) for size in param.shape]
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for mesh_dim in reversed(range(param.device_mesh.ndim)):
+        placement = param.placements[mesh_dim]
+        if placement.is_shard():
+            start, size = region[placement.dim]  # type: ignore[attr-defined]
+            piece = -(-size // param.device_mesh.size(mesh_dim))
+            first = min(coordinate[mesh_dim] * piece, size)
+            region[placement.dim] = (start + first, min(piece, size - first))  # type: ignore[attr-defined]
+    return region
 
 
 class AdamW(torch.optim.Optimizer):
@@ -177,7 +228,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.stochastic, self.seed, self.compile = stochastic, seed, compile
         self.clip_coefficient: torch.Tensor | None = None
-        "0-d fp32 tensor on the device, by which the next step multiplies the gradients; then None again"
+        "0-d fp32 tensor on the device, by which the next step multiplies the gradients; then None again. nan: no update"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -185,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None
         clip, self.clip_coefficient = self.clip_coefficient, None
         for index, (param, group) in enumerate(self._parameters()):
-            if param.grad is not None and param.numel():
+            if param.grad is not None and local(param).numel():
                 clip = torch.ones((), device=param.device) if clip is None else clip
                 self._update(param, group, index, clip)
 
@@ -203,16 +254,19 @@ class AdamW(torch.optim.Optimizer):
     def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """States before the first update; their names are also what load_state_dict asks for."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
-        zeros = [torch.zeros(param.numel(), dtype=dtype, device=param.device) for _ in range(2)]
+        zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+
+    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """States of a parameter before its first update."""
+        assert local(param).is_contiguous()
+        master = {"master": flat(param).float()} if self._has_master(param) else {}
+        return {**self._zero_states(param, group), **master}
 
     def _next_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            assert param.is_contiguous()
-            state.update(self._zero_states(param, group))
-            if self._has_master(param):
-                state["master"] = flat(param).float()
+            state.update(self.new_state(param, group))
         state["step"] += 1
         return state
 
@@ -221,13 +275,16 @@ class AdamW(torch.optim.Optimizer):
         s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], state["step"])
         assert param.grad is not None
         rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s)
-        self._run(flat(param), state.get("master"), rest, random_key(self.seed, state["step"], index))
+        key = random_key(self.seed, state["step"], index)
+        self._run(flat(param), state.get("master"), rest, first_element(param), key)
 
-    def _run(self, param: torch.Tensor, master: torch.Tensor | None, rest: tuple[Any, ...], key: int) -> None:
+    def _run(
+        self, param: torch.Tensor, master: torch.Tensor | None, rest: tuple[Any, ...], offset: int, key: int
+    ) -> None:
         # Dynamo specialises on a size of 1, and a graph for one number is not worth having.
         eager = not (self.compile and param.is_cuda) or param.numel() == 1
         run = (lambda update: update) if eager else compiled
-        keys = (int32(key), int32(key >> 32))
+        keys = (int32(offset), int32(key), int32(key >> 32))
         if self._rounds(param):
             run(update_stochastic)(param, *rest, *keys)
         elif master is None:
@@ -245,7 +302,7 @@ class AdamW(torch.optim.Optimizer):
             master = param.float() if self._has_master(param) else None
             s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], 1)
             rest = (torch.zeros_like(param), state["exp_avg"], state["exp_avg_sq"], torch.ones((), device=device), s)
-            self._run(param, master, rest, key=0)
+            self._run(param, master, rest, offset=0, key=0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit for bit; torch's own would cast every state to the dtype of its parameter, a master weight to bf16.

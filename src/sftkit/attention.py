@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from sftkit.context_parallel import context_group_name, gather_rows
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.kernels.flash import document_attention
@@ -43,11 +44,17 @@ class Documents(NamedTuple):
     blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
-    "bool [B, 1, T, T], True where a query sees a key; reference"
+    "bool [B, 1, C, T], True where a query sees a key; C = T but for chunks of rows; reference"
+    group: str | None = None
+    "context parallel: the ranks whose chunks make whole rows"
+    chunks: tuple[torch.Tensor, torch.Tensor] | None = None
+    "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
 def documents_of(batch: Batch, backend: str) -> Documents:
     """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic."""
+    if batch.columns is not None:
+        return _documents_of_chunks(batch, backend)
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
@@ -55,6 +62,18 @@ def documents_of(batch: Batch, backend: str) -> Documents:
     if backend == "sdpa":
         return Documents(backend, batch.max_doc_length)
     return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
+
+
+def _documents_of_chunks(batch: Batch, backend: str) -> Documents:
+    group = context_group_name()
+    assert batch.columns is not None
+    if backend == "reference":
+        mask = document_mask(batch.doc_ids).index_select(2, batch.columns)
+        return Documents(backend, batch.max_doc_length, mask=mask, group=group)
+    assert batch.cu_seqlens_q is not None
+    assert batch.cu_seqlens_k is not None
+    chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k)
+    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens, group=group, chunks=chunks)
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -133,6 +152,8 @@ def attend(
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if documents.group is not None:
+        key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -154,13 +175,22 @@ def attend(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int | None
 ) -> torch.Tensor:
-    rows, _, row_length, _ = query.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
-    assert documents.cu_seqlens is not None
-    out, _ = document_attention(
-        query, key, value, documents.cu_seqlens, documents.max_length, scale, window or 0, documents.backend
-    )
-    return out.unflatten(0, (rows, row_length))
+    cu_seqlens = documents.cu_seqlens
+    assert cu_seqlens is not None
+    key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value))
+
+    def attended(query: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor) -> torch.Tensor:
+        rows, _, row_length, _ = query.shape
+        query = query.transpose(1, 2).flatten(0, 1).contiguous()
+        out, _ = document_attention(
+            query, key, value, starts, starts_k, documents.max_length, scale, window or 0, documents.backend
+        )
+        return out.unflatten(0, (rows, row_length))
+
+    if documents.chunks is None:
+        return attended(query, cu_seqlens, cu_seqlens)
+    pairs = zip(query.chunk(2, dim=2), *documents.chunks, strict=True)
+    return torch.cat([attended(*pair) for pair in pairs], dim=1)
 
 
 def _reference(

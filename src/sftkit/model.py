@@ -8,16 +8,27 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from accelerate import init_empty_weights
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
 
 from sftkit.config import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
 from sftkit.hub import hub_answers
-from sftkit.runtime import Runtime
 from sftkit.tokenizer import train_tokenizer, training_texts
+
+if TYPE_CHECKING:
+    from sftkit.runtime import Runtime
 
 LATEST = "LATEST"
 "Text file in a run directory: the name of its newest complete checkpoint."
@@ -153,11 +164,15 @@ def new_tokenizer(
 
 
 def load_model(
-    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", empty: bool = False
 ) -> PreTrainedModel:
     """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
     The optimizer keeps what bf16 weights would lose of an update, see optim.py.
+
+    Args:
+        empty: a model with `model.path` comes without memory for its weights (on the meta device): it will be sharded, and
+            each rank then reads only its own pieces (weights.py).
 
     Raises:
         ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
@@ -167,9 +182,13 @@ def load_model(
     else:
         path = resolve(model.path or "")
         try:
-            orig_model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[precision], attn_implementation="sdpa", **load_options(path, model)
-            )
+            options = load_options(path, model)
+            if empty:
+                orig_model = empty_model(path, precision, options)
+            else:
+                orig_model = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=DTYPES[precision], attn_implementation="sdpa", **options
+                )
         except (OSError, ValueError) as error:
             raise offline_help(path, error) from error
     if len(tokenizer) > vocab_size(orig_model):
@@ -186,6 +205,25 @@ def load_model(
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fp32" and orig_model._can_set_experts_implementation():
         orig_model.set_experts_implementation("batched_mm")  # the fp32 fallback of grouped_mm cannot be traced
+    return orig_model
+
+
+def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+    """The model at this path, buffers computed, parameters on the meta device."""
+    config = AutoConfig.from_pretrained(path, **options)
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        orig_model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=DTYPES[precision],
+            attn_implementation="sdpa",
+            trust_remote_code=options["trust_remote_code"],
+        )
+    orig_model.tie_weights()
+    orig_model.name_or_path = path
+    try:
+        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)
+    except OSError:
+        pass  # the model has none: that of its config stays
     return orig_model
 
 
@@ -253,9 +291,16 @@ def positions(orig_model: PreTrainedModel) -> int | None:
     return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
+    """The module of the input embedding."""
+    found = orig_model.get_input_embeddings()
+    assert isinstance(found, torch.nn.Module)
+    return found
+
+
 def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
     """The input embedding, [V, H]."""
-    weight = orig_model.get_input_embeddings().weight
+    weight = embedding_module(orig_model).weight
     assert isinstance(weight, torch.Tensor)
     return weight
 

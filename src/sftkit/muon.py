@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from sftkit.adamw import AdamW, elements, flat, int32, noise16, random_key, stochastic_round
+from sftkit.adamw import (
+    AdamW,
+    elements,
+    first_element,
+    flat,
+    int32,
+    local,
+    local_region,
+    noise16,
+    random_key,
+    stochastic_round,
+)
 
 MOMENTUM = 0.95
 
@@ -28,14 +40,44 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def update_muon(
-    weight: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor, lr: float, weight_decay: float
+    param: torch.Tensor,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    usable: torch.Tensor,
 ) -> None:
     """In place on fp32 matrices: Nesterov momentum, orthogonalized, scaled to the root mean square of an AdamW update
-    (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that one learning rate serves both."""
-    momentum_buffer.lerp_(grad, 1 - MOMENTUM)
-    update = orthogonalized(grad.lerp(momentum_buffer, MOMENTUM))
-    weight.mul_(1 - lr * weight_decay)
-    weight.add_(update, alpha=-lr * 0.2 * max(weight.shape) ** 0.5)
+    (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that one learning rate serves both.
+
+    Args:
+        param: says of what matrix the others are this rank's piece; the update needs the whole, so a sharded one is
+            gathered, and each rank computes all of it.
+        usable: bool 0-d; where False nothing changes.
+    """
+    momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
+    direction = grad.lerp(momentum, MOMENTUM)
+    update = _own_piece(orthogonalized(_whole(direction, param)), param)
+    new = weight * (1 - lr * weight_decay) - update * (lr * 0.2 * max(param.shape) ** 0.5)
+    momentum_buffer.copy_(torch.where(usable, momentum, momentum_buffer))
+    weight.copy_(torch.where(usable, new, weight))
+
+
+def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return piece
+    mesh, placements = param.device_mesh, param.placements
+    stride = (param.shape[1], 1)
+    return DTensor.from_local(
+        piece.bfloat16(), mesh, placements, run_check=False, shape=param.shape, stride=stride
+    ).full_tensor()
+
+
+def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return whole
+    return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
 
 
 class Muon(AdamW):
@@ -47,18 +89,22 @@ class Muon(AdamW):
     def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if not group["use_muon"]:
             return super()._zero_states(param, group)
-        return {"step": 0, "momentum_buffer": torch.zeros(param.numel(), device=param.device)}
+        return {"step": 0, "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
     def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
         if not group["use_muon"]:
             return super()._update(param, group, index, clip)
         state = self._next_state(param, group)
         assert param.grad is not None
-        weight = state.get("master", flat(param)).view(param.shape)
-        momentum_buffer = state["momentum_buffer"].view(param.shape)
-        update_muon(weight, param.grad.float() * clip, momentum_buffer, group["lr"], group["weight_decay"])
+        piece = local(param)
+        weight = state.get("master", flat(param)).view(piece.shape)
+        momentum_buffer = state["momentum_buffer"].view(piece.shape)
+        grad = local(param.grad).float() * clip
+        update_muon(param, weight, grad, momentum_buffer, group["lr"], group["weight_decay"], ~clip.isnan())
         if "master" in state:
             key = random_key(self.seed, state["step"], index)
-            noise = noise16(elements(state["master"]), int32(key), int32(key >> 32))[0]
-            param.copy_(stochastic_round(state["master"], noise).view(param.shape))
+            numbers = elements(state["master"]) + first_element(param)
+            noise = noise16(numbers, int32(key), int32(key >> 32))[0]
+            rounded = stochastic_round(state["master"], noise).view(piece.shape)
+            piece.copy_(torch.where(clip.isnan(), piece, rounded))
         return None

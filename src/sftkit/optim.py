@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.adamw import AdamW
+from sftkit.adamw import AdamW, local
 from sftkit.config import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.model import decoder_blocks
@@ -31,7 +32,13 @@ def build_optimizer(
     """
     assert optim.name != "auto"
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
     groups = parameter_groups(model, optim)
+    if optim.name == "adamw8bit" and sharded:
+        raise ConfigError(
+            "optim.name=adamw8bit keeps states in blocks that cannot be cut anew for other numbers of ranks: "
+            "take optim.name=adamw_sr with sharded weights, or accelerate_configs/ddp.yaml"
+        )
     if optim.name == "adamw8bit":
         return _build_adamw8bit(groups, optim, seed)
     if optim.name == "adamw_sr":
@@ -40,7 +47,7 @@ def build_optimizer(
         return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed, compile=compile)
     if optim.name == "muon":
         return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
-    if dtypes == {torch.float32}:
+    if dtypes == {torch.float32} and not sharded:  # the fused update takes no flag beside sharded tensors
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
 
@@ -86,35 +93,66 @@ def warm_up_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def clip_coefficient(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Global L2 norm of the gradients and the factor that brings it to `max_norm`: min(1, max_norm / (norm + 1e-6)).
+def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Tensor:
+    """This rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
+
+    What several ranks hold, a replica or an unsharded weight, each counts for one part of that many.
 
     Returns:
-        0-d fp32 tensors on the device, no host sync; the factor is 1 without a `max_norm`.
+        fp32 0-d on the device, no host sync.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros(()), torch.ones(())
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if max_norm is None:
-        return norm, torch.ones_like(norm)
-    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_copies.setdefault(_copies(p, world_size), []).append(local(p.grad))
+    if not by_copies:
+        return torch.zeros(())
+    return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
+
+
+def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
+
+
+def _copies(param: torch.Tensor, world_size: int) -> int:
+    """How many ranks hold the same piece of a parameter."""
+    if not isinstance(param, DTensor):
+        return world_size
+    pieces = (param.device_mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_shard())
+    return world_size // math.prod(pieces)
+
+
+def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """The factor that brings gradients of this norm to `max_norm`: min(1, max_norm / (norm + 1e-6)); nan if not usable.
+
+    Args:
+        norm: fp32 0-d. usable: bool 0-d, whether there may be an update.
+    """
+    factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(usable, factor, torch.nan)
 
 
 @torch.no_grad()
 def apply_clipping(
     optimizer: torch.optim.Optimizer, coefficient: torch.Tensor, parameters: Iterable[torch.nn.Parameter]
 ) -> None:
-    """Clip: inside the next update where the optimizer can, without a pass over the gradients; else in place."""
+    """Clip: inside the next update where the optimizer can, without a pass over the gradients; else in place.
+
+    A coefficient of nan asks for no update. adamw8bit, which cannot leave one out, gets gradients of zero.
+    """
     if isinstance(optimizer, AdamW):
         optimizer.clip_coefficient = coefficient
         return
     grads = [p.grad for p in parameters if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, coefficient)
+    if not grads:
+        return
+    unusable = coefficient.isnan()
+    torch._foreach_mul_(grads, coefficient.nan_to_num(1.0))
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.found_inf = unusable.float()  # type: ignore[attr-defined]  # what the fused update asks for
+        return
+    for grad in map(local, grads):
+        grad.copy_(torch.where(unusable, 0.0, grad))
 
 
 def optimizer_bytes(name: str, precision: str) -> float:

@@ -6,16 +6,13 @@ import gc
 import logging
 import os
 import random
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
-from types import FrameType
 from typing import TypeVar
 
 import numpy as np
@@ -30,8 +27,13 @@ from accelerate.utils import (
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config import LogConfig, RunConfig, TrainConfig
-from sftkit.errors import ConfigError, DataError
+from sftkit.data.collate import WHOLE, Part
+from sftkit.errors import ConfigError, Stopped
 from sftkit.hardware import device_name
+from sftkit.parallel import set_gradient_sync
+from sftkit.status import report
+from sftkit.stopping import SIGNALS, Stopping, end_process
+from sftkit.topology import Topology, take_topology
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Value = TypeVar("Value")
@@ -44,8 +46,9 @@ class Runtime:
     accelerator: Accelerator
     precision: str
     "bf16 | fp32"
-    _stop: list[float] = field(default_factory=list)
-    "when the first signal came, empty before"
+    topology: Topology = Topology()
+    stopping: Stopping = field(default_factory=Stopping)
+    "this rank's wish to end early"
 
     @property
     def rank(self) -> int:
@@ -54,6 +57,29 @@ class Runtime:
     @property
     def world_size(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def data_world_size(self) -> int:
+        """Groups of ranks that hold different rows; fewer than ranks under tensor and context parallelism."""
+        return self.world_size // self.topology.parts
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups this rank belongs to."""
+        return self.rank // self.topology.parts
+
+    @property
+    def part(self) -> Part:
+        """Which positions of its group's rows this rank computes."""
+        index = self.rank % self.topology.parts
+        if self.topology.context > 1:
+            return Part("chunks", index, self.topology.context)
+        return Part("columns", index, self.topology.tensor) if self.topology.tensor > 1 else WHOLE
+
+    @property
+    def gradient_scale(self) -> float:
+        """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, the sharded model adds up."""
+        return 1.0 if self.topology.sharded else float(self.world_size)
 
     @property
     def device(self) -> torch.device:
@@ -72,12 +98,19 @@ class Runtime:
         return prepared
 
     def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
-        """Gradients are exchanged only in the last micro-batch of a step."""
+        """Gradients are exchanged only in the last micro-batch of a step; of a sharded model as its plan says."""
+        if self.topology.sharded:
+            set_gradient_sync(model, sync)
+            return nullcontext()
         return nullcontext() if sync else self.accelerator.no_sync(model)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks."""
-        return self.accelerator.reduce(values, reduction="sum") if self.world_size > 1 else values  # type: ignore[return-value]
+        if self.world_size == 1:
+            return values
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; every rank must ask."""
@@ -105,25 +138,19 @@ class Runtime:
         if self.is_main:
             print(text, flush=True)
 
-    def catch_signals(self) -> None:
-        """From here on SIGINT and SIGTERM ask for a stop that saves; before, they end the process as usual."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
     def stop_requested(self) -> bool:
-        """Whether SIGINT or SIGTERM has reached any rank; every rank must ask."""
-        return self.any_rank(bool(self._stop))
+        """Whether any rank wishes to stop; every rank must ask."""
+        return self.any_rank(self.stopping.wanted())
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._stop:
-            # Launchers pass on the Ctrl-C that the terminal has already sent: only a later one is a second one.
-            if number == signal.SIGINT and now - self._stop[0] > 1.0:
-                os._exit(130)
-            return
-        self._stop.append(now)
-        name = signal.Signals(number).name
-        self.say(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation."""
+        if self.stop_requested():
+            raise Stopped
+
+    def agreed_signal(self) -> int | None:
+        """The signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
+        return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
 
 
 def resolve_precision(wanted: str) -> str:
@@ -145,6 +172,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
     """
     precision = resolve_precision(train.precision)
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with="wandb" if log.wandb != "off" and find_spec("wandb") else None,
@@ -157,8 +185,9 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     )
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
-    rt = Runtime(accelerator, precision)
+    rt = Runtime(accelerator, precision, topology)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
+    where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
     return rt
 
@@ -198,27 +227,21 @@ def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
         gc.unfreeze()
 
 
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """A user's mistake ends the script with its message and exit code 2, not with a traceback."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        print(f"\nerror: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
 def script(main: Callable[[], None]) -> None:
-    """Run a script's main: user errors as messages, process group closed.
+    """Run a script's main: errors as messages and in the run directory, process group closed.
 
     Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
     destructor, which waits for a gloo thread that waits for the interpreter lock.
     """
     try:
-        with user_errors():
-            main()
+        main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        code = report(error)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            end_process(code)  # closing the group would wait for ranks that wait for this one
+        sys.exit(code)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.loss import LossSums, linear_nll
 from sftkit.model import decoder, head, logit_softcap, vocab_size
-from sftkit.optim import apply_clipping, clip_coefficient
+from sftkit.optim import apply_clipping, clip_coefficient, squared_norm
 from sftkit.runtime import Runtime
+from sftkit.tensor_parallel import whole_rows
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +52,25 @@ class ModelWithLoss(torch.nn.Module):
         Args:
             backend: attention backend of this call; None: that of training.
         """
-        hidden = self.hidden_states(batch, backend or self.backend)
-        projection = head(self.orig_model)
-        return linear_nll(
-            hidden.flatten(0, 1).index_select(0, batch.target_index),
-            projection.weight,
-            batch.targets.flatten().index_select(0, batch.target_index),
-            self.loss,
-            bias=projection.bias,
-            softcap=logit_softcap(self.orig_model),
-        )
+        return self.sums(batch, backend or self.backend)
+
+    # The next three are entered from outside: parallel.py makes each of them gather the weights that it uses.
+
+    def sums(self, batch: Batch, backend: str) -> LossSums:
+        """What `forward` returns."""
+        hidden = self._decoded(batch, backend).flatten(0, 1).index_select(0, batch.target_index)
+        return self.nll(hidden, batch.targets.flatten().index_select(0, batch.target_index))
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
         """What the head projects: [B, T, H]."""
+        return self._decoded(batch, backend)
+
+    def nll(self, hidden: torch.Tensor, targets: torch.Tensor) -> LossSums:
+        """The sums for hidden states [N, H] and targets [N], through the head."""
+        projection, softcap = head(self.orig_model), logit_softcap(self.orig_model)
+        return linear_nll(hidden, projection.weight, targets, self.loss, bias=projection.bias, softcap=softcap)
+
+    def _decoded(self, batch: Batch, backend: str) -> torch.Tensor:
         with dense_kernels() if backend == "sdpa" else nullcontext():
             outputs = decoder(self.orig_model)(
                 input_ids=batch.input_ids,
@@ -90,7 +98,7 @@ def verify_logits(model: ModelWithLoss, backend: str, device: torch.device) -> N
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model):
+        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows():
             difference = _logits_difference(model, backend, device)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -164,9 +172,19 @@ def forward_backward(model: torch.nn.Module, batch: Batch, num_targets: int, rt:
     """
     begin_step()
     sums = model(batch)
-    # Data-parallel wrappers average gradients over ranks; times world size makes that the sum.
-    rt.accelerator.backward(sums.loss * (rt.world_size / max(num_targets, 1)))
+    rt.accelerator.backward(sums.loss * (rt.gradient_scale / max(num_targets, 1)))
     return torch.stack([value.detach() for value in sums])
+
+
+class StepOutcome(NamedTuple):
+    """What a step leaves on the device."""
+
+    sums: torch.Tensor
+    "fp32 [4], this rank's sums as in `forward_backward`"
+    grad_norm: torch.Tensor
+    "fp32 0-d, global gradient norm before clipping, the same on every rank"
+    flags: torch.Tensor
+    "fp32 [2], the same on every rank: how many ask to stop; how many have a loss that is not finite, 1 if only the norm is"
 
 
 def optimizer_step(
@@ -176,18 +194,19 @@ def optimizer_step(
     learning_rate: float,
     max_grad_norm: float | None,
     rt: Runtime,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All micro-batches, one update.
+    *,
+    stop: bool = False,
+) -> StepOutcome:
+    """All micro-batches, one update; no update where the loss of any rank or the gradient norm is not finite.
 
     Args:
         step_batches: with micro-batches on the device.
-
-    Returns:
-        (this rank's sums as in `forward_backward`, global gradient norm before clipping), on the device.
+        stop: this rank's wish to end training, which all ranks find in the flags.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sums = torch.zeros(4, device=rt.device)
     last = len(step_batches.micro_batches) - 1
-    earlier = GradientSum(model.parameters(), len(step_batches.micro_batches))
+    earlier = GradientSum(parameters, len(step_batches.micro_batches))
     for i, batch in enumerate(step_batches.micro_batches):
         if i == last:
             earlier.put_back()
@@ -195,10 +214,23 @@ def optimizer_step(
             sums += forward_backward(model, batch, step_batches.num_targets, rt)
         if i < last:
             earlier.take()
-    grad_norm, coefficient = clip_coefficient(model.parameters(), max_grad_norm)
-    apply_clipping(optimizer, coefficient, model.parameters())
+    grad_norm, flags = _agree(parameters, sums, stop, rt)
+    coefficient = clip_coefficient(grad_norm, flags[1] == 0, max_grad_norm)
+    apply_clipping(optimizer, coefficient, parameters)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return sums, grad_norm
+    return StepOutcome(sums, grad_norm, flags)
+
+
+def _agree(
+    parameters: list[torch.nn.Parameter], sums: torch.Tensor, stop: bool, rt: Runtime
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient norm, flags) of StepOutcome: one small exchange between the ranks, no host sync."""
+    share = squared_norm(parameters, rt.world_size).to(rt.device)
+    wish = torch.full_like(share, float(stop))
+    total = rt.sum(torch.stack([share, wish, (~sums[0].isfinite()).float()]))
+    grad_norm = total[0].sqrt()
+    broken = torch.where(grad_norm.isfinite(), total[2], total[2].clamp(min=1.0))
+    return grad_norm, torch.stack([total[1], broken])

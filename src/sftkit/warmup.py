@@ -68,13 +68,17 @@ def prepare_step(
 def shape_runner(
     rt: Runtime, model: torch.nn.Module, orig_model: PreTrainedModel, layout: Layout
 ) -> Callable[[int, int], None]:
-    """A function that runs the heaviest batch of a shape, forward and backward, without communication."""
+    """A function that runs the heaviest batch of a shape, forward and backward; replicas do without communication, pieces
+    of a model as in a step of several micro-batches, if the run's have several."""
 
     def run_shape(rows: int, row_length: int) -> None:
         slots = layout.max_docs(rows, row_length)
-        batch = warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length).to(rt.device)
-        with rt.gradient_sync(model, sync=False):
-            float(forward_backward(model, batch, batch.num_targets, rt)[0])
+        batch = warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, rt.part)
+        batch = batch.to(rt.device)
+        syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
+        for sync in syncs:
+            with rt.gradient_sync(model, sync):
+                float(forward_backward(model, batch, batch.num_targets, rt)[0])
 
     return run_shape
 

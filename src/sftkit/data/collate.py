@@ -5,42 +5,81 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
 TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few sizes, and little is computed in vain
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one of `count` processes that hold the same rows computes of each row."""
+
+    kind: Literal["whole", "columns", "chunks"]
+    """columns (tensor parallel): the index-th of count equal pieces, embedded and projected here; attention sees all.
+    chunks (context parallel): pieces index and 2 count - 1 - index of 2 count, an early and a late one, since late
+    queries see more keys."""
+    index: int
+    count: int
+
+    @property
+    def multiple(self) -> int:
+        """What the length of every row must be a multiple of."""
+        return 2 * self.count if self.kind == "chunks" else self.count
+
+    def columns(self, row_length: int) -> np.ndarray:
+        """The positions of a row that belong to this part, in its order: int64 [T / count]."""
+        assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} pieces"
+        pieces = np.arange(row_length).reshape(self.multiple, -1)
+        if self.kind == "chunks":
+            return pieces[[self.index, self.multiple - 1 - self.index]].ravel()
+        return pieces[self.index]
+
+
+WHOLE = Part("whole", 0, 1)
+
+
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
 
-    Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE.
+    Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. Of a part
+    of `n` that share the rows, C = T / n positions of each row are local; T = C for whole rows.
     """
 
     input_ids: torch.Tensor
-    "int64 [B, T]"
+    "int64 [B, C]"
     targets: torch.Tensor
-    "int64 [B, T], IGNORE where nothing is learned"
+    "int64 [B, C], IGNORE where nothing is learned"
     position_ids: torch.Tensor
-    "int64 [B, T], restart at 0 in each document"
+    "int64, restart at 0 in each document: [B, T], of chunks [B, C]"
     doc_ids: torch.Tensor
     "int32 [B, T], number of the document within its row, -1 for padding"
     cu_seqlens: torch.Tensor
     "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
     target_index: torch.Tensor
-    "int64 [P], unique positions among the B * T: those of targets, ascending, then the first others as filler"
+    "int64 [P], unique positions among the local B * C: those of targets, ascending, then the first others as filler"
     max_doc_length: int
     "no document is longer; the same in every batch of a run"
     num_tokens: int
-    "positions that hold a document"
+    "positions of the whole rows that hold a document"
     num_targets: int
+    "local targets: those of all parts add up to the targets of the rows"
     attention_pairs: int
-    "sum of L (L + 1) / 2 over documents: (query, key) pairs that causal, document-isolated attention computes"
+    "sum of L (L + 1) / 2 over documents of the whole rows: (query, key) pairs of causal, document-isolated attention"
+    columns: torch.Tensor | None = None
+    "chunks: int64 [C], which columns of the rows the local ones are; else None"
+    cu_seqlens_q: torch.Tensor | None = None
+    "chunks: int32 [2, S + 1], where the sequences of either chunk start in its B * C / 2 queries; S = D + 2 B; else None"
+    cu_seqlens_k: torch.Tensor | None = None
+    "chunks: int32 [2, S + 1], where they start in the B * T keys, as in `chunk_cu_seqlens`; else None"
 
     def to(self, device: torch.device) -> Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -49,15 +88,8 @@ class Batch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        return replace(
-            self,
-            input_ids=change(self.input_ids),
-            targets=change(self.targets),
-            position_ids=change(self.position_ids),
-            doc_ids=change(self.doc_ids),
-            cu_seqlens=change(self.cu_seqlens),
-            target_index=change(self.target_index),
-        )
+        tensors: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 def collate(
@@ -67,12 +99,14 @@ def collate(
     pad_id: int,
     max_docs: int,
     max_doc_length: int,
+    part: Part = WHOLE,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
     Args:
         max_docs: D, document slots of the batch, those for padding included.
         max_doc_length: also the most that one padding document covers.
+        part: what of the rows this process computes; row_length is a multiple of `part.multiple`.
     """
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
@@ -100,7 +134,7 @@ def collate(
 
     is_target = targets != IGNORE
     shape = (len(rows), row_length)
-    return Batch(
+    batch = Batch(
         torch.from_numpy(input_ids.reshape(shape)),
         torch.from_numpy(targets.reshape(shape)),
         torch.from_numpy(position_ids.reshape(shape)),
@@ -112,6 +146,65 @@ def collate(
         num_targets=int(is_target.sum()),
         attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
     )
+    return batch if part.kind == "whole" else _part_of(batch, part)
+
+
+def _part_of(batch: Batch, part: Part) -> Batch:
+    """The local positions of whole rows; what says where their documents lie stays whole."""
+    row_length = batch.input_ids.shape[1]
+    columns = torch.from_numpy(part.columns(row_length))
+    targets = batch.targets[:, columns]
+    is_target = targets.numpy().ravel() != IGNORE
+    local = replace(
+        batch,
+        input_ids=batch.input_ids[:, columns],
+        targets=targets,
+        target_index=torch.from_numpy(_target_index(is_target)),
+        num_targets=int(is_target.sum()),
+    )
+    if part.kind == "columns":
+        return local
+    chunks = [chunk_cu_seqlens(batch.cu_seqlens.numpy(), row_length, piece) for piece in columns.numpy().reshape(2, -1)]
+    queries, keys = (torch.from_numpy(np.stack(side)) for side in zip(*chunks, strict=True))
+    position_ids = batch.position_ids[:, columns]
+    return replace(local, position_ids=position_ids, columns=columns, cu_seqlens_q=queries, cu_seqlens_k=keys)
+
+
+def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Variable-length attention of one chunk of every row against whole rows: where its sequences start, in order.
+
+    Of each row: no query and the keys in front of the chunk's first document; each document of the chunk, its queries
+    in it and its keys from its start to the chunk's end at most; no query and the keys after the chunk. The last query
+    of a sequence is the position of its last key, as kernels have it that align the causal mask at the bottom right.
+
+    Args:
+        cu_seqlens: int32 [D + 1] of whole rows, of which B * T is the last. columns: int [c] of the chunk, contiguous.
+
+    Returns:
+        (starts in the B * c queries, in the B * T keys), int32 [D + 2 B + 1]; unused slots repeat B * c and B * T.
+    """
+    starts = cu_seqlens[: np.searchsorted(cu_seqlens, cu_seqlens[-1])].astype(np.int64)
+    ends = np.append(starts[1:], cu_seqlens[-1])
+    row, starts, ends = starts // row_length, starts % row_length, (ends - 1) % row_length + 1
+    first, end = columns[0], columns[-1] + 1
+    inside = (starts < end) & (ends > first)
+    row, starts, ends = row[inside], starts[inside], np.minimum(ends[inside], end)
+    rows = np.arange(cu_seqlens[-1] // row_length)
+    none = np.zeros(len(rows), np.int64)
+
+    order = np.argsort(np.concatenate([3 * rows, 3 * row + 1, 3 * rows + 2]), kind="stable")
+    in_front = starts[np.searchsorted(row, rows)]
+    queries = np.concatenate([none, ends - np.maximum(starts, first), none])[order]
+    keys = np.concatenate([in_front, ends - starts, none + row_length - end])[order]
+    slots = len(cu_seqlens) - 1 + 2 * len(rows)
+    return _starts(queries, slots), _starts(keys, slots)
+
+
+def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
+    """Running sum from 0, the total repeated in unused slots: int32 [slots + 1]."""
+    starts = np.full(slots + 1, sizes.sum(), np.int32)
+    starts[: len(sizes) + 1] = np.concatenate([[0], np.cumsum(sizes)])
+    return starts
 
 
 def _cu_seqlens(
@@ -134,7 +227,9 @@ def _target_index(is_target: np.ndarray) -> np.ndarray:
     return np.concatenate([positions, filler])
 
 
-def warm_up_batch(rows: int, row_length: int, vocab_size: int, max_docs: int, max_doc_length: int) -> Batch:
+def warm_up_batch(
+    rows: int, row_length: int, vocab_size: int, max_docs: int, max_doc_length: int, part: Part = WHOLE
+) -> Batch:
     """The heaviest batch of a declared shape: random tokens, documents as long as allowed, every position a target."""
     whole, rest = divmod(row_length, max_doc_length)
     row = [max_doc_length] * whole + [rest] * (rest > 0)
@@ -142,4 +237,40 @@ def warm_up_batch(rows: int, row_length: int, vocab_size: int, max_docs: int, ma
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     numbers = np.arange(len(sizes)).reshape(rows, len(row))
     recipe = tuple(map(tuple, numbers.tolist()))
-    return collate(Examples.of(ids, sizes), recipe, row_length, 0, max_docs, max_doc_length)
+    return collate(Examples.of(ids, sizes), recipe, row_length, 0, max_docs, max_doc_length, part)
+
+
+def check_part(layout: Layout, part: Part) -> None:
+    """Every row that the layout can make must split evenly.
+
+    Raises:
+        ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
+    """
+    multiple = part.multiple
+    split = f"{multiple} chunks of equal length (two for each of {part.count} context-parallel processes)"
+    if part.kind == "columns":
+        split = f"{multiple} pieces of equal length (one for each of {multiple} tensor-parallel processes)"
+    uneven = [length for length in layout.row_lengths if length % multiple]
+    if layout.kind == "bucketed" and uneven:
+        better = sorted({-(-length // multiple) * multiple for length in layout.row_lengths})
+        raise ConfigError(
+            f"data.bucket_lengths: rows of {', '.join(map(str, uneven))} positions do not split into {split}: take "
+            f"data.bucket_lengths={better} and data.max_length={better[-1]}, or data.layout=packed"
+        )
+    if layout.dynamic and layout.pad_multiple % multiple:
+        wanted = _nearest(layout.pad_multiple, multiple, multiple)
+        raise ConfigError(
+            f"data.pad_multiple: rows of a multiple of {layout.pad_multiple} positions do not split into {split}: take "
+            f"{wanted}, with a multiple of it as data.max_length"
+        )
+    if uneven:
+        packed = layout.kind == "packed"
+        setting, least = ("data.row_length", layout.max_length) if packed else ("data.max_length", multiple)
+        wanted = _nearest(uneven[0], multiple, least)
+        raise ConfigError(f"{setting}: rows of {uneven[0]} positions do not split into {split}: take {wanted}")
+
+
+def _nearest(number: int, multiple: int, least: int) -> str:
+    """The multiples just below and above a number that is none, those of at least `least`; for messages."""
+    below = number // multiple * multiple
+    return f"{below} or {below + multiple}" if below >= least else str(below + multiple)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
-from sftkit.data.collate import Batch, collate
+from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
 from sftkit.data.types import Examples, Tokenized
 
@@ -33,18 +34,20 @@ class StepBatches:
     "row positions of the global batch, padding included"
     attention_pairs: int
     "of the global batch"
+    rank_skew: float = 1.0
+    "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
+    documents: tuple[int, ...] = ()
+    "indices of the documents in this rank's rows"
 
     def pin_memory(self) -> StepBatches:
-        pinned = [batch.pin_memory() for batch in self.micro_batches]
-        counts = (self.num_targets, self.num_tokens, self.num_positions, self.attention_pairs)
-        return StepBatches(self.epoch, pinned, *counts)
+        return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
 
 
 class _Steps(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
 
-    def __init__(self, examples: Examples, layout: Layout, rank: int, pad_id: int) -> None:
-        self.examples, self.layout, self.rank, self.pad_id = examples, layout, rank, pad_id
+    def __init__(self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: Part) -> None:
+        self.examples, self.layout, self.rank, self.pad_id, self.part = examples, layout, rank, pad_id, part
         self.lengths, self.num_targets = examples.lengths, examples.num_targets
 
     def __getitem__(self, item: tuple[int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
@@ -52,28 +55,42 @@ class _Steps(Dataset[StepBatches]):
         docs = [i for row in batch.rows for i in row]
         lengths = self.lengths[docs]
         max_docs = self.layout.max_docs(self.layout.micro_rows(batch.row_length), batch.row_length)
-        micro = [
-            collate(self.examples, rows, batch.row_length, self.pad_id, max_docs, self.layout.max_doc_length)
-            for rows in batch.micro_batches(self.layout, self.rank)
-        ]
+        mine = list(batch.micro_batches(self.layout, self.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=micro,
+            micro_batches=[self._collated(rows, batch.row_length, max_docs) for rows in mine],
             num_targets=int(self.num_targets[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
             attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
+            rank_skew=batch.rank_skew(self.layout),
+            documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
         )
+
+    def _collated(self, rows: tuple[tuple[int, ...], ...], row_length: int, max_docs: int) -> Batch:
+        return collate(self.examples, rows, row_length, self.pad_id, max_docs, self.layout.max_doc_length, self.part)
 
 
 class Batches:
-    """The training data of a run as a function of the step number. State: only the plan of the current epoch."""
+    """The training data of a run as a function of the step number. State: only the plan of the current epoch.
+
+    `rank` counts the `layout.world_size` groups of processes that hold different rows; `part` says what of each row a
+    process of such a group computes.
+    """
 
     def __init__(
-        self, examples: Examples, layout: Layout, seed: int, rank: int, pad_id: int, num_workers: int | None = 0
+        self,
+        examples: Examples,
+        layout: Layout,
+        seed: int,
+        rank: int,
+        pad_id: int,
+        num_workers: int | None = 0,
+        part: Part = WHOLE,
     ) -> None:
+        check_part(layout, part)
         self.examples, self.layout, self.seed = examples, layout, seed
-        self._dataset = _Steps(examples, layout, rank, pad_id)
+        self._dataset = _Steps(examples, layout, rank, pad_id, part)
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self.plan = lru_cache(maxsize=2)(self._plan)
 

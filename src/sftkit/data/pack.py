@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sftkit.config import DataConfig, TrainConfig
+from sftkit.data import balance
 from sftkit.data.buckets import choose_buckets
 from sftkit.errors import ConfigError
 
@@ -93,14 +94,28 @@ class GlobalBatch:
 
     row_length: int
     rows: tuple[tuple[int, ...], ...]
+    pairs: tuple[int, ...]
+    "(query, key) pairs that attention computes in each row, padding included: what a row costs more than another"
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The rows of each micro-batch of this rank; the union over ranks and micro-batches is `rows`, then padding."""
-        size = layout.micro_rows(self.row_length)
-        for micro in range(layout.accumulation):
-            start = (micro * layout.world_size + rank) * size
-            rows = self.rows[start : start + size]
-            yield rows + ((),) * (size - len(rows))
+        """The rows of each micro-batch of this rank; the union over ranks and micro-batches is `rows`, then padding.
+
+        One rank takes them in order; several so that each has about the same work (`balance.deal`).
+        """
+        _, dealt = self._dealt(layout)
+        for micro in dealt[:, rank].tolist():
+            yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
+
+    def rank_skew(self, layout: Layout) -> float:
+        """The most (query, key) pairs that a rank computes in this step over their mean over ranks; 1.0: all the same."""
+        return balance.skew(*self._dealt(layout))
+
+    def _dealt(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """(costs of the rows, empty ones that fill the last micro-batch included; rows of each rank), as `deal` has it."""
+        count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
+        empty = balance.row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
+        costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
+        return costs, balance.deal(costs, layout.accumulation, layout.world_size)
 
 
 def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_size: int, lengths: np.ndarray) -> Layout:
@@ -236,16 +251,25 @@ def plan_epoch(lengths: np.ndarray, layout: Layout, seed: int, epoch: int, shuff
             rows = pack(lengths, mine, row_length, layout.docs_per_row)
         if shuffle:
             rows = [rows[j] for j in rng.permutation(len(rows))]
-        size = layout.rows(row_length)
-        rows += [()] * (-len(rows) % size)
-        batches += [_global_batch(lengths, layout, row_length, rows[j : j + size]) for j in range(0, len(rows), size)]
+        rows += [()] * (-len(rows) % layout.rows(row_length))
+        batches += _global_batches(lengths, layout, row_length, rows)
     return [batches[j] for j in rng.permutation(len(batches))] if shuffle else batches
 
 
-def _global_batch(lengths: np.ndarray, layout: Layout, row_length: int, rows: Sequence[tuple[int, ...]]) -> GlobalBatch:
+def _global_batches(
+    lengths: np.ndarray, layout: Layout, row_length: int, rows: list[tuple[int, ...]]
+) -> list[GlobalBatch]:
+    """Every `layout.rows(row_length)` rows make a batch; a dynamic one is as long as its longest document needs."""
+    size = layout.rows(row_length)
+    batches = [tuple(rows[j : j + size]) for j in range(0, len(rows), size)]
+    row_lengths = [row_length] * len(batches)
     if layout.dynamic:
-        row_length = layout.padded(max(int(lengths[i]) for row in rows for i in row))
-    return GlobalBatch(row_length, tuple(rows))
+        row_lengths = [layout.padded(max(int(lengths[i]) for row in batch for i in row)) for batch in batches]
+    pairs = balance.row_pairs(lengths, rows, np.repeat(row_lengths, size), layout.max_doc_length).tolist()
+    return [
+        GlobalBatch(t, batch, tuple(pairs[j * size : (j + 1) * size]))
+        for j, (t, batch) in enumerate(zip(row_lengths, batches, strict=True))
+    ]
 
 
 def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:

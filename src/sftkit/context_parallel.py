@@ -1,0 +1,81 @@
+"""Context parallelism: each rank has an early and a late chunk of every row, and gathers the keys and values of all.
+
+Queries stay where they are, so a rank attends from its chunks to whole rows (as Llama 3, arXiv 2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+_group: ProcessGroup | None = None
+
+
+def use_context_group(group: ProcessGroup) -> None:
+    """The ranks that share rows with this one, in the order of their parts."""
+    global _group
+    _group = group
+
+
+def context_group_name() -> str:
+    """The name of that group, which is what compiled code may hold."""
+    assert _group is not None, "batches of chunks need use_context_group"
+    return str(_group.group_name)
+
+
+def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of whole rows in natural order, out of every rank's chunks; gradients go back summed.
+
+    Args:
+        key, value: [B, KV, C, D] of this rank's chunks, the early one first.
+
+    Returns:
+        [B, KV, T, D] each, T = C x ranks
+    """
+    both = torch.stack([key, value])
+    parts = all_gather(both.contiguous(), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
+    early, late = parts.select(-3, 0), parts.select(-3, 1).flip(0)
+    chunks = torch.cat([early, late])  # [2n, 2, B, KV, C/2, D], chunk by chunk
+    rows = chunks.movedim(0, 3).flatten(3, 4)
+    return rows[0], rows[1]
+
+
+@torch.library.custom_op("sftkit::all_gather", mutates_args=())
+def all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
+    """The pieces of all ranks of a group, stacked: [n, *piece.shape]."""
+    process_group = _resolve_process_group(group)
+    whole = piece.new_empty(process_group.size(), *piece.shape)
+    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=process_group)  # gloo wants them flat
+    return whole
+
+
+@torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
+def reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
+    """This rank's piece of the sum over ranks of [n, ...]."""
+    piece = torch.empty_like(whole[0], memory_format=torch.contiguous_format)
+    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=_resolve_process_group(group))
+    return piece
+
+
+@all_gather.register_fake
+def _(piece: torch.Tensor, group: str) -> torch.Tensor:
+    return piece.new_empty(_resolve_process_group(group).size(), *piece.shape)
+
+
+@reduce_scatter.register_fake
+def _(whole: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(whole[0], memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return reduce_scatter(grad, ctx.group), None
+
+
+all_gather.register_autograd(_backward, setup_context=_save)

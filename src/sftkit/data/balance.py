@@ -1,0 +1,85 @@
+"""Which rank computes which row: in each micro-batch every rank gets about the same attention work.
+
+The rows of a step all have the same length, so the work that grows with positions (the linear layers) is equal on all
+ranks already. What differs is attention, whose cost is quadratic in the length of a document.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+
+def row_pairs(
+    lengths: np.ndarray, rows: Sequence[tuple[int, ...]], row_lengths: np.ndarray | int, max_doc_length: int
+) -> np.ndarray:
+    """(query, key) pairs that causal attention computes in each row, int64 [R]: those of its documents and of its padding.
+
+    Kernels see padding as documents of at most max_doc_length positions (`collate`), so it costs like them.
+
+    Args:
+        lengths: int [D], positions of each document. rows: R rows of document indices.
+        row_lengths: int [R], or one for all.
+    """
+    docs = np.fromiter(chain.from_iterable(rows), np.int64)
+    row = np.repeat(np.arange(len(rows)), np.fromiter(map(len, rows), np.int64, len(rows)))
+    # float64 sums are exact: below 2**53 for rows of up to 10**8 positions
+    pairs = np.bincount(row, weights=_pairs(lengths[docs]), minlength=len(rows)).astype(np.int64)
+    used = np.bincount(row, weights=lengths[docs], minlength=len(rows)).astype(np.int64)
+    whole, rest = np.divmod(row_lengths - used, max_doc_length)
+    return pairs + whole * _pairs(max_doc_length) + _pairs(rest)
+
+
+def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
+    """Rows for every rank in every micro-batch, so that all ranks have about as much to do, in each and in sum.
+
+    Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
+    weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the lightest
+    share that has room; the heaviest share goes to the rank with the least work so far.
+
+    Args:
+        costs: int [A * W * B] of the rows of a step: A micro-batches, W ranks, B rows.
+
+    Returns:
+        int64 [A, W, B], indices into costs, each once; one rank: in order.
+    """
+    if ranks == 1:
+        return np.arange(len(costs)).reshape(accumulation, 1, -1)
+    descending = np.argsort(-costs, kind="stable").reshape(accumulation, -1)
+    dealt = np.empty((accumulation, ranks, len(costs) // (accumulation * ranks)), np.int64)
+    totals = np.zeros(ranks, np.int64)
+    for micro, rows in enumerate(descending):
+        shares = _even_shares(costs, rows, ranks)
+        heaviest_first = np.argsort(-costs[shares].sum(1), kind="stable")
+        dealt[micro, np.argsort(totals, kind="stable")] = shares[heaviest_first]
+        totals += costs[dealt[micro]].sum(1)
+    return dealt
+
+
+def skew(costs: np.ndarray, dealt: np.ndarray) -> float:
+    """The most that a rank has to do over the mean of all, 1.0 if all have the same; of `deal`'s arguments and result."""
+    by_rank = costs[dealt].sum((0, 2))
+    return float(by_rank.max() / by_rank.mean())
+
+
+def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.ndarray:
+    """As many rows for each share, int64 [W, B]: one after the other to the lightest that still has room."""
+    room = len(descending) // shares
+    if room == 1:
+        return descending.reshape(shares, 1)
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    lightest = [(0, share) for share in range(shares)]
+    for row, cost in zip(descending.tolist(), costs[descending].tolist(), strict=True):
+        total, share = heapq.heappop(lightest)
+        dealt[share].append(row)
+        if len(dealt[share]) < room:
+            heapq.heappush(lightest, (total + cost, share))
+    return np.array(dealt)
+
+
+def _pairs(lengths: np.ndarray | int) -> np.ndarray:
+    wide = np.asarray(lengths, np.int64)
+    return wide * (wide + 1) // 2

@@ -1,0 +1,107 @@
+"""How the processes of a run share the work, as the launcher's accelerate config says. No torch in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from sftkit.errors import ConfigError
+
+PREFIX = "PARALLELISM_CONFIG_"
+SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
+REST = -1
+"As dp_shard_size: all processes that the other sizes leave."
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the mesh of processes, outermost first: replicas x shards x (context or tensor)."""
+
+    replicas: int = 1
+    "copies of the weights"
+    shards: int = 1
+    "processes that a copy is cut over, each with rows of its own (FSDP2)"
+    context: int = 1
+    "processes that hold pieces of the same rows"
+    tensor: int = 1
+    "processes that hold pieces of the same matrices, and of the same rows outside them"
+    sharded: bool = False
+    "whether weights are cut at all; else DDP"
+
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.shards * self.context * self.tensor
+
+    @property
+    def row_ranks(self) -> int:
+        """Processes, or groups of them, with rows of their own."""
+        return self.replicas * self.shards
+
+    @property
+    def parts(self) -> int:
+        """Processes that share each row."""
+        return self.context * self.tensor
+
+    def describe(self) -> str:
+        """For the console: `fsdp2, 2 replicas x 4 shards`."""
+        if not self.sharded:
+            return "ddp" if self.replicas > 1 else "one process"
+        sizes = {"replicas": self.replicas, "shards": self.shards, "context": self.context, "tensor": self.tensor}
+        named = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "shards")
+        return f"fsdp2, {named}"
+
+
+def take_topology(environ: MutableMapping[str, str], world_size: int) -> Topology:
+    """The topology that the launcher asks for, and its variables taken out of the environment.
+
+    Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, refuse tensor parallelism, and
+    shard after a compile of its own. Without these variables it only starts the process group.
+
+    Raises:
+        ConfigError: sizes that do not fit the number of processes, or what is not supported.
+    """
+    topology = read_topology(environ, world_size)
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        environ.pop(name, None)
+    return topology
+
+
+def read_topology(environ: Mapping[str, str], world_size: int) -> Topology:
+    """What `take_topology` returns."""
+    if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
+        return Topology(replicas=world_size)
+    _refuse(environ)
+    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
+        return Topology(shards=world_size, sharded=True)
+    sizes = {field: int(environ.get(PREFIX + name) or 1) for field, name in SIZES.items()}
+    if sizes["shards"] == REST:
+        others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
+        sizes["shards"] = max(world_size // others, 1)
+    topology = Topology(**sizes, sharded=True)
+    if topology.world_size != world_size:
+        named = " x ".join(f"{SIZES[field].lower()} {size}" for field, size in sizes.items())
+        raise ConfigError(
+            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started: change the "
+            "sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the others leave)"
+        )
+    if topology.context > 1 and topology.tensor > 1:
+        raise ConfigError(
+            f"parallelism_config: cp_size {topology.context} and tp_size {topology.tensor} together are not supported: "
+            "set one of them to 1"
+        )
+    return topology
+
+
+def _refuse(environ: Mapping[str, str]) -> None:
+    """Settings of an accelerate config that would be silently without effect."""
+    instead = {
+        "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or train.memory",
+        "FSDP_ACTIVATION_CHECKPOINTING": "set train.memory in the recipe",
+    }
+    if environ.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError("fsdp_config: fsdp_version must be 2 (accelerate_configs/fsdp2.yaml)")
+    for name, advice in instead.items():
+        if environ.get(name, "false").lower() == "true":
+            raise ConfigError(f"fsdp_config: {name.lower()}=true is not supported: {advice}")
+    if int(environ.get(PREFIX + "SP_SIZE") or 1) > 1:
+        raise ConfigError("parallelism_config: sp_size is not supported: use cp_size for long rows")
