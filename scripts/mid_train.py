@@ -19,6 +19,7 @@ def main() -> None:
     from sftkit.compilation import compile_model
     from sftkit.data import chat, loader, sources, text
     from sftkit.data.pack import make_layout
+    from sftkit.distribute import distribute
     from sftkit.evals.suite import Suite, sample_rows
     from sftkit.fp8 import apply_fp8
     from sftkit.memory import make_plan
@@ -34,7 +35,7 @@ def main() -> None:
 
     # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
     tokenizer = load_tokenizer(cfg.model)
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, positions(orig_model))
     rt.say(inherited)
@@ -42,8 +43,10 @@ def main() -> None:
     # What we learn from: all tokens, of texts and of conversations.
     tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=cfg.data.too_long)
     examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.world_size, examples.lengths)
-    batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, tokenizer.pad_token_id, cfg.data.num_workers)
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths)
+    batches = loader.Batches(
+        examples, layout, cfg.run.seed, rt.data_rank, tokenizer.pad_token_id, cfg.data.num_workers, rt.part
+    )
     rt.say(sources.summary(examples, validation))
 
     # How we step: attention for these rows, compiled in place, then wrapped. Only the train step calls `wrapped`.
@@ -53,7 +56,7 @@ def main() -> None:
     plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
-    wrapped = rt.prepare(model)
+    wrapped = distribute(model, cfg.model, plan.sharding, rt)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
     # What is kept and watched.

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import yaml
 
-from sftkit.bench.__main__ import bench, over_ceiling, read_results
+from sftkit.bench.__main__ import add_scaling, bench, over_ceiling, read_results
 from sftkit.bench.jobs import read_job, read_jobs, save_job
 from sftkit.bench.plan import DataPlan, Documents, Steps, expanded, read_plan, slug
+from sftkit.bench.processes import Parallelism, Processes, first_failure, run_logged, start_command
 from sftkit.bench.report import loss_table, markdown, speed_table
-from sftkit.bench.rows import measured, spread
+from sftkit.bench.rows import measured, over_ranks, spread
 from sftkit.bench.synthetic import documents, new_model
 from sftkit.errors import ConfigError
 
@@ -60,7 +64,7 @@ def write_worker(folder: Path, body: str, name: str = "worker.py") -> str:
     return name
 
 
-def row(name: str, speeds: list[float], losses: dict[str, float], **changes: Any) -> dict[str, Any]:
+def row(name: str, speeds: list[float], losses: dict[str, Any], **changes: Any) -> dict[str, Any]:
     lines = [
         {
             "step": i + 1,
@@ -129,6 +133,16 @@ def test_what_the_bench_fills_in_cannot_be_set(tmp_path: Path) -> None:
         ({"model": "tiny", "steps": {"total": 4, "warm_up": 4, "window": 2}}, "one window is timed"),
         ({"model": "tiny", "worker": "gone.py"}, "no such file"),
         ({"model": "tiny", "name": "first."}, 'would share the folder "first"'),
+        ({"model": "tiny", "processes": 2}, "runs.1.processes: 2 need a topology: one of cpu, cpu_ddp"),
+        (
+            {"model": "tiny", "topology": "cpu_dpp"},
+            'runs.1.topology: "cpu_dpp" is no file of accelerate_configs. Did you',
+        ),
+        ({"model": "tiny", "parallelism": {"tp_size": 2}}, "runs.1.parallelism: needs a topology"),
+        (
+            {"model": "tiny", "processes": 2, "topology": "cpu_ddp", "parallelism": {"tp_size": 2}},
+            "runs.1.parallelism: cpu_ddp has no sizes: name a topology whose distributed_type is FSDP, not MULTI_GPU",
+        ),
     ],
 )
 def test_a_run_that_fits_nothing_is_refused(tmp_path: Path, run: dict[str, Any], said: str) -> None:
@@ -172,11 +186,10 @@ def test_row_length_goes_to_packed_runs_alone_and_a_job_survives_its_file(tmp_pa
     assert read_job(save_job(jobs[1])) == jobs[1]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    sorted((ROOT / "benchmarks").rglob("*plan*.yaml")) + sorted((ROOT / "benchmarks/h200_step").glob("*.yaml")),
-    ids=str,
-)
+PLANS = [path for path in sorted((ROOT / "benchmarks").rglob("*.yaml")) if "\nruns:" in path.read_text()]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> None:
     jobs = read_jobs(plan, Path("out"))
     assert len(jobs) == len(expanded(read_plan(plan))) >= 2
@@ -186,6 +199,77 @@ def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> 
 def test_the_parent_process_and_reports_need_no_torch() -> None:
     code = "import sys, sftkit.bench.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- processes ----
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate_configs with one topology, of two sizes."""
+    config = {"distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": True, "num_processes": 2}
+    config["parallelism_config"] = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_backend": "torch"}
+    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("sftkit.bench.processes.CONFIGS", tmp_path)
+
+
+@pytest.mark.usefixtures("sharded")
+def test_a_topologys_config_is_written_beside_the_job_with_the_runs_sizes_and_read_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config import load_config_from_file
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    sizes = Parallelism(dp_replicate_size=2, tp_size=2)
+    words, environment = start_command(
+        Processes(count=4, topology="sharded", parallelism=sizes), None, tmp_path / "job.json"
+    )
+    read = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (read.num_processes, read.main_process_port, read.distributed_type) == (4, 0, "FSDP")
+    named = {key.removeprefix("parallelism_config_"): value for key, value in read.parallelism_config.items()}
+    assert named == {"dp_replicate_size": 2, "dp_shard_size": 1, "tp_size": 2, "cp_size": 1, "cp_backend": "torch"}
+    assert words[-3:] == ["-m", "sftkit.bench.worker", str(tmp_path / "job.json")]
+    assert environment["ACCELERATE_USE_CPU"] == "true"
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.usefixtures("sharded")
+def test_the_sizes_of_a_mesh_multiply_to_the_processes_and_those_that_share_rows_count_as_one(tmp_path: Path) -> None:
+    run = {"name": "a", "model": "tiny", "topology": "sharded"}
+    path = write_plan(tmp_path, runs=[{**run, "processes": 4}])
+    assert "runs.0.parallelism: dp_shard_size 2 is 2, but processes is 4" in problems(path)[0]
+    mesh = {"dp_shard_size": 2, "tp_size": 2}
+    (job,) = read_jobs(write_plan(tmp_path, runs=[{**run, "processes": 4, "parallelism": mesh}]), tmp_path)
+    assert job.processes.data_ranks == 2  # a global batch of 2 rows is shared by 2, not by 4
+    assert read_job(save_job(job)) == job
+    bad = {**run, "processes": 4, "parallelism": {"tp_siez": 2}}
+    assert 'Did you mean "tp_size"?' in "\n".join(problems(write_plan(tmp_path, runs=[bad])))
+
+
+def test_a_run_that_takes_too_long_is_killed_with_all_that_descends_from_it(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = (
+        "import subprocess, sys, time\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    started = time.perf_counter()
+    assert run_logged([sys.executable, "-c", code], tmp_path / "log", {}, 3) == "not done after 3 s"
+    assert time.perf_counter() - started < 20
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if child in (p.info["cmdline"] or [])]
+
+
+def test_the_first_error_of_a_log_is_the_reason_and_a_killed_rank_comes_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("hi\n[rank1]: ValueError: no\nRuntimeError: peer left\ntorch.x.ChildFailedError: \n=====\n")
+    assert first_failure(log, None) == "ValueError: no"
+    assert first_failure(log, "rank 1: ValueError: no") == "rank 1: ValueError: no"
+    cause = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+    log.write_text("RuntimeError: peer left\n" + cause)
+    assert first_failure(log, None) == "rank 1 was killed by signal 9; RuntimeError: peer left"
+    log.write_text("quiet\n" + cause)
+    assert first_failure(log, None) == "rank 1 was killed by signal 9"
 
 
 # ---- data and weights ----
@@ -270,11 +354,42 @@ def test_the_table_divides_by_the_baseline_and_shows_a_dash_for_what_is_unknown(
     assert lines[4].endswith("| 1.0000 | - |")
 
 
+def test_a_rank_is_compared_with_a_rank_and_the_table_shows_ranks_where_there_are_several() -> None:
+    one = row("one", [100.0], {"1": 2.5}, world_size=1)
+    four = row("four", [360.0], {"1": 2.5}, world_size=4, baseline="one", topology="fsdp2")
+    four |= {"tok_per_sec_per_gpu": spread([90.0]), "mesh": {"dp_replicate_size": 1, "dp_shard_size": 2, "tp_size": 2}}
+    peer = row("peer", [50.0], {"1": 2.5}, world_size=1, baseline="one")
+    for each in (one, four, peer):
+        add_scaling(each, [one, four, peer])
+    assert (one["scaling"], four["scaling"], peer["scaling"]) == (None, pytest.approx(0.9), None)
+    lines = speed_table([one, four]).splitlines()
+    assert lines[0].startswith("| run | GPUs | topology | tok/s per GPU | scaling | attention |")
+    assert lines[2].startswith("| one | 1 | - | 100 | - |")
+    assert lines[3].startswith("| four | 4 | fsdp2 (dp_shard 2, tp 2) | 90 | 90.0 % |")
+    assert "GPUs" not in speed_table([one])
+
+
+def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank_stands_for_all() -> None:
+    line = {"step": 1, "train/loss": 1.0, "train/grad_norm": 1.0, "perf/tok_per_sec": 80.0, "perf/peak_memory_gib": 1.0}
+    found = measured([line], Steps(total=1, warm_up=0, window=1), world_size=4)
+    assert (found["tok_per_sec"]["median"], found["tok_per_sec_per_gpu"]["median"]) == (80.0, 20.0)
+    ranks = [
+        {"peak_memory_gib": gib, "reserved_memory_gib": None, "compile": {"graphs": 2, "recompiles": late}}
+        for gib, late in [(3.0, 0), (5.0, 1)]
+    ]
+    worst = over_ranks(ranks)
+    assert (worst["peak_memory_gib"], worst["reserved_memory_gib"]) == (5.0, None)
+    assert worst["compile"] == {"graphs": 2, "recompiles": 1}
+    assert worst["ranks"] == ranks
+
+
 def test_losses_are_compared_over_the_steps_that_both_runs_logged() -> None:
     reference = row("ref", [1.0], {"1": 3.0, "2": 2.0, "3": 1.0})
     run = row("run", [1.0], {"1": 3.0, "2": 2.25, "4": 9.0}, same_loss_as="ref")
     assert "| run | ref | 2 | 2.50e-01 (step 2) | 1.25e-01 | 1.0000, 9.0000 |" in loss_table([reference, run])
     assert loss_table([run]) == ""
+    broken = row("run", [1.0], {"1": 3.0, "2": None}, same_loss_as="ref")  # as a loss that is not finite is logged
+    assert "| run | ref | 2 | inf (step 2) | inf | 1.0000, - |" in loss_table([reference, broken])
 
 
 def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
@@ -369,3 +484,62 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
     assert results["machine"]["versions"]["torch"]
     assert (out / "report.md").read_text() == markdown(results)
     assert markdown(results) in ended.stdout
+
+
+# ---- several processes ----
+
+
+@pytest.mark.usefixtures("no_machine")
+def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) -> None:
+    runs = [
+        {"name": "one", "model": "tiny"},
+        {
+            "name": "two",
+            "model": "tiny",
+            "topology": "cpu_ddp",
+            "processes": 2,
+            "baseline": "one",
+            "same_loss_as": "one",
+        },
+    ]
+    defaults = {
+        "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
+        "compile": {"backend": "aot_eager", "on_failure": "error"},
+        "optim": {"name": "adamw", "lr": 1e-3},
+    }
+    one, two = bench(write_plan(tmp_path, runs=runs, defaults=defaults), tmp_path / "out")["runs"]
+    assert (one["error"], two["error"]) == (None, None)
+    assert (one["world_size"], two["world_size"], two["topology"]) == (1, 2, "cpu_ddp")
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert list(two["losses"]) == ["2", "4", "6"]
+    assert len(two["ranks"]) == 2
+    assert all(rank["compile"]["graphs"] > 0 and rank["compile"]["recompiles"] == 0 for rank in two["ranks"])
+    assert two["compile"]["recompiles"] == 0
+    assert two["tok_per_sec_per_gpu"]["median"] == pytest.approx(two["tok_per_sec"]["median"] / 2)
+    speeds = two["tok_per_sec_per_gpu"]["median"], one["tok_per_sec_per_gpu"]["median"]
+    assert two["scaling"] == pytest.approx(speeds[0] / speeds[1])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| two | 2 | cpu_ddp |" in report
+    assert "| two | one | 3 |" in report
+
+
+@pytest.mark.usefixtures("no_machine")
+def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    body = """
+from sftkit.bench.jobs import read_job
+from sftkit.bench.rows import run_job
+
+def run(job):
+    if os.environ["RANK"] == "1":
+        if job.name == "killed":
+            os.kill(os.getpid(), 9)
+        raise ValueError("only here")
+    time.sleep(60)
+
+run_job(read_job(Path(sys.argv[1])), run)
+"""
+    run = {"model": "tiny", "topology": "cpu_ddp", "processes": 2, "worker": write_worker(tmp_path, body)}
+    runs = [{"name": name, **run} for name in ("raised", "killed")]
+    rows = bench(write_plan(tmp_path, runs=runs, timeout_seconds=50), tmp_path / "out")["runs"]
+    assert [r["error"] for r in rows] == ["rank 1: ValueError: only here", "rank 1 was killed by signal 9"]
+    assert all(r["wall_seconds"] < 45 for r in rows)  # the other rank, which sleeps for 60 s, was ended

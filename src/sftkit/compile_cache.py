@@ -64,6 +64,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
             "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
             "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
             "precision": rt.precision,
+            "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
             **_environment(rt.device),
         }
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup, all_gather_into_tensor, distributed_c10d, reduce_scatter_tensor
 
 _group: ProcessGroup | None = None
 
@@ -43,10 +42,15 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
     return rows[0], rows[1]
 
 
+def resolve(group: str) -> ProcessGroup:
+    """The group of that name, as torch's own functional collectives find it."""
+    return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+
+
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
 def all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
     """The pieces of all ranks of a group, stacked: [n, *piece.shape]."""
-    process_group = _resolve_process_group(group)
+    process_group = resolve(group)
     whole = piece.new_empty(process_group.size(), *piece.shape)
     all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=process_group)  # gloo wants them flat
     return whole
@@ -56,13 +60,13 @@ def all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
 def reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
     """This rank's piece of the sum over ranks of [n, ...]."""
     piece = torch.empty_like(whole[0], memory_format=torch.contiguous_format)
-    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=_resolve_process_group(group))
+    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=resolve(group))
     return piece
 
 
 @all_gather.register_fake
 def _(piece: torch.Tensor, group: str) -> torch.Tensor:
-    return piece.new_empty(_resolve_process_group(group).size(), *piece.shape)
+    return piece.new_empty(resolve(group).size(), *piece.shape)
 
 
 @reduce_scatter.register_fake

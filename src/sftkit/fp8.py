@@ -24,6 +24,11 @@ MULTIPLE = 16
 def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
     """What train.fp8 asks for, said in a line; nothing if it is null."""
     if cfg.train.fp8 is not None:
+        if rt.topology.tensor > 1:
+            raise ConfigError(
+                f"train.fp8={cfg.train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
+                "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
+            )
         odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % MULTIPLE]
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % MULTIPLE else []
         if odd:

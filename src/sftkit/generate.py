@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sftkit.attention import plain_attention
 from sftkit.compilation import run_eagerly
 from sftkit.data import chat
+from sftkit.tensor_parallel import whole_rows
 
 
 def generate(
@@ -23,21 +24,25 @@ def generate(
     max_new_tokens: int,
     batch_size: int,
     temperature: float = 0.0,
+    in_step: bool = False,
 ) -> list[str]:
     """Answers to tokenized prompts, greedy at temperature 0, in the order given; without special tokens.
 
     Prompts are sorted by length so that little is padded; padding is on the left and masked.
+
+    Args:
+        in_step: ranks go on until all have finished a batch, as sharded weights need; all have equally many prompts.
     """
     was_training, defaults = orig_model.training, orig_model.generation_config
     orig_model.eval()
     orig_model.generation_config = GenerationConfig()  # a model's own penalties and sampling would not be greedy
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    with torch.no_grad(), run_eagerly(), plain_attention(orig_model):
+    with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows():
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             output = _generate_batch(
-                orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature
+                orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature, in_step
             )
             for i, ids in zip(chosen, output, strict=True):
                 answers[i] = str(tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True))
@@ -53,6 +58,7 @@ def _generate_batch(
     stop_ids: Sequence[int],
     max_new_tokens: int,
     temperature: float,
+    in_step: bool,
 ) -> list[list[int]]:
     longest = max(len(prompt) for prompt in prompts)
     pad = tokenizer.pad_token_id
@@ -66,6 +72,7 @@ def _generate_batch(
         eos_token_id=list(stop_ids),
         pad_token_id=pad,
         use_cache=True,
+        synced_gpus=in_step,
         **sampling,
     )
     return output[:, longest:].tolist()

@@ -13,11 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.adamw import local
 from sftkit.config import Config, OptimConfig
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
 from sftkit.memory_estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, shape_of, state_width
+from sftkit.parallel import Sharding
 from sftkit.runtime import Runtime
+from sftkit.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class MemoryPlan:
     estimate: Estimate | None
     total_bytes: int | None
     "of the device; None: unknown, or no GPU"
+    sharding: Sharding
+    "how sharded ranks gather weights and exchange gradients"
     earlier_gradient_bytes: int
     "gradients of earlier micro-batches, or their sums, that a forward pass finds in memory"
     line: str
@@ -83,19 +88,23 @@ def make_plan(
     name: OptimizerName = "adamw" if cfg.optim.name == "auto" else cfg.optim.name
     setup = None
     if shape is not None:
-        chunk = cfg.loss.chunk_tokens
-        setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense)
+        chunk, topology = cfg.loss.chunk_tokens, rt.topology
+        setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology)
+        setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
-        name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much)
-        setup = None if setup is None else replace(setup, optimizer=name)
+        name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
+        if setup is not None and name != setup.optimizer:
+            setup = replace(setup, optimizer=name)
+            setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
     found = None if setup is None else estimate(setup)
-    parameters = sum(p.numel() for p in orig_model.parameters())
-    earlier = parameters * earlier_gradient_width(layout, rt.precision)
+    parameters = 0 if rt.topology.sharded else sum(p.numel() for p in orig_model.parameters())
+    earlier = parameters * earlier_gradient_width(layout, rt.precision)  # sharded ranks meet theirs in the warm-up
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
-    plan = MemoryPlan(optim, budget, setup, found, total_bytes, earlier, line)
+    sharding = Sharding() if setup is None else setup.sharding
+    plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)
     if found is not None and not fits(found, total_bytes):
         log.warning(
             "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s",
@@ -104,6 +113,20 @@ def make_plan(
             "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU",
         )
     return plan
+
+
+SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
+"Least communication first, least memory last."
+
+
+def _fastest_sharding(s: Setup, total_bytes: int | None, rt: Runtime) -> Sharding:
+    """The first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
+    if not s.topology.sharded:
+        return s.sharding
+    for sharding in SHARDINGS[:-1]:
+        if not rt.any_rank(not fits(estimate(replace(s, sharding=sharding)), total_bytes)):
+            return sharding
+    return SHARDINGS[-1]
 
 
 def _recomputes(cfg: Config) -> bool:
@@ -125,12 +148,12 @@ def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _automatic_optimizer(preset: str, precision: str, too_much: bool) -> OptimizerName:
+def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> OptimizerName:
     """What optim.name=auto stands for; `too_much`: adamw would not fit."""
     if precision != "bf16":
         return "adamw"
     if preset == "low":
-        return "adamw8bit" if torchao_installed() else "adamw_sr"
+        return "adamw8bit" if torchao_installed() and not sharded else "adamw_sr"
     return "adamw_sr" if too_much else "adamw"
 
 
@@ -192,7 +215,7 @@ def missing_state_bytes(optimizer: torch.optim.Optimizer, name: str) -> int:
         kind = "adamw" if name == "muon" and not group["use_muon"] else name
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
-                missing += p.numel() * state_width(kind, "bf16" if p.dtype == torch.bfloat16 else "fp32")
+                missing += local(p).numel() * state_width(kind, "bf16" if p.dtype == torch.bfloat16 else "fp32")
     return int(missing)
 
 
@@ -201,7 +224,7 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     if plan.setup is None or plan.estimate is None:
         return []
     s, found = replace(plan.setup, layout=layout), []
-    for options in (_smaller_batch(s, cfg), _recompute(s, cfg), _optimizer(s), _chunk(s)):
+    for options in (_smaller_batch(s, cfg), _recompute(s, cfg), _optimizer(s), _chunk(s), _more_shards(s)):
         saved = [(text, plan.estimate.total - estimate(after).total) for text, after in options]
         saved = [(text, n) for text, n in saved if n >= 0.05 * GIB]
         if saved:
@@ -246,7 +269,7 @@ def _recompute(s: Setup, cfg: Config) -> list[Option]:
     for preset, budget in BUDGETS.items():
         if budget < s.budget:
             named = cfg.optim.name != "auto" or preset != "low"
-            name = s.optimizer if named else _automatic_optimizer(preset, s.precision, False)
+            name = s.optimizer if named else _automatic_optimizer(preset, s.precision, False, s.topology.sharded)
             options.append((f"train.memory={preset}", replace(s, budget=budget, optimizer=name)))
     return options
 
@@ -257,10 +280,26 @@ def _optimizer(s: Setup) -> list[Option]:
         return [("train.precision=bf16", replace(s, precision="bf16"))]
     needs = "" if torchao_installed() else " (pip install 'sftkit[fp8]')"
     smaller = {"adamw_sr": "optim.name=adamw_sr", "adamw8bit": f"optim.name=adamw8bit{needs}"}
+    if s.topology.sharded:  # its states cannot be cut anew
+        del smaller["adamw8bit"]
     width = state_width(s.optimizer, s.precision)
     return [
         (text, replace(s, optimizer=name)) for name, text in smaller.items() if state_width(name, s.precision) < width
     ]
+
+
+def _more_shards(s: Setup) -> list[Option]:
+    """Weights cut over the processes there are, or over twice as many."""
+    world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
+    number = world_size or 2 * s.topology.world_size
+    rows = s.layout.global_batch_size
+    if rows % number:
+        return []
+    layout = replace(
+        s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
+    )
+    after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
+    return [(f"accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
 
 
 def _chunk(s: Setup) -> list[Option]:

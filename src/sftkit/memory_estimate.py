@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from transformers import PreTrainedModel
 
 from sftkit.data.pack import Layout
 from sftkit.model import decoder_blocks, vocab_size
 from sftkit.optim import optimizer_bytes
+from sftkit.parallel import Sharding
+from sftkit.topology import Topology
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.7 * GIB)
@@ -22,6 +24,8 @@ class Shape:
     """The sizes of a model that memory depends on, in elements."""
 
     parameters: int
+    ends: int
+    "those of the parameters outside the blocks: embedding, head, final norm"
     matrices: int
     "those of the parameters that are matrices of a block, for muon"
     blocks: int
@@ -52,6 +56,9 @@ class Setup:
     "transformers' gradient checkpointing"
     dense_mask: bool = False
     "attention backend reference"
+    topology: Topology = field(default_factory=Topology)
+    sharding: Sharding = field(default_factory=Sharding)
+    "how a sharded topology gathers weights and exchanges gradients"
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,10 @@ def shape_of(orig_model: PreTrainedModel) -> Shape | None:
         inner = inner * experts if isinstance(inner, int) else None
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
+    parameters = sum(p.numel() for p in orig_model.parameters())
     return Shape(
-        parameters=sum(p.numel() for p in orig_model.parameters()),
+        parameters=parameters,
+        ends=parameters - sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters()),
         matrices=sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters() if p.ndim == 2),
         blocks=blocks,
         hidden=hidden,
@@ -142,11 +151,13 @@ def _all_elements(s: Setup) -> int:
 def estimate(s: Setup) -> Estimate:
     """The peak of one rank's step: at the start of the backward pass, or at its end, when all gradients exist.
 
-    In between activations go as gradients come, both linearly, so one of the ends is the peak. Data-parallel ranks hold
-    all parameters, and buckets for the exchange of gradients from the start.
+    In between activations go as gradients come, both linearly, so one of the ends is the peak. Replicas hold all
+    parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
     """
     m, width = s.shape, WIDTH[s.precision]
-    tokens = max(rows * row_length for rows, row_length in s.layout.shapes)
+    tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.parts
+    if s.topology.sharded:
+        return _sharded(s, tokens)
     weights = gradients = width * m.parameters
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
@@ -163,6 +174,33 @@ def estimate(s: Setup) -> Estimate:
         transient=int(max(_loss_bytes(s, tokens), head + block)),
     )
     at_end = replace(at_start, gradients=buckets + last, activations=0, transient=int(max(head, block)))
+    return max(at_start, at_end, key=lambda moment: moment.total)
+
+
+def _sharded(s: Setup, tokens: int) -> Estimate:
+    """The peak of a rank that holds a piece of every weight, gradient and state, and gathers weights to use them.
+
+    Gathered at a time: all weights, or a block, the next one and an end of the model. Gradients of earlier micro-batches
+    are whole and fp32 if kept; those of the pass itself exist for a block and an end, with fp32 copies on their way.
+    """
+    m, t, width = s.shape, s.topology, WIDTH[s.precision]
+    pieces = t.shards * t.context * t.tensor
+    body = (m.parameters - m.ends) // t.tensor
+    block, end = body // max(m.blocks, 1), m.ends
+    gathered = body + m.ends if s.sharding.keep_weights else 2 * block + end
+    earlier = s.layout.accumulation > 1
+    whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
+    piece_sums = 4 * m.parameters // pieces if earlier and not s.sharding.keep_gradients else 0
+    on_their_way = (width + 4) * (2 * block + end)
+    at_start = Estimate(
+        weights=width * (m.parameters // pieces + gathered),
+        optimizer=_state_bytes(s) // pieces,
+        gradients=width * m.parameters // pieces,
+        gradient_sums=whole_sums + piece_sums,
+        activations=int(width * tokens * m.blocks * kept_elements(s)),
+        transient=int(max(_loss_bytes(s, tokens), tokens * _block_bytes_per_token(s) + _mask_bytes(s))),
+    )
+    at_end = replace(at_start, gradients=at_start.gradients + on_their_way, activations=0)
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 

@@ -328,7 +328,8 @@ def logit_softcap(orig_model: PreTrainedModel) -> float | None:
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """The repeated blocks of the model, as transformers names them for device placement."""
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
-    return [module for module in orig_model.modules() if type(module).__name__ in names]
+    # By any of its classes: FSDP puts one of another name in front of a sharded module's.
+    return [m for m in orig_model.modules() if names & {cls.__name__ for cls in type(m).__mro__}]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -39,14 +41,12 @@ def states_loaded(
             state[STEP] = step
 
 
-def _named(
-    optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel
-) -> list[tuple[str, torch.nn.Parameter]]:
+def _named(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
     names = {id(p): name for name, p in orig_model.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _state(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, object]:
+def _state(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
     state = optimizer.state[param]
     if state:
         return state
@@ -59,11 +59,10 @@ def _state(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[
     return state
 
 
-def _as_parameter(key: str, value: object, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def _as_parameter(key: str, value: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """The tensors of one state."""
     if isinstance(value, DTensor):
         value = value.to_local()
-    assert isinstance(value, torch.Tensor)
     if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the piece
         return {f"{key}.codes": _shaped(value.codes, param), f"{key}.scale": value.scale}
     return {key: _shaped(value, param)}

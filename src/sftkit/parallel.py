@@ -6,6 +6,7 @@ keeps its class and its parameter names; parameters are DTensors from then on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,18 +100,18 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
     for module in alone:  # neither is read in the backward pass: the loss has its gradients by then
-        fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
-        module.set_unshard_in_backward(False)  # type: ignore[operator]
+        piece = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
+        piece.set_unshard_in_backward(False)
     fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
-    for module in fsdp_modules(orig_model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for piece in fsdp_modules(orig_model):
+        piece.set_gradient_divide_factor(1.0)
+        piece.set_force_sum_reduction_for_comms(True)
     orig_model._sharding = sharding  # type: ignore[assignment]
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if head(orig_model) in alone:
         _gather_in(head(orig_model), model, "nll")
-    for before, after in zip(blocks, blocks[1:], strict=False):
+    for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 
 
@@ -135,8 +136,14 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
 def set_gradient_sync(model: torch.nn.Module, last: bool) -> None:
     """Before each micro-batch of a sharded model: whether it is the last of its step."""
     orig_model = model.orig_model
+    sharding = getattr(orig_model, "_sharding", None)
     assert isinstance(orig_model, FSDPModule)
-    sharding = orig_model._sharding
     assert isinstance(sharding, Sharding)
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
+
+
+def let_go(orig_model: torch.nn.Module) -> None:
+    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
+    for piece in fsdp_modules(orig_model):
+        piece.reshard()

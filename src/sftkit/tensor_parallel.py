@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
+from sftkit.model import decoder_blocks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."
@@ -85,7 +86,8 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
                 f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
             )
     known = {*COLUMNS, *ROWS, *NORMS, *HEAD_NORMS}
-    odd = [n for n, m in orig_model.get_decoder().layers[0].named_modules() if n not in known and any(m.parameters(False))]  # type: ignore[union-attr, index]
+    modules = decoder_blocks(orig_model)[0].named_modules()
+    odd = [name for name, module in modules if name not in known and next(module.parameters(False), None) is not None]
     if odd:
         raise ConfigError(
             f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "
@@ -105,7 +107,7 @@ def _cut(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
 def _as_dtensor(mesh: DeviceMesh, placement: Placement | None) -> Any:
     """A hook that says of what whole the input is this rank's piece; None: as activations lie between layers."""
 
-    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[DTensor, ...]:
+    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         at = between() if placement is None else placement
         return (DTensor.from_local(inputs[0], mesh, [at], run_check=False), *inputs[1:])
 

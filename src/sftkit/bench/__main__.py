@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from sftkit.bench.jobs import Job, read_jobs, save_job
 from sftkit.bench.plan import slug
+from sftkit.bench.processes import first_failure, run_logged, start_command
 from sftkit.bench.report import line, markdown
 from sftkit.bench.rows import head
 from sftkit.errors import ConfigError
@@ -84,6 +84,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
             row = run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
             row["wall_seconds"] = time.perf_counter() - started
             over_ceiling(row, results["machine"])
+            add_scaling(row, results["runs"])
             results["runs"].append(row)
             write(out, results)
             print(f"[{number}/{len(jobs)}] {line(row)}", flush=True)
@@ -121,38 +122,23 @@ def run_job(job: Job, caches: Path) -> dict[str, Any]:
     path = save_job(job)
     cache = caches / slug(job.name)
     cache.mkdir()
+    command, needed = start_command(job.processes, job.worker, path)
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "XDG_CACHE_HOME": str(cache),
+        **needed,
         **job.environment,
     }
-    command = [sys.executable, *(["-m", "sftkit.bench.worker"] if job.worker is None else [job.worker]), str(path)]
-    ended = run_logged(command, job.folder / "log.txt", environment, job.timeout_seconds)
-    written = job.folder / "row.json"
-    if written.exists():
-        row: dict[str, Any] = json.loads(written.read_text())
-        return row
-    return {**head(job), "error": ended or "it wrote no row"}
-
-
-def run_logged(command: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
-    """Run a command, its output into `log`; None if it ended well, else how it ended and its last line."""
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                timeout=timeout_seconds,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"not done after {timeout_seconds} s"
-    if code == 0:
-        return None
-    said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
-    return f"ended with code {code}" + (f": {said[-1].strip()}" if said else "")
+    written, log = job.folder / "row.json", job.folder / "log.txt"
+    written.unlink(missing_ok=True)
+    ended = run_logged(command, log, environment, job.timeout_seconds)
+    row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**head(job), "error": None}
+    if row["error"] is None and (ended or not written.exists()):
+        row["error"] = ended or "it wrote no row"
+    if job.processes.topology is not None and ended and ended.startswith("ended"):
+        row["error"] = first_failure(log, row["error"] if row["error"] != ended else None)
+    return row
 
 
 def over_ceiling(row: dict[str, Any], machine: dict[str, Any]) -> None:
@@ -160,6 +146,14 @@ def over_ceiling(row: dict[str, Any], machine: dict[str, Any]) -> None:
     datasheet, ceiling = machine.get("datasheet_tflops"), machine.get("matmul_tflops")
     mfu = row.get("mfu")
     row["mfu_of_ceiling"] = mfu["median"] * datasheet / ceiling if mfu and datasheet and ceiling else None
+
+
+def add_scaling(row: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Add scaling: tokens/s per GPU over those of a baseline of another number of GPUs; None without one that ran."""
+    base = next((other for other in earlier if other["name"] == row["baseline"] and not other["error"]), None)
+    row["scaling"] = None
+    if base and not row["error"] and row["world_size"] != base["world_size"]:
+        row["scaling"] = row["tok_per_sec_per_gpu"]["median"] / base["tok_per_sec_per_gpu"]["median"]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from sftkit.bench.plan import (
     read_plan,
     slug,
 )
+from sftkit.bench.processes import Processes
 from sftkit.config import Config, settings
 from sftkit.errors import ConfigError
 from sftkit.recipe import read_config
@@ -55,6 +56,7 @@ class Job:
     worker: str | None
     options: dict[str, Any]
     timeout_seconds: int
+    processes: Processes
 
     @property
     def folder(self) -> Path:
@@ -122,6 +124,7 @@ def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
         worker=None if worker is None else str(worker),
         options=run.options,
         timeout_seconds=plan.timeout_seconds,
+        processes=run.started,
     )
 
 
@@ -150,7 +153,8 @@ def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Co
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(render(sections))
         try:
-            return read_config(recipe, [f"{key}={json.dumps(value)}" for key, value in run.set.items()], 1)
+            changes = [f"{key}={json.dumps(value)}" for key, value in run.set.items()]
+            return read_config(recipe, changes, run.started.data_ranks)
         except ConfigError as error:
             text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
             raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None

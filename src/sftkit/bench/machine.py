@@ -34,6 +34,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     peak = peak_flops(device)
     return {
         "device": device_name(device),
+        "gpus": torch.cuda.device_count(),
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
         "driver": driver() if cuda else None,
         "cuda": torch.version.cuda,

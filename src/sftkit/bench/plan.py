@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from sftkit.bench.processes import Parallelism, Processes, wrong_processes
 from sftkit.config import NonNegative, Positive, settings
 from sftkit.errors import ConfigError
 from sftkit.recipe import _explain
@@ -66,6 +67,11 @@ class RunPlan:
     set: dict[str, Any] = field(default_factory=dict)
     "dotted recipe key -> value"
     steps: Steps | None = None
+    topology: str | None = None
+    "name of a file of accelerate_configs, without .yaml; null: one process, without a launcher"
+    processes: Positive = 1
+    parallelism: Parallelism | None = None
+    "sizes of the mesh; null: those of the topology's file"
     baseline: str | None = None
     "the run that its tokens/s are divided by"
     same_loss_as: str | None = None
@@ -77,6 +83,11 @@ class RunPlan:
     "a script beside the plan that trains in the project's place; null: sftkit"
     options: dict[str, Any] = field(default_factory=dict)
     "what that script is told"
+
+    @property
+    def started(self) -> Processes:
+        """How its processes are started."""
+        return Processes(count=self.processes, topology=self.topology, parallelism=self.parallelism)
 
 
 @settings
@@ -141,7 +152,14 @@ def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
 
 def _class_at(keys: Keys) -> Any:
     """The class whose fields stand at these keys of a plan."""
-    inside = {"data": DataPlan, "documents": Documents, "steps": Steps, "runs": RunPlan, "ablations": Ablations}
+    inside = {
+        "data": DataPlan,
+        "documents": Documents,
+        "steps": Steps,
+        "runs": RunPlan,
+        "parallelism": Parallelism,
+        "ablations": Ablations,
+    }
     return next((inside[str(key)] for key in reversed(keys) if key in inside), Plan)
 
 
@@ -184,6 +202,7 @@ def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
             yield from (f"runs.{i}.{key}: {text}" for text in not_runs([name] if name else [], names))
         if run.warm_from is not None and run.warm_from not in names[:i]:
             yield f'runs.{i}.warm_from: "{run.warm_from}" is no earlier run'
+        yield from (f"runs.{i}.{text}" for text in wrong_processes(run.started))
         steps = run.steps or plan.steps
         timed = steps.total - steps.warm_up
         if timed <= 0 or timed % steps.window or steps.warm_up % steps.window:

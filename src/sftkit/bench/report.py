@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ COLUMNS: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
     ("last loss", lambda row, _: number(last_loss(row), "{:.4f}")),
     ("ratio", lambda row, base: ratio(row, base)),
 )
+SEVERAL: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
+    ("GPUs", lambda row, _: str(gpus(row))),
+    ("topology", lambda row, _: topology(row)),
+    ("tok/s per GPU", lambda row, _: number(middle(row.get("tok_per_sec_per_gpu")), "{:,.0f}")),
+    ("scaling", lambda row, _: percent(row.get("scaling"))),
+)
+"Columns after the name where a run has more than one process. Results of one process from earlier versions lack them."
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -41,7 +49,8 @@ def machine_lines(machine: dict[str, Any]) -> str:
         f"{number(machine['datasheet_tflops'], '{:.0f}')})",
         f"copies {number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
     ]
-    lines = [f"Machine: {machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"]
+    count = f"{machine['gpus']} x " if machine.get("gpus", 0) > 1 else ""
+    lines = [f"Machine: {count}{machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"]
     lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
@@ -49,8 +58,10 @@ def machine_lines(machine: dict[str, Any]) -> str:
 def speed_table(rows: Sequence[Row]) -> str:
     """One line per run that succeeded: the median of its timed windows, with the slowest and the fastest."""
     good = {row["name"]: row for row in rows if not row["error"]}
-    cells = [[cell(row, good.get(row["baseline"])) for _, cell in COLUMNS] for row in good.values()]
-    return table([name for name, _ in COLUMNS], cells) if cells else ""
+    several = SEVERAL if any(gpus(row) > 1 for row in good.values()) else ()
+    columns = (*COLUMNS[:1], *several, *COLUMNS[1:])
+    cells = [[cell(row, good.get(row["baseline"])) for _, cell in columns] for row in good.values()]
+    return table([name for name, _ in columns], cells) if cells else ""
 
 
 def loss_table(rows: Sequence[Row]) -> str:
@@ -63,7 +74,7 @@ def loss_table(rows: Sequence[Row]) -> str:
         if gaps:
             worst = max(gaps, key=gaps.__getitem__)
             mean = sum(gaps.values()) / len(gaps)
-            ends = f"{last_loss(reference):.4f}, {last_loss(row):.4f}"
+            ends = ", ".join(number(last_loss(each), "{:.4f}") for each in (reference, row))
             cells.append(
                 [
                     row["name"],
@@ -79,9 +90,11 @@ def loss_table(rows: Sequence[Row]) -> str:
 
 
 def differences(row: Row, reference: Row) -> dict[str, float]:
-    """Step -> |loss - loss of the reference|, for the steps that both have."""
-    shared = [step for step in row["losses"] if step in reference["losses"]]
-    return {step: abs(row["losses"][step] - reference["losses"][step]) for step in shared}
+    """Step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not finite."""
+    shared = {
+        step: (row["losses"][step], reference["losses"][step]) for step in row["losses"] if step in reference["losses"]
+    }
+    return {step: math.inf if a is None or b is None else abs(a - b) for step, (a, b) in shared.items()}
 
 
 def failures(rows: Sequence[Row]) -> str:
@@ -105,6 +118,18 @@ def line(row: Row) -> str:
         f"{number(row['peak_memory_gib'], '{:.1f}')} GiB, first step {number(row['first_step_seconds'], '{:.1f}')} s, "
         f"loss {number(last_loss(row), '{:.4f}')}, {row['wall_seconds']:.0f} s in all"
     )
+
+
+def gpus(row: Row) -> int:
+    """Processes of a run, a GPU each."""
+    return int(row.get("world_size", 1))
+
+
+def topology(row: Row) -> str:
+    """Its name, and the sizes of the mesh that are not 1: `fsdp2 (dp_shard 2, tp 2)`."""
+    mesh = {key.removesuffix("_size"): size for key, size in row.get("mesh", {}).items() if size > 1}
+    sizes = ", ".join(f"{key} {size}" for key, size in mesh.items())
+    return (row.get("topology") or "-") + (f" ({sizes})" if sizes else "")
 
 
 def middle(values: dict[str, Any] | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -47,14 +48,18 @@ def head(job: Job) -> dict[str, Any]:
         "warm_from": job.warm_from,
         "baseline": job.baseline,
         "same_loss_as": job.same_loss_as,
+        "topology": job.processes.topology,
+        "mesh": job.processes.sizes,
+        "world_size": job.processes.count,
         "steps": {"total": job.steps.total, "warm_up": job.steps.warm_up, "window": job.steps.window},
     }
 
 
-def measured(lines: Sequence[Line], steps: Steps) -> dict[str, Any]:
+def measured(lines: Sequence[Line], steps: Steps, world_size: int = 1) -> dict[str, Any]:
     """Speed, memory, padding and losses out of the logged lines of a run.
 
-    Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window.
+    Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window. Tokens/s are
+    those of all ranks together, and of one rank on average in tok_per_sec_per_gpu.
     """
     windows = timed(lines, steps)
 
@@ -65,6 +70,7 @@ def measured(lines: Sequence[Line], steps: Steps) -> dict[str, Any]:
     return {
         "steps_timed": steps.total - steps.warm_up,
         "tok_per_sec": of("perf/tok_per_sec"),
+        "tok_per_sec_per_gpu": spread([line["perf/tok_per_sec"] / world_size for line in windows]),
         "target_tok_per_sec": of("perf/target_tok_per_sec"),
         "step_seconds": of("perf/step_seconds"),
         "mfu": of("perf/mfu"),
@@ -77,16 +83,53 @@ def measured(lines: Sequence[Line], steps: Steps) -> dict[str, Any]:
     }
 
 
+def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What every rank counted, and for the row the most of it on any rank: one recompile anywhere is a recompile.
+
+    Args:
+        ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
+            counters by name.
+    """
+
+    def most(values: Sequence[float | None]) -> float | None:
+        return max((value for value in values if value is not None), default=None)
+
+    return {
+        "peak_memory_gib": most([rank["peak_memory_gib"] for rank in ranks]),
+        "reserved_memory_gib": most([rank["reserved_memory_gib"] for rank in ranks]),
+        "compile": {key: max(rank["compile"][key] for rank in ranks) for key in ranks[0]["compile"]},
+        "ranks": list(ranks),
+    }
+
+
 def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
-    """What the process of a run does: run it and write its row, which says so if it failed; exit code 1 then."""
+    """What a process of a run does: run it and write its row, which says so if it failed; exit code 1 then.
+
+    Of several ranks the main one writes the row; one that fails writes in its place, and the first to do so is kept.
+    """
+    rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
-        write_row(job, {**head(job), **run(job), "error": None})
+        row = run(job)
+        if rank == 0:
+            write_row(job, {**head(job), **row, "error": None})
     except Exception as error:
         traceback.print_exc()
-        write_row(job, {**head(job), "error": f"{type(error).__name__}: {error}"})
+        where = f"rank {rank}: " if several else ""
+        write_row(job, {**head(job), "error": f"{where}{type(error).__name__}: {error}"})
+        if several:  # at once: closing the process group would wait for ranks that wait for this one
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         sys.exit(1)
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:
-    """row.json in the run's folder: what the bench reads when the process has ended."""
-    (job.folder / "row.json").write_text(json.dumps(row, indent=1))
+    """row.json in the run's folder, what the bench reads when the processes have ended; a row that is there stays."""
+    temporary = job.folder / f".row-{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(row, indent=1))
+    try:
+        os.link(temporary, job.folder / "row.json")  # whole or not at all, and the first one wins
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()

@@ -18,12 +18,14 @@ import torch
 from sftkit import compile_cache, runtime
 from sftkit.attention_choice import choose_backend
 from sftkit.bench.jobs import Job, read_job
-from sftkit.bench.rows import measured, read_lines, run_job
+from sftkit.bench.rows import measured, over_ranks, read_lines, run_job
 from sftkit.bench.synthetic import documents, new_model
 from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import compile_model
 from sftkit.data import loader
 from sftkit.data.pack import make_layout
+from sftkit.errors import ConfigError
+from sftkit.distribute import distribute
 from sftkit.fp8 import apply_fp8
 from sftkit.memory import make_plan
 from sftkit.model import vocab_size
@@ -39,14 +41,26 @@ class NoCheckpoints:
 
     run_dir: Path
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+    @property
+    def last_save(self) -> dict[str, float]:
+        return {}
+
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
 
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        return
 
-class FirstStep(Tracker):
-    """A tracker that also notes when the first step has run on the device."""
+    def finish(self) -> None:
+        return
+
+
+class Witness(Tracker):
+    """A tracker that also notes, on every rank, when the first step has run on the device, the peak, the compiles."""
 
     ended: float | None = None
+    peak_memory_gib: float | None = None
+    compile: dict[str, float | None]
 
     def advance(self, step: int) -> None:
         super().advance(step)
@@ -55,18 +69,51 @@ class FirstStep(Tracker):
                 torch.cuda.synchronize()
             self.ended = time.perf_counter()
 
+    def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
+        super().log_metrics(step, total_steps, values)
+        peak = values["perf/peak_memory_gib"]
+        if peak is not None:
+            self.peak_memory_gib = max(peak, self.peak_memory_gib or 0.0)
+        self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
+
+
+def on_every_rank(witness: Witness) -> list[dict[str, Any]]:
+    """What each rank saw, in order of rank; every rank calls it, and then the main rank has written all its lines."""
+    cuda = torch.cuda.is_available()
+    mine = {
+        "peak_memory_gib": witness.peak_memory_gib,
+        "reserved_memory_gib": torch.cuda.memory_reserved() / 2**30 if cuda else None,
+        "compile": witness.compile,
+    }
+    if not torch.distributed.is_initialized():
+        return [mine]
+    seen: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(seen, mine)
+    return seen
+
+
+def joined(job: Job) -> runtime.Runtime:
+    """The runtime of this process among those that the plan asks for."""
+    rt = runtime.start(job.config.run, job.config.train, job.config.log)
+    if rt.world_size != job.processes.count:
+        raise ConfigError(
+            f"run {job.name}: each process sees {rt.world_size} of the {job.processes.count} that topology "
+            f"{job.processes.topology} was to start: it needs a GPU for each, or use_cpu: true in its file"
+        )
+    return rt
+
 
 def run(job: Job) -> dict[str, Any]:
     """Train as the job says; its row."""
     cfg = job.config
-    rt = runtime.start(cfg.run, cfg.train, cfg.log)
+    rt = joined(job)
     orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device)
     parameters = sum(p.numel() for p in orig_model.parameters())
 
     examples = documents(job.data, vocab_size(orig_model))
     assert cfg.data.max_length is not None
-    layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.world_size, examples.lengths)
-    batches = loader.Batches(examples, layout, cfg.run.seed, rt.rank, 0, cfg.data.num_workers)
+    layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.data_world_size, examples.lengths)
+    batches = loader.Batches(examples, layout, cfg.run.seed, rt.data_rank, 0, cfg.data.num_workers, rt.part)
 
     started = time.perf_counter()
     apply_fp8(cfg, orig_model, layout, rt)
@@ -77,10 +124,10 @@ def run(job: Job) -> dict[str, Any]:
     plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
-    wrapped = rt.prepare(model)
+    wrapped = distribute(model, None, plan.sharding, rt)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
-    tracker = FirstStep(job.folder, cfg.log, rt, asdict(cfg))
+    tracker = Witness(job.folder, cfg.log, rt, asdict(cfg))
     with tracker:
         trained = train(
             cfg,
@@ -96,7 +143,7 @@ def run(job: Job) -> dict[str, Any]:
             resumed={"step": 0},
         )
     assert tracker.ended is not None
-    cuda = rt.device.type == "cuda"
+    ranks = on_every_rank(tracker)
     return {
         "parameters": parameters,
         "precision": rt.precision,
@@ -105,12 +152,12 @@ def run(job: Job) -> dict[str, Any]:
         "memory_plan": plan.line,
         "compiled": trained.compiled,
         "shapes": layout.shapes,
-        **measured(read_lines(job.folder / "metrics.jsonl"), job.steps),
-        "reserved_memory_gib": torch.cuda.memory_reserved(rt.device) / 2**30 if cuda else None,
+        **measured(read_lines(job.folder / "metrics.jsonl"), job.steps, rt.world_size),
+        **over_ranks(ranks),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": tracker.ended - started,
     }
 
 
 if __name__ == "__main__":
-    run_job(read_job(Path(sys.argv[1])), run)
+    runtime.script(lambda: run_job(read_job(Path(sys.argv[1])), run))

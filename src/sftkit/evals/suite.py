@@ -18,6 +18,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import families
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
+from sftkit.parallel import let_go
 from sftkit.runtime import Runtime
 from sftkit.step import ModelWithLoss
 
@@ -42,6 +43,12 @@ class Suite:
 
     def evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """(val/* of every validation source and eval/<task>/acc of every task, sample answers); every rank calls it."""
+        try:
+            return self._evaluate()
+        finally:
+            let_go(self.orig_model)
+
+    def _evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         values: dict[str, float | None] = {}
         if self.validation and self.model is not None and self.layout is not None:
             pad_id = int(self.tokenizer.pad_token_id or 0)
@@ -61,20 +68,28 @@ class Suite:
         return values, [{**asdict(p), "given": given} for p, given in zip(prompts, answers, strict=True)]
 
     def answer(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Greedy answers, each rank decoding its share."""
-        rank, world_size = self.rt.rank, self.rt.world_size
-        mine = generate(
+        """Greedy answers, the prompts shared out over the ranks; tensor-parallel ranks of a group decode the same ones.
+
+        Every rank runs as many forward passes as the one with most: weights that are sharded are gathered in each.
+        """
+        alike = self.rt.topology.tensor
+        index, count = self.rt.rank // alike, self.rt.world_size // alike
+        mine = list(prompts[index::count])
+        most = -(-len(prompts) // count)
+        filler = [list(prompts[0])] * (most - len(mine)) if self.rt.topology.sharded and prompts else []
+        answers = generate(
             self.orig_model,
             self.tokenizer,
-            prompts[rank::world_size],
+            mine + filler,
             stop_ids=chat.end_of_turn_ids(self.tokenizer),
             max_new_tokens=self.config.max_new_tokens,
             batch_size=self.config.batch_size,
-        )
-        if world_size == 1:
-            return mine
-        pairs = gather_object([(rank + i * world_size, answer) for i, answer in enumerate(mine)])
-        return [answer for _, answer in sorted(pairs)]
+            in_step=self.rt.topology.sharded,
+        )[: len(mine)]
+        if self.rt.world_size == 1:
+            return answers
+        pairs = dict(gather_object([(index + i * count, answer) for i, answer in enumerate(answers)]))
+        return [answer for _, answer in sorted(pairs.items())]
 
     def samples(self) -> list[dict[str, Any]]:
         """Prompt, reference and answer of each sample row."""

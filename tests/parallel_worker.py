@@ -1,0 +1,110 @@
+"""Run by test_parallel.py under a launcher: one model through several topologies; rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, tiny_llama
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from sftkit import runtime
+from sftkit.compilation import CompileWatch, compile_model, warm_up
+from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.loader import Batches
+from sftkit.distribute import distribute
+from sftkit.evals.validation import validate
+from sftkit.optim import build_optimizer
+from sftkit.parallel import Sharding, let_go
+from sftkit.step import ModelWithLoss, optimizer_step, verify_logits
+from sftkit.topology import Topology
+from sftkit.warmup import shape_runner
+
+
+def tied_qwen3() -> PreTrainedModel:
+    """Norms of heads, embedding and head one weight."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+MODELS = {"llama": tiny_llama, "qwen3": tied_qwen3}
+ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
+ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
+TWO_RANKS = {
+    "llama ddp": ("llama", Topology(replicas=2), Sharding(), "adamw"),
+    "llama fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "llama fsdp2, lean": ("llama", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
+    "llama muon fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(False, True), "muon"),
+    "llama tensor": ("llama", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
+    "llama context": ("llama", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
+    "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
+}
+FOUR_RANKS = {
+    "llama hsdp": ("llama", Topology(replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "qwen3 fsdp2 x tensor": ("qwen3", Topology(shards=2, tensor=2, sharded=True), Sharding(False, True), "adamw"),
+    "llama replicas x tensor": ("llama", Topology(replicas=2, tensor=2, sharded=True), Sharding(), "adamw"),
+    "llama fsdp2 x context": ("llama", Topology(shards=2, context=2, sharded=True), Sharding(False, False), "adamw"),
+}
+CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+
+
+def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) -> dict[str, Any]:
+    """A few compiled steps, a validation and a greedy answer."""
+    torch._dynamo.reset()
+    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
+    layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
+    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=rt.part)
+    orig_model = MODELS[model_name]()
+    model = ModelWithLoss(orig_model, "reference", LossConfig())
+    compile = CompileConfig(backend="aot_eager", fullgraph=True)
+    compile_model(model, compile, activation_memory_budget=1.0)
+    wrapped = distribute(model, None, sharding, rt)
+    optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
+    verify_logits(model, "reference", rt.device)
+    watch = CompileWatch()
+    warm_up(wrapped, shape_runner(rt, wrapped, orig_model, layout), layout.shapes, compile, rt.any_rank)
+    watch.warm_up_done()
+    rows, flags = [], []
+    for step in batches.steps(0, 6):
+        outcome = optimizer_step(wrapped, optimizer, step, 1e-2, 1.0, rt, stop=rt.rank == rt.world_size - 1)
+        rows.append([float(rt.sum(outcome.sums)[1]) / step.num_targets, float(outcome.grad_norm)])
+        flags.append(outcome.flags.tolist())
+    values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
+    let_go(orig_model)
+    weights = {}
+    for name, param in orig_model.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        weights[name] = whole.double().square().sum().item()
+    pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters())
+    return {"rows": rows, "flags": flags, "val": values, "weights": weights, "pieces": pieces, **watch.counts()}
+
+
+def main(out: str) -> None:
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    results = {}
+    for name, (model, topology, sharding, optim) in CASES[rt.world_size].items():
+        rt.topology = topology
+        results[name] = train(rt, model, sharding, optim)
+    if rt.is_main:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    runtime.script(partial(main, *sys.argv[1:]))
