@@ -123,37 +123,42 @@ def test_help_needs_no_arguments():
 
 SAVES_ON_A_SIGNAL = """
 import os, signal, sys, time
-got = []
-signal.signal(signal.SIGINT, lambda s, f: got.append(s))
-signal.signal(signal.SIGTERM, lambda s, f: got.append(s))
+got = set()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda s, f: got.add(int(s)))
 print("started", sys.argv[2:], os.environ.get("WORLD_SIZE"), os.environ["ACCELERATE_USE_CPU"], flush=True)
 for _ in range(300):
     if got: break
     time.sleep(0.1)
 time.sleep(1)
-print("saved", *map(int, got), flush=True)
+print("saved", *got, flush=True)
 sys.exit(0 if got else 5)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR1", "Ctrl-C"])
 def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path: Path, recipe: Path, how: str):
     script = tmp_path / "script.py"
     script.write_text(SAVES_ON_A_SIGNAL)
     process = start(script, recipe, "optim.lr=1e-3")
     assert process.stdout is not None
+    stopped_by = signal.SIGINT if how == "Ctrl-C" else getattr(signal, how)
     lines = []
     for line in process.stdout:
         lines.append(line.rstrip())
         if line.startswith("started"):
             if how == "Ctrl-C":  # a terminal sends it to every process of the group
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, stopped_by)
             else:
-                process.terminate()
+                process.send_signal(stopped_by)
     assert process.wait(timeout=60) == 0
-    stopped_by = signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM
     assert lines[0].startswith("hardware: ")
     assert lines[1:] == ["started ['optim.lr=1e-3'] None True", f"saved {int(stopped_by)}"]
+
+
+def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwise():
+    assert "SIGUSR1" in launch.signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+    assert launch.signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
 
 
 def test_a_failing_script_fails_the_launcher(tmp_path: Path, recipe: Path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,85 @@ def test_a_tracker_that_raises_does_not_stop_training(tmp_path: Path, caplog) ->
         tracker.log_metrics(2, 2, METRICS)
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
     assert caplog.text.count("server gone") == 1
+
+
+def test_a_wandb_that_breaks_in_the_middle_is_closed_and_its_folder_is_told(tmp_path: Path, caplog, capsys) -> None:
+    class Broken:
+        dir = str(tmp_path / "wandb" / "run-1" / "files")
+        closed = False
+
+        def log(self, _: object) -> None:
+            raise RuntimeError("server gone")
+
+        def finish(self, exit_code: int) -> None:
+            self.closed = True
+
+    tracker, run = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}), Broken()
+    tracker._wandb, tracker._wandb_dir, tracker._mode = run, tmp_path / "wandb" / "run-1", "online"
+    with tracker:
+        tracker.log_metrics(1, 2, METRICS)
+    assert run.closed
+    assert f"`wandb sync {tmp_path}/wandb/run-1`" in capsys.readouterr().out
+
+
+def test_a_wandb_that_does_not_finish_is_left_after_a_while(tmp_path: Path, caplog, capsys, monkeypatch) -> None:
+    class Hanging:
+        def finish(self, exit_code: int) -> None:
+            time.sleep(60)
+
+    monkeypatch.setattr("sftkit.tracker.FINISH_SECONDS", 0.3)
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {})
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="sftkit"), tracker:
+        tracker._wandb, tracker._mode = Hanging(), "online"
+    assert time.monotonic() - began < 5
+    assert "wandb does not finish: no answer in time" in caplog.text
+    assert "wandb sync" in capsys.readouterr().out
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None:
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {})
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, logger="sftkit"):
+        tracker.log_metrics(1, 2, METRICS)
+    assert "1 lines are lost ([Errno 28]" in caplog.text
+
+
+ONLINE = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from test_tracker import METRICS
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker
+
+rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}) as tracker:
+    for step in (1, 2):
+        tracker.log_metrics(step, 2, METRICS)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["refuses", "accepts and says nothing"])
+def test_a_wandb_server_that_is_down_costs_seconds_and_no_row(tmp_path: Path, server: str) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if server != "refuses":
+            listening.listen(16)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        home = {"HOME": str(tmp_path), "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "PYTHONPATH": "tests"}
+        done = subprocess.run(
+            [sys.executable, "-c", ONLINE, str(tmp_path)],
+            env={**os.environ, **home}, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained" in done.stdout
+    assert "wandb online does not start" in done.stderr
+    assert "wandb sync" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_wandb_is_online_with_a_key_and_offline_without(monkeypatch, tmp_path: Path) -> None:

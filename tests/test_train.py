@@ -39,9 +39,16 @@ LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 class NoCheckpoints:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self.last_save: dict[str, float] = {}
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 def run(

@@ -195,7 +195,9 @@ def _milliseconds(
         cu_seqlens = torch.cat([starts, starts.new_full((1,), positions)])
 
         def attend() -> torch.Tensor:
-            out, _ = flash.document_attention(query, key, value, cu_seqlens, cu_seqlens, length, head_dim**-0.5, 0, backend)
+            out, _ = flash.document_attention(
+                query, key, value, cu_seqlens, cu_seqlens, length, head_dim**-0.5, 0, backend
+            )
             return out
 
     grad = torch.ones_like(attend())

@@ -1,116 +1,243 @@
-"""Checkpoints: a step directory that loads in plain transformers, written elsewhere, verified by a manifest, renamed."""
+"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background, verified
+by a manifest, renamed when complete; and the way back from one into a live run."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import random
-import re
-import shutil
-from dataclasses import dataclass
+import pickle
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.adamw import random_key
+from sftkit.checkpoint_writer import OPTIMIZER, Snapshot, Writer, free_bytes, in_mb
 from sftkit.config import CheckpointConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import CheckpointError, ConfigError
+from sftkit.hardware import environment
+from sftkit.manifest import (
+    BEST,
+    Best,
+    read_best,
+    replace_text,
+    set_aside,
+    step_dir,
+    step_dirs,
+    step_number,
+    sweep,
+    verify,
+)
 from sftkit.model import LATEST, STATE
-from sftkit.runtime import Runtime
+from sftkit.optim_state import named_states, states_loaded
+from sftkit.resume_checks import check_identity, check_recipe
+from sftkit.rng import random_state, restore_random_state
+from sftkit.runtime import Runtime, seed_everything
+from sftkit.state_store import copies_done, load_states, snapshot_states
+from sftkit.weight_files import snapshot_weights
+from sftkit.weights import load_weights
 
 log = logging.getLogger(__name__)
-STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
-@dataclass(frozen=True)
+class Found(NamedTuple):
+    """The checkpoint to resume, as the main rank found it."""
+
+    folder: Path
+    state: dict[str, Any]
+    lines: list[str]
+    "what to print about the change of recipe"
+
+
 class Checkpoints:
-    """Saves and restores everything a run needs to go on exactly."""
+    """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
 
-    run_dir: Path
-    config: CheckpointConfig
-    rt: Runtime
-    orig_model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: torch.optim.Optimizer
-    recipe: str
-    "the resolved recipe as YAML"
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        rt: Runtime,
+        orig_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: torch.optim.Optimizer,
+        recipe: str,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: the resolved recipe as YAML.
+            identity: what model, tokenizer and data this run trains on, as nested JSON values; a checkpoint of another
+                identity is not resumed.
+        """
+        self.run_dir, self.config, self.rt, self.recipe = run_dir, config, rt, recipe
+        self.orig_model, self.tokenizer, self.optimizer = orig_model, tokenizer, optimizer
+        self.identity = identity or {}
+        self._writer = Writer(run_dir, config, rt, orig_model)
+        self._block_seconds: float | None = None
+        self._small_files: dict[str, bytes] = {}
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write step-NNNNNN/, replace LATEST, prune. Every rank calls it; a published directory is never rewritten."""
-        final = self.run_dir / f"step-{step:06d}"
-        temporary = self.run_dir / f".step-{step:06d}.tmp"
-        if self.rt.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / STATE).mkdir(parents=True)
-        self.rt.barrier()
-        torch.save(random_state(), temporary / STATE / f"rng-rank{self.rt.rank:03d}.pt")
-        self.rt.barrier()
-        if self.rt.is_main:
-            self._write_shared(temporary, step, state)
-            publish(temporary, final)
-            replace_text(self.run_dir / LATEST, final.name + "\n")
-            prune(self.run_dir, self.config.keep)
-        self.rt.barrier()
-        return final
+    @property
+    def last_save(self) -> dict[str, float]:
+        """block_seconds of the last save; write_seconds and bytes of the last one that was published."""
+        blocked = {} if self._block_seconds is None else {"block_seconds": self._block_seconds}
+        return {**blocked, **self._writer.figures}
 
-    def _write_shared(self, folder: Path, step: int, state: dict[str, Any]) -> None:
-        self.orig_model.generation_config.pad_token_id = self.tokenizer.pad_token_id
-        self.orig_model.save_pretrained(folder, max_shard_size="5GB")
-        self.tokenizer.save_pretrained(folder)
-        make_tokenizer_portable(folder / "tokenizer_config.json")
-        torch.save(self.optimizer.state_dict(), folder / STATE / "optimizer.pt")
-        (folder / "recipe.yaml").write_text(self.recipe)
-        kept = {"step": step, "optimizer": optimizer_kind(self.optimizer), **state}
-        (folder / STATE / "state.json").write_text(json.dumps(kept, indent=1))
-        write_manifest(folder, step)
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+        """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
 
-    def resume(self, setting: str | None) -> dict[str, Any]:
-        """Restore weights, optimizer and this rank's random state.
+        An earlier save that is still being written is waited for. A save that fails (a full disk) is a warning: what was
+        there stays, training goes on and the next save tries again.
+
+        Args:
+            state: JSON values that `resume` gives back.
+            wait: return when the checkpoint is published on all ranks.
+
+        Raises:
+            CheckpointError: with `wait`, on every rank: it could not be written.
+        """
+        began = time.perf_counter()
+        self._writer.finish()
+        folder = step_dir(self.run_dir, step)
+        if step != self._writer.published:  # a published directory is never rewritten
+            self._writer.start(self._snapshot(step, state))
+        if wait:
+            self._writer.finish()
+            if self._writer.failure is not None:
+                raise CheckpointError(
+                    f"{folder} could not be written: {self._writer.failure}. What was saved before is in {self.run_dir}"
+                )
+        self._block_seconds = time.perf_counter() - began
+        return folder
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any; its failure is a warning."""
+        self._writer.finish()
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Hear what an evaluation found: the checkpoint of that step is kept if it is the best so far (checkpoint.best)."""
+        metric = self.config.best
+        value = values.get(metric) if metric else None
+        if metric and value is not None and self.rt.is_main:
+            self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
+
+    @torch.no_grad()
+    def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
+        """Shards are gathered here, in the main thread: the background has no part in training's process group."""
+        rank, world_size = self.rt.rank, self.rt.world_size
+        if self.rt.is_main and not self._small_files:
+            self._small_files = self._unchanging_files()
+        generation = self.orig_model.generation_config
+        if generation is not None:
+            generation.pad_token_id = self.tokenizer.pad_token_id
+        weights = snapshot_weights(self.orig_model, rank, world_size)
+        states = snapshot_states(named_states(self.optimizer, self.orig_model), rank, world_size)
+        copies_done(self.rt.device)
+        kept = {
+            "step": step,
+            "optimizer": optimizer_kind(self.optimizer),
+            "world_size": world_size,
+            "topology": self.rt.topology.describe(),
+            "identity": self.identity,
+            **state,
+        }
+        return Snapshot(step, kept, weights, states, random_state(), self._small_files)
+
+    def _unchanging_files(self) -> dict[str, bytes]:
+        """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            self.tokenizer.save_pretrained(folder)
+            make_tokenizer_portable(folder / "tokenizer_config.json")
+            files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        versions = environment(self.rt.device, self.rt.world_size)
+        return {
+            **files,
+            "recipe.yaml": self.recipe.encode(),
+            f"{STATE}/environment.json": json.dumps(versions, indent=1).encode(),
+        }
+
+    def check_space(self, estimated_bytes: float) -> None:
+        """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
+
+        Args:
+            estimated_bytes: of one checkpoint: weights and optimizer states.
+
+        Raises:
+            ConfigError: too little free space, with both numbers.
+        """
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes))
+        if problem:
+            raise ConfigError(problem)
+
+    def _space_problem(self, estimated_bytes: float) -> str | None:
+        sweep(self.run_dir)
+        # While the newest one is written, those that are kept are still there.
+        at_once = self.config.keep + 1 if self.config.every else 1
+        needed = estimated_bytes * max(at_once - len(step_dirs(self.run_dir)), 1)
+        free = free_bytes(self.run_dir)
+        if free >= needed:
+            return None
+        return (
+            f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
+            f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
+            "run.dir on another disk, or set checkpoint.every=null for the last one only"
+        )
+
+    def resume(self, setting: str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
+        """Restore weights, optimizer states and this rank's random state. Every rank calls it.
 
         Args:
             setting: null starts anew; "auto" takes the newest directory whose manifest verifies; else a directory.
+            changes: keys of the recipe that may differ although a resumed run keeps them (train.resume_changes).
 
         Returns:
             the state given to `save`, with "step"; {"step": 0} for a new start.
 
         Raises:
-            ConfigError: the named directory does not verify.
+            ConfigError: the named directory does not verify, or belongs to another model, data, optimizer or recipe.
         """
-        folder = self.find(setting)
-        if folder is None:
+        found = self.rt.from_main(lambda: self._decide(setting, changes))
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
             return {"step": 0}
-        state = json.loads((folder / STATE / "state.json").read_text())
-        here = optimizer_kind(self.optimizer)
-        if state.get("optimizer", here) != here:
-            raise ConfigError(
-                f"train.resume={setting}: {folder} was written with the optimizer {state['optimizer']}, and this run has "
-                f"{here}: resume with its optim.name and train.precision, or start from its weights with model.path"
-            )
+        folder, state, lines = found
         load_weights(self.orig_model, folder)
-        optimizer = torch.load(folder / STATE / "optimizer.pt", map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(optimizer)
-        random_file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
-        if random_file.exists():
-            restore_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
-        else:
-            log.warning("%s has no random state for rank %d (another world size)", folder, self.rt.rank)
+        tensors = named_states(self.optimizer, self.orig_model)
+        load_states(tensors, folder / OPTIMIZER)
+        states_loaded(self.optimizer, self.orig_model, tensors)
         self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
+        self._restore_random_state(folder, state)
+        for line in lines:
+            self.rt.say(line)
         self._set_later_steps_aside(state["step"])
         return state
 
-    def _set_later_steps_aside(self, step: int) -> None:
-        """Checkpoints of the stretch that this run does again: out of the way of pruning and of the next resume."""
-        if self.rt.is_main:
-            for folder in step_dirs(self.run_dir):
-                if step_number(folder) > step:
-                    log.warning("%s is past the resumed step: it is now %s", folder, set_aside(folder))
-            if (self.run_dir / f"step-{step:06d}").is_dir():
-                replace_text(self.run_dir / LATEST, f"step-{step:06d}\n")
-        self.rt.barrier()
+    def _decide(self, setting: str | None, changes: Sequence[str]) -> Found | Exception | None:
+        """Whatever goes wrong is a value, because the other ranks wait for one."""
+        try:
+            folder = self.find(setting)
+            if folder is None:
+                return None
+            state = json.loads((folder / STATE / "state.json").read_text())
+            place = f"train.resume={setting}: {folder}"
+            here = optimizer_kind(self.optimizer)
+            if state["optimizer"] != here:
+                raise ConfigError(
+                    f"{place} was written with the optimizer {state['optimizer']}, and this run has {here}: resume with "
+                    "its optim.name and train.precision, or start from its weights with model.path"
+                )
+            if not (folder / OPTIMIZER).is_dir():
+                raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+            check_identity(state.get("identity"), self.identity, place)
+            return Found(folder, state, check_recipe((folder / "recipe.yaml").read_text(), self.recipe, changes, place))
+        except Exception as error:
+            return error
 
     def find(self, setting: str | None) -> Path | None:
         """The checkpoint that `setting` means, None for a new start."""
@@ -129,6 +256,36 @@ class Checkpoints:
             log.warning("checkpoint passed over: %s", problem)
         return None
 
+    def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
+        there = (state["world_size"], state["topology"])
+        if there == (self.rt.world_size, self.rt.topology.describe()):
+            file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
+            try:
+                restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
+            except pickle.UnpicklingError as error:
+                raise ConfigError(f"{file}: {error}; resume from another checkpoint") from None
+            return
+        seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
+        seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
+        self.rt.say(
+            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
+            "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
+        )
+
+    def _set_later_steps_aside(self, step: int) -> None:
+        """Checkpoints of the stretch that this run does again: out of the way of pruning and of the next resume."""
+        if self.rt.is_main:
+            folder = step_dir(self.run_dir, step)
+            if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
+                replace_text(self.run_dir / LATEST, f"{folder.name}\n")
+            best = read_best(self.run_dir)
+            for later in step_dirs(self.run_dir):
+                if step_number(later) > step:
+                    log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
+                    if best is not None and best.folder == later.name:
+                        (self.run_dir / BEST).unlink()
+        self.rt.barrier()
+
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer and the dtype of its parameters: what decides which states it keeps."""
@@ -146,104 +303,3 @@ def make_tokenizer_portable(config_file: Path) -> None:
         for name in ("backend", "is_local", "local_files_only"):
             config.pop(name, None)
         config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False))
-
-
-def step_dirs(run_dir: Path) -> list[Path]:
-    """Published step directories, oldest first."""
-    found = [path for path in run_dir.glob("step-*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_number)
-
-
-def step_number(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
-
-
-def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
-    """Weights of a step directory into the live model, bit for bit. Through from_pretrained, which knows every layout
-    that save_pretrained writes (shards, tied weights, fused experts)."""
-    saved = type(orig_model).from_pretrained(folder, dtype=torch.float32)
-    orig_model.load_state_dict(saved.state_dict())
-
-
-def write_manifest(folder: Path, step: int) -> None:
-    """manifest.json: size and sha256 of every other file."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files}
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": entries}, indent=1))
-
-
-def verify(folder: Path) -> str | None:
-    """What is wrong with a step directory, None if its manifest holds."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{folder}: no readable manifest.json ({type(error).__name__})"
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return f"{path}: missing or not {entry['bytes']} bytes"
-        if sha256(path) != entry["sha256"]:
-            return f"{path}: content does not match its sha256"
-    return None
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Flush every file to disk, then rename: readers see a whole directory or none."""
-    for path in (*temporary.rglob("*"), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    if final.exists():  # the same step of an earlier, abandoned stretch of this run
-        set_aside(final)
-    os.rename(temporary, final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; renamed first, so that no half-deleted one is ever found."""
-    for folder in step_dirs(run_dir)[:-keep]:
-        doomed = folder.with_name(f".{folder.name}.del")
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename to the first free NAME.old-1, NAME.old-2, ...: nothing is overwritten."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    os.rename(folder, aside)
-    return aside
-
-
-def random_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's generators, in types that torch.load(weights_only=True) accepts."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -30,6 +30,10 @@ class RunConfig:
     "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
     seed: NonNegative = 0
     "Seeds weights, data order and dropout."
+    step_timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
+    "A rank that makes no progress in a step for so long ends the run, with its place and stack; longer than any step."
+    start_timeout_seconds: Annotated[float, Field(gt=0.0)] = 3600.0
+    "The same for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
 @settings
@@ -180,8 +184,22 @@ class TrainConfig:
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
     "What is computed again or rounded to save memory. speed: what costs no time, a tenth of the activations; balanced: half of them; low: nearly all, and 8-bit optimizer states."
+    max_minutes: Annotated[float, Field(gt=0.0)] | None = None
+    "End with a checkpoint so many minutes after this process was started, for queues with a time limit; null: no limit."
     resume: str | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
+    resume_changes: tuple[str, ...] = ()
+    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing."
+
+
+@settings
+class NumericsConfig:
+    """A loss or gradient norm that is not finite. The device leaves such an update out, whatever is set here."""
+
+    on_nonfinite: Literal["error", "skip"] = "error"
+    "error: end training, naming step, ranks and documents; skip: count the step and go on."
+    max_skips: Positive = 10
+    "skip: so many steps in a row may be left out; one more is an error."
 
 
 @settings
@@ -232,12 +250,16 @@ class EvalConfig:
 
 @settings
 class CheckpointConfig:
-    """Checkpoints: written under a temporary name, renamed when complete."""
+    """Checkpoints: written in the background under a temporary name, renamed when complete."""
 
     every: Positive | None = None
     "Steps between checkpoints; null: only the final one."
     keep: Annotated[int, Field(ge=2)] = 2
     "Newest checkpoints kept."
+    best: str | None = None
+    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names ending in /acc, else lower."
+    pin_every: Positive | None = None
+    "Checkpoints at multiples of this many steps are kept for good, as are those with a file named PINNED; null: none."
 
 
 @settings
@@ -263,6 +285,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,4 +1,4 @@
-"""The two errors that a user can cause and mend; their text says what, where, what is allowed and what to do next."""
+"""Errors that end a run with a message; its text says what, where, what is allowed and what to do next."""
 
 
 class ConfigError(Exception):
@@ -7,3 +7,15 @@ class ConfigError(Exception):
 
 class DataError(Exception):
     """Input data that cannot be used: the message names the file, the line or row, and the reason."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint that had to be written, the last one of a run or of a stop, could not be: the message says why."""
+
+
+class NonFiniteError(Exception):
+    """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that this is it."""
+
+
+class Stopped(Exception):
+    """A stop was asked for while something other than a step ran; raised on all ranks together, caught by train()."""

@@ -18,6 +18,9 @@ from pathlib import Path
 from .errors import ConfigError
 from .recipe import fail, read_config
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HANDLED = "PET_SIGNALS_TO_HANDLE"
+"torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 
 
@@ -122,14 +125,31 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", code, *options, script, *arguments]
 
 
-def accelerate_launch() -> None:
-    """`accelerate launch`, except that it waits while an interrupted script saves, and passes SIGTERM on to it.
+def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torch's elastic launcher, which starts several processes, needs to pass every signal on."""
+    return {} if HANDLED in environ else {HANDLED: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
 
-    As it comes, with a single process, it dies of either signal and leaves the script behind.
-    With several processes torch's elastic agent replaces both handlers by its own, which do the same.
+
+def check_launcher(environ: Mapping[str, str]) -> str | None:
+    """A warning where the launcher was started by hand and would cut a save short; None where there is nothing to say."""
+    if "TORCHELASTIC_RUN_ID" not in environ or "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
+        return None
+    return (
+        "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
+        f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
+    )
+
+
+def accelerate_launch() -> None:
+    """`accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
+
+    As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
+    elastic agent passes signals on, see let_torch_pass_on_once.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
+
+    from .stopping import let_torch_pass_on_once
 
     def pass_on(signum: int, _frame: object) -> None:
         children = psutil.Process().children()
@@ -138,12 +158,9 @@ def accelerate_launch() -> None:
         if not children:  # the script has not started
             sys.exit(128 + signum)
 
-    def leave_to_script(signum: int, _frame: object) -> None:
-        if not psutil.Process().children():
-            sys.exit(128 + signum)
-
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, leave_to_script)  # the terminal sends Ctrl-C to the script as well
+    for number in FORWARDED:
+        signal.signal(number, pass_on)
+    let_torch_pass_on_once(FORWARDED)
     accelerate_main()
 
 
@@ -156,7 +173,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
     print(launch.summary, flush=True)
-    return call(command(launch, script, [recipe, *overrides]), launch.env)
+    return call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
 
 
 def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
@@ -170,17 +187,14 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 
 @contextmanager
 def _signals():
-    """While a child runs: SIGTERM goes to it; Ctrl-C, which it gets from the terminal itself, is left to it."""
+    """While a child runs, signals go to it. A Ctrl-C reaches it twice, from the terminal too, and counts as one."""
     children: list[subprocess.Popen] = []
 
-    def terminate(_signum: int, _frame: object) -> None:
+    def pass_on(signum: int, _frame: object) -> None:
         for child in children:
-            child.terminate()
+            child.send_signal(signum)
 
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda _signum, _frame: None),
-    }
+    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
     try:
         yield children
     finally:

@@ -59,7 +59,7 @@ def update_muon(
     momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
     direction = grad.lerp(momentum, MOMENTUM)
     update = _own_piece(orthogonalized(_whole(direction, param)), param)
-    new = weight * (1 - lr * weight_decay) - update * (lr * 0.2 * max(param.shape) ** 0.5)
+    new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
     momentum_buffer.copy_(torch.where(usable, momentum, momentum_buffer))
     weight.copy_(torch.where(usable, new, weight))
 

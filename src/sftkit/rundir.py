@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from sftkit.agreement import agree, identity
 from sftkit.checkpoint import replace_text, set_aside
 from sftkit.hardware import environment
+from sftkit.launch import check_launcher
 from sftkit.model import LATEST
 from sftkit.runtime import Runtime
+from sftkit.status import RunStatus, open_status
+from sftkit.stopping import end_process
 from sftkit.train import Trained
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
-    """Create the directory and write config.yaml and environment.json. An earlier run there is renamed, never
-    overwritten, unless this one resumes it."""
+    """Create the directory and write config.yaml, environment.json and run_status.json; from here on a signal is written
+    there. An earlier run in it is renamed, never overwritten, unless this one resumes it.
+
+    Raises:
+        ConfigError: the ranks have not the same recipe and versions.
+    """
+    agree(rt, identity(recipe))
     folder = Path(run_dir)
+    status = open_status(folder, rt.rank, rt.world_size)
     if rt.is_main:
         if resume is None and (folder / "config.yaml").exists():
             rt.say(
                 f"{folder} holds an earlier run: it is now {set_aside(folder)} (train.resume=auto would continue it)"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        status.begin(os.environ)
         replace_text(folder / "config.yaml", recipe)
         replace_text(folder / "environment.json", json.dumps(environment(rt.device, rt.world_size), indent=1))
+        if warning := check_launcher(os.environ):
+            rt.say(warning)
     rt.barrier()
+    rt.stopping.end_at_once(partial(_end_of_signal, status))
     return folder
+
+
+def _end_of_signal(status: RunStatus, number: int) -> NoReturn:
+    status.end_of_signal(number)
+    end_process(128 + number)
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """summary.json and the closing lines on the console."""
     if not rt.is_main:
         return
-    if not trained.metrics and (run_dir / "summary.json").exists():
+    if not trained.metrics and not trained.stopped and (run_dir / "summary.json").exists():
         print(f"\nalready finished at step {trained.step}; {run_dir}/summary.json is left as it is", flush=True)
         return
     replace_text(run_dir / "summary.json", json.dumps(asdict(trained), indent=1, ensure_ascii=False))
     speed = trained.metrics.get("perf/tok_per_sec")
     print(f"\n{'stopped at' if trained.stopped else 'finished'} step {trained.step} of {trained.total_steps}: ", end="")
     print(f"{trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, {trained.train_seconds:.0f} s in steps")
-    print(f"checkpoint: {trained.checkpoint} (also {run_dir}/{LATEST})\n", flush=True)
+    where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
+    print(f"checkpoint: {where}\n", flush=True)
 
 
 def report_families(

@@ -31,7 +31,7 @@ from sftkit.data.collate import WHOLE, Part
 from sftkit.errors import ConfigError, Stopped
 from sftkit.hardware import device_name
 from sftkit.parallel import set_gradient_sync
-from sftkit.status import report
+from sftkit.status import note_progress, report
 from sftkit.stopping import SIGNALS, Stopping, end_process
 from sftkit.topology import Topology, take_topology
 
@@ -46,7 +46,7 @@ class Runtime:
     accelerator: Accelerator
     precision: str
     "bf16 | fp32"
-    topology: Topology = Topology()
+    topology: Topology = field(default_factory=Topology)
     stopping: Stopping = field(default_factory=Stopping)
     "this rank's wish to end early"
 
@@ -143,7 +143,9 @@ class Runtime:
         return self.any_rank(self.stopping.wanted())
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation."""
+        """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation,
+        whose progress it is for the watchdog."""
+        note_progress()
         if self.stop_requested():
             raise Stopped
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from sftkit.config import LogConfig
 from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)
+FINISH_SECONDS = 30.0
 
 
 def wandb_mode(setting: str | None) -> str:
@@ -33,7 +35,11 @@ def wandb_mode(setting: str | None) -> str:
         return mode
     if mode in ("disabled", "dryrun"):
         return "off" if mode == "disabled" else "offline"
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False, verify=False)
+    try:
+        has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False, verify=False)
+    except Exception as error:
+        log.warning("wandb does not log in (%s): offline", first_line(error))
+        has_key = False
     return "online" if has_key else "offline"
 
 
@@ -44,8 +50,10 @@ class Tracker:
         self, run_dir: Path, logging_config: LogConfig, rt: Runtime, config: dict[str, Any], first_step: int = 0
     ) -> None:
         self._rt, self._run_dir = rt, run_dir
-        self._mode = wandb_mode(logging_config.wandb)
+        self._mode = wandb_mode(logging_config.wandb) if rt.is_main else "off"
         self._wandb: Any = None
+        self._wandb_dir = run_dir / "wandb"
+        self._lost = False  # a call has failed: the record on the server ends there
         self._progress: Progress | None = None
         self._task: Any = None
         if not rt.is_main:
@@ -63,9 +71,11 @@ class Tracker:
 
                 settings = wandb.Settings(init_timeout=20, console="off", silent=True)
                 init = {"mode": mode, "dir": str(self._run_dir), "name": name, "settings": settings}
+                self._rt.accelerator.trackers.clear()  # one that did not start would be started again
                 self._rt.accelerator.init_trackers(project, config, {"wandb": init})
                 self._wandb = self._rt.accelerator.get_tracker("wandb", unwrap=True)
                 self._wandb.define_metric("*", step_metric="step")
+                self._wandb_dir = Path(self._wandb.dir).parent
                 self._mode = mode
                 return
             except Exception as error:
@@ -78,15 +88,28 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._wandb is None:
-            return
-        try:
-            folder = Path(self._wandb.dir).parent
-            self._wandb.finish(exit_code=0 if kind is None else 1)
-            if self._mode == "offline":
-                self._rt.say(f"wandb: offline run kept; upload it with `wandb sync {folder}`")
-        except Exception as failure:
-            log.warning("wandb does not finish: %s", first_line(failure))
+        if self._wandb is not None:
+            finished = self._finish_wandb(exit_code=0 if kind is None else 1)
+            if not finished or self._mode == "offline":
+                self._rt.say(f"wandb: the run is kept on disk; upload it with `wandb sync {self._wandb_dir}`")
+
+    def _finish_wandb(self, exit_code: int) -> bool:
+        """Whether wandb has ended in time. A server that is down must not hold the process: it is given 30 seconds."""
+        problems: list[str] = ["no answer in time"]
+
+        def finish() -> None:
+            try:
+                self._wandb.finish(exit_code=exit_code)
+                problems.clear()
+            except Exception as failure:
+                problems[:] = [first_line(failure)]
+
+        thread = threading.Thread(target=finish, name="wandb finish", daemon=True)
+        thread.start()
+        thread.join(FINISH_SECONDS)
+        if problems:
+            log.warning("wandb does not finish: %s", problems[0])
+        return not problems and not self._lost
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """A live bar with ETA on a terminal; plain lines need nothing."""
@@ -130,22 +153,28 @@ class Tracker:
             )
             self.say(f"  evaluation at step {step}: {'  '.join(parts)}")
         if samples and self._rt.is_main:
-            with (self._run_dir / "samples.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **s}, ensure_ascii=False) + "\n" for s in samples)
+            self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def _write(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Append lines; a full disk costs them, not the run, whose checkpoint may still find room."""
+        try:
+            with (self._run_dir / name).open("a") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            log.warning("%s: %d lines are lost (%s)", self._run_dir / name, len(rows), first_line(error))
 
     def _append(self, name: str, step: int, values: dict[str, float | None]) -> None:
         if not self._rt.is_main:
             return
-        row = {"step": step, "time": round(time.time(), 3), **values}
-        with (self._run_dir / name).open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        if self._wandb is None:
+        self._write(name, [{"step": step, "time": round(time.time(), 3), **values}])
+        if self._wandb is None or self._lost:
             return
         try:
             self._wandb.log({"step": step, **{k: v for k, v in values.items() if v is not None}})
         except Exception as error:
-            log.warning("wandb stops receiving (%s); metrics.jsonl is kept all the same", first_line(error))
-            self._wandb = None
+            if not self._lost:
+                log.warning("wandb does not take a row (%s); metrics.jsonl is kept all the same", first_line(error))
+            self._lost = True
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
@@ -154,8 +183,8 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> 
     width = len(str(total_steps))
     parts = [
         f"step {step:>{width}}/{total_steps}",
-        f"loss {values['train/loss']:7.4f}",
-        f"grad {values['train/grad_norm']:7.3f}",
+        f"loss {number(values['train/loss'], '7.4f')}",
+        f"grad {number(values['train/grad_norm'], '7.3f')}",
         f"lr {values['train/lr']:.2e}",
         f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
         f"mfu {100 * mfu:4.1f}%" if mfu is not None else "mfu    -",
@@ -166,6 +195,11 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> 
         f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
     ]
     return "  ".join(parts)
+
+
+def number(value: float | None, form: str) -> str:
+    """The number, or a dash of the same width where there is none."""
+    return format(value, form) if value is not None else "-".rjust(int(form.partition(".")[0]))
 
 
 def drop_rows_after(path: Path, step: int) -> None:

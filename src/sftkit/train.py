@@ -10,18 +10,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.agreement import agree, data_identity
 from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import CompileWatch, step_contract
 from sftkit.config import Config
 from sftkit.data.loader import Batches
+from sftkit.errors import Stopped
+from sftkit.health import Health
 from sftkit.memory import MemoryPlan, explained
 from sftkit.metrics import Meter
 from sftkit.optim import learning_rate
 from sftkit.prefetch import on_device
 from sftkit.runtime import Runtime, garbage_collected_between_steps
+from sftkit.status import open_status
 from sftkit.step import optimizer_step
+from sftkit.stopping import Deadline
 from sftkit.tracker import Tracker
 from sftkit.warmup import prepare_step
+from sftkit.watchdog import watched
 
 Evaluate = Callable[[], tuple[dict[str, float | None], list[dict[str, Any]]]]
 
@@ -38,7 +44,7 @@ class Trained:
     warm_up_seconds: float
     compiled: bool
     stopped: bool
-    "ended by a signal before the last step"
+    "ended early, by a signal or train.max_minutes"
     metrics: dict[str, float | None]
     "the last logged line"
     evals: dict[str, float | None]
@@ -48,6 +54,7 @@ class Trained:
     evals_at_start: dict[str, float | None]
     "the evaluation before the first step, empty without eval.at_start"
     checkpoint: str
+    "the newest step directory; empty if no step was done"
 
 
 def train(
@@ -72,64 +79,106 @@ def train(
         plan: how memory is spent, for the warm-up and for the message when it runs out.
         evaluate: (metrics, sample answers) of orig_model; every rank calls it.
         resumed: what Checkpoints.resume returned.
+
+    Raises:
+        NonFiniteError: as numerics.on_nonfinite says.
+        CheckpointError: the last checkpoint could not be written.
     """
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
-    rt.catch_signals()
+    agree(rt, data_identity(batches.examples.lengths))
+    status = open_status(checkpoints.run_dir, rt.rank, rt.world_size)
+    status.step, status.total_steps = resumed["step"], total_steps
+    rt.stopping.save_first()
+    if cfg.train.max_minutes is not None and rt.is_main:
+        rt.stopping.deadline = Deadline(cfg.train.max_minutes)
     step = resumed["step"]
     metrics: dict[str, float | None] = {}
+    evals: dict[str, float | None] = {}
+    evals_at_start: dict[str, float | None] = {}
+    samples: list[dict[str, Any]] = []
     watch = CompileWatch()
-    compiled, warm_up_seconds = prepare_step(
-        cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
-    )
-    # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
-    evals_at_start, samples = evaluate() if cfg.eval.at_start and step == 0 else ({}, [])
-    tracker.log_evals(step, evals_at_start, samples)
-    evals = evals_at_start
+    with watched(status, cfg.run, rt.stopping):
+        status.at(step, "warm-up")
+        compiled, warm_up_seconds = prepare_step(
+            cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
+        )
+        stopped = rt.stop_requested()
+        # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
+        if cfg.eval.at_start and step == 0 and not stopped:
+            status.at(step, "evaluation")
+            evals, samples, stopped = _evaluated(evaluate)
+            evals_at_start = evals
+            tracker.log_evals(step, evals, samples)
 
-    orig_model.train()
-    meter = Meter(orig_model, cfg.loss, rt)
-    meter.total_tokens = resumed.get("tokens", 0)
-    tracker.start_progress(step, total_steps)
-    steps = on_device(batches.steps(step, total_steps), rt.device)
-    stopped = False
-    folder = checkpoints.run_dir / f"step-{step:06d}"
-    on_recompile = cfg.compile.on_recompile if compiled else "warn"
-    with (
-        step_contract(on_recompile, watch.graph_break_reasons()),
-        explained(plan, cfg, batches.layout),
-        garbage_collected_between_steps() as collect,
-    ):
-        meter.start()
-        while step < total_steps and not stopped:
-            waiting = time.perf_counter()
-            step_batches = next(steps)
-            meter.waited(time.perf_counter() - waiting)
+        orig_model.train()
+        meter = Meter(orig_model, cfg.loss, rt)
+        meter.total_tokens = resumed.get("tokens", 0)
+        health = Health(cfg.numerics, rt, status, batches, cfg.log.every)
+        tracker.start_progress(step, total_steps)
+        steps = on_device(batches.steps(step, total_steps), rt.device)
+        folder = checkpoints.run_dir / f"step-{step:06d}"
+        on_recompile = cfg.compile.on_recompile if compiled else "warn"
+        with (
+            step_contract(on_recompile, watch.graph_break_reasons()),
+            explained(plan, cfg, batches.layout),
+            garbage_collected_between_steps() as collect,
+        ):
+            meter.start()
+            while step < total_steps and not stopped:
+                started = time.perf_counter()
+                step += 1
+                status.at(step, "data")
+                step_batches = next(steps)
+                meter.waited(time.perf_counter() - started)
 
-            step += 1
-            lr = learning_rate(step, total_steps, cfg.optim)
-            sums, grad_norm = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt)
-            meter.add(step_batches, sums, grad_norm)
-            tracker.advance(step)
+                status.at(step, "step")
+                lr = learning_rate(step, total_steps, cfg.optim)
+                wish = rt.stopping.wanted()
+                outcome = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt, stop=wish)
+                meter.add(step_batches, outcome)
+                health.add(step, step_batches, outcome)
+                tracker.advance(step)
 
-            last = step == total_steps
-            logs = last or step % cfg.log.every == 0
-            # With several ranks asking waits for all of them, so they ask where they wait anyway.
-            stopped = not last and (logs or rt.world_size == 1) and rt.stop_requested()
-            if logs or stopped:
-                metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
-                tracker.log_metrics(step, total_steps, metrics)
-                collect(1)
+                last = step == total_steps
+                logs = last or step % cfg.log.every == 0
+                saves = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
+                evaluates = last or bool(cfg.eval.every and step % cfg.eval.every == 0)
+                # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
+                stopped, left_out = health.settle(wait=logs or saves or evaluates)
+                meter.left_out(left_out)
+                if rt.stopping.deadline is not None:
+                    rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
+                if logs or stopped:
+                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
+                    metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
+                    health_metrics, spikes = health.read()
+                    metrics |= health_metrics
+                    tracker.log_metrics(step, total_steps, metrics)
+                    for spike in spikes:
+                        tracker.say(spike)
+                    collect(1)
 
-            # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
-            pausing = time.perf_counter()
-            if last or stopped or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
+                pausing = time.perf_counter()
                 state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
-                folder = checkpoints.save(step, state)
-            if last or (cfg.eval.every and step % cfg.eval.every == 0 and not stopped):
-                evals, samples = evaluate()
-                tracker.log_evals(step, evals, samples)
-                collect()
-            meter.paused(time.perf_counter() - pausing)
+                if saves or stopped:
+                    status.at(step, "checkpoint")
+                    folder = checkpoints.save(step, state, wait=last or stopped)
+                if evaluates and not stopped:
+                    status.at(step, "evaluation")
+                    evals, samples, stopped = _evaluated(evaluate)
+                    if not stopped:
+                        tracker.log_evals(step, evals, samples)
+                        checkpoints.evaluated(step, evals)
+                    else:
+                        folder = checkpoints.save(step, state, wait=True)  # only waits if it is there or on its way
+                    collect()
+                meter.paused(time.perf_counter() - pausing)
+        status.at(step, "checkpoint")
+        checkpoints.finish()
+        number = rt.agreed_signal() if stopped else None
+        if rt.is_main:
+            status.write_end(stopped, number)
 
     for reason in watch.recompile_reasons():
         tracker.say(f"recompile after warm-up: {reason}")
@@ -146,5 +195,13 @@ def train(
         evals=evals,
         samples=samples,
         evals_at_start=evals_at_start,
-        checkpoint=str(folder),
+        checkpoint=str(folder) if step else "",
     )
+
+
+def _evaluated(evaluate: Evaluate) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
+    """(metrics, samples, whether a stop was asked for meanwhile: then there are none)."""
+    try:
+        return *evaluate(), False
+    except Stopped:
+        return {}, [], True

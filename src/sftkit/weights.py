@@ -80,7 +80,9 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE).is_file():
         with safe_open(folder / SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)
-    raise ConfigError(f"{folder}: no {SINGLE} and no {INDEX} in it; save the model with save_pretrained of transformers 5")
+    raise ConfigError(
+        f"{folder}: no {SINGLE} and no {INDEX} in it; save the model with save_pretrained of transformers 5"
+    )
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,0 +1,207 @@
+"""Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
+
+torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes
+and nothing else, so that no code in a checkpoint ever runs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from sftkit.errors import ConfigError
+
+INDEX_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+"All that the pickle of an index may name, besides torch's dtypes."
+
+
+class HostShard(NamedTuple):
+    """A copy in host memory of the part of a tensor that this rank writes."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    "where the part begins in the whole tensor"
+    size: torch.Size
+    "shape of the whole tensor"
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that later updates of `tensor` do not reach.
+
+    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed of
+    the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
+    """
+    source = tensor.detach()
+    if not source.is_cuda:
+        return source.clone(memory_format=torch.contiguous_format)
+    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    return host.copy_(source, non_blocking=True)
+
+
+def copies_done(device: torch.device) -> None:
+    """Wait for the copies that `to_host` has queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, HostShard]:
+    """Copies of what this rank writes: its own shards of DTensors, its share of the tensors that all ranks have equally.
+
+    Nothing is copied twice over the ranks: of a replicated shard the first replica is the writer.
+
+    Args:
+        tensors: the same names in the same order on every rank.
+    """
+    mine = {}
+    for position, (name, tensor) in enumerate(tensors.items()):
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
+                (chunk,) = tensor.__create_chunk_list__()
+                mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
+        elif position % world_size == rank:
+            mine[name] = HostShard(to_host(tensor), (0,) * tensor.dim(), tensor.shape)
+    return mine
+
+
+def _writes_shard(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True)
+    )
+
+
+class _HostShardPlanner(dcp.DefaultSavePlanner):
+    """Plans the writing of HostShards, which have left the device mesh of the tensors that they come from."""
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].tensor
+
+
+def _write_item(name: str, shard: HostShard) -> WriteItem:
+    offsets = torch.Size(shard.offsets)
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=shard.tensor.dtype), size=shard.size)
+    return WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessGroup | None, rank: int) -> list[Path]:
+    """Write this rank's shards; every rank of `group` calls it (None: a process alone).
+
+    Returns:
+        the files that this rank wrote.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            dict(shards),
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=_HostShardPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+    return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in INDEX_CLASSES:
+            return super().find_class(module, name)
+        raise ConfigError(
+            f"names {module}.{name}, which is no part of an index of optimizer states: the checkpoint was tampered with"
+        )
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader of a folder of states, without its plain unpickling. Shards it reads with weights_only=True."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except (OSError, ConfigError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}; resume from another checkpoint") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ConfigError(f"{path}: not an index of optimizer states; resume from another checkpoint")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
+                raise ConfigError(f"{path}: {info.relative_path!r} leads out of the folder")
+            if info.transform_descriptors:
+                raise ConfigError(
+                    f"{path}: asks for the extensions {info.transform_descriptors}, which sftkit never uses"
+                )
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def load_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Read states into `tensors`, in place; each rank reads the parts that it holds, on its own.
+
+    Raises:
+        ConfigError: names, shapes or dtypes are not those of the checkpoint, or a file in it is not what it should be.
+    """
+    reader = SafeReader(folder)
+    _check_fit(tensors, reader.read_metadata().state_dict_metadata, folder)
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+        except dcp.CheckpointException as error:  # no Exception, and a traceback over many lines
+            inner = next(iter(error.failures.values()))[0]
+            raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
+
+
+def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
+    """torch would pass over what is left in the checkpoint and cast what has another dtype."""
+    problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+    problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
+    for name in tensors.keys() & saved.keys():
+        there, here = saved[name], tensors[name]
+        if not isinstance(there, TensorStorageMetadata):
+            problems.append(f"{name} is no tensor in the checkpoint")
+        elif there.size != here.shape or there.properties.dtype != here.dtype:
+            problems.append(
+                f"{name} is {there.properties.dtype} {list(there.size)} in the checkpoint, "
+                f"{here.dtype} {list(here.shape)} in this run"
+            )
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ConfigError(
+            f"{folder}: optimizer states do not fit: {'; '.join(sorted(problems)[:3])}{more}. Resume with the model, "
+            "optim.name and train.precision of the checkpoint, or start from its weights with model.path"
+        )

@@ -1,0 +1,133 @@
+"""When training ends early: signals and the time limit. One rank wishes it, all ranks agree on the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"What asks for a stop; of several that came, the first of these is the reason that is written down."
+
+_UNKNOWN_SAVE_SECONDS = 120.0
+
+
+class Deadline:
+    """train.max_minutes: whether another step and the final checkpoint still fit before it."""
+
+    def __init__(self, max_minutes: float, started: float | None = None) -> None:
+        """`started`: Unix time; None: when this process was started."""
+        self._end = (psutil.Process().create_time() if started is None else started) + 60.0 * max_minutes
+        self._step_seconds: deque[float] = deque([0.0], maxlen=64)
+        self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS)
+
+    def stepped(self, seconds: float, last_save: Mapping[str, float]) -> None:
+        """A step took so long, and the newest checkpoint (Checkpoints.last_save) so long."""
+        self._step_seconds.append(seconds)
+        if "write_seconds" in last_save:
+            self._save_seconds = last_save.get("block_seconds", 0.0) + last_save["write_seconds"]
+
+    def due(self, now: float | None = None) -> bool:
+        """Whether to stop now. Three steps are counted: all ranks read of the wish two steps after it. Before the first
+        checkpoint a tenth of the limit is kept for it, 120 s at most."""
+        needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
+        return (time.time() if now is None else now) + needed >= self._end
+
+
+class Stopping:
+    """This rank's wish to end training.
+
+    Signals are read by a thread, so that they count while the main thread waits in a collective operation.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        "the first that came"
+        self.deadline: Deadline | None = None
+        "of the main rank, in the loop"
+        self._since = 0.0
+        self._at_once: Callable[[int], NoReturn] | None = None
+
+    def wanted(self) -> bool:
+        """Whether this rank asks for a stop."""
+        return self.signal is not None or (self.deadline is not None and self.deadline.due())
+
+    def end_at_once(self, end: Callable[[int], NoReturn]) -> None:
+        """Until `save_first` a signal ends the process: there is nothing to save. `end` is given its number."""
+        self._at_once = end
+        _listen(self._on_signal)
+
+    def save_first(self) -> None:
+        """From here on a signal asks for a stop that saves; a second Ctrl-C ends the process."""
+        self._at_once = None
+        _listen(self._on_signal)
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if self._at_once is not None:
+            self._at_once(number)
+        if self.signal is None:
+            self.signal, self._since = number, now
+            name = signal.Signals(number).name
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)", flush=True)
+        # Launchers pass on the Ctrl-C that the terminal has already sent: only a later one is a second one.
+        elif number == signal.SIGINT and now - self._since > 1.0:
+            end_process(130)
+
+
+_receiver: list[Callable[[int], None]] = []
+"What the signals of this process go to; empty before the first listener."
+
+
+def _listen(receiver: Callable[[int], None]) -> None:
+    first = not _receiver
+    _receiver[:] = [receiver]
+    for number in SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
+    if first:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a data worker's signals are not ours
+        threading.Thread(target=_read_signals, args=(reading,), name="signals", daemon=True).start()
+
+
+def _read_signals(reading: int) -> None:
+    while True:
+        for number in os.read(reading, 64):
+            if number in SIGNALS:
+                _receiver[0](number)
+
+
+def let_torch_pass_on_once(numbers: Iterable[int]) -> None:
+    """In the process of torch's elastic launcher: a second signal breaks off its wait for the ranks, and a Ctrl-C comes
+    twice, from the terminal and from whoever passes it on. So only the first one counts; ranks end at a second one."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    def once(signum: int, frame: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
+
+    api._terminate_process_handler = once
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.Error:
+            continue
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

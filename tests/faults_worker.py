@@ -1,0 +1,129 @@
+"""Run by test_faults.py under a launcher: a run of a tiny model with a fault put into one rank.
+
+faults_worker.py RUN_DIR FAULT [key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import make_examples, make_layout_of, tiny_llama
+from transformers import PreTrainedTokenizerFast
+
+from sftkit import runtime
+from sftkit.checkpoint import Checkpoints
+from sftkit.config import Config
+from sftkit.data.loader import Batches
+from sftkit.memory import make_plan
+from sftkit.optim import build_optimizer
+from sftkit.recipe import read_config, to_yaml
+from sftkit.rundir import open_run, write_summary
+from sftkit.status import effective_resume
+from sftkit.step import ModelWithLoss
+from sftkit.tracker import Tracker
+from sftkit.train import train
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
+
+
+def settings(run_dir: str, overrides: list[str]) -> Config:
+    recipe = Path(run_dir).parent / f"recipe-{os.getpid()}.yaml"
+    recipe.write_text(
+        f"run: {{dir: {run_dir}}}\nmodel: {{path: unused}}\ndata:\n"
+        "  train: [{path: 'builtin:tasks'}]\n  val: [{path: 'builtin:tasks', split: heldout}]\n"
+        'compile: {enabled: false}\nlog: {every: 1, wandb: "off"}\noptim: {name: adamw}\ntrain: {max_steps: 12}\n'
+    )
+    return read_config(recipe, overrides)
+
+
+def inject(fault: str, rank: int, batches: Batches) -> None:
+    """Put the fault into rank 1, at step 4."""
+    if fault in ("raise", "hang", "kill", "slow") and (rank == 1 or fault == "slow"):
+        steps = batches.steps
+
+        def faulty(first: int, last: int) -> Any:
+            for step, step_batches in enumerate(steps(first, last), start=first + 1):
+                if fault == "slow":
+                    time.sleep(0.2)
+                elif step == 4 and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists():
+                    strike(fault)
+                yield step_batches
+
+        batches.steps = faulty  # type: ignore[method-assign]
+    if fault == "nan":
+        forward, calls = ModelWithLoss.forward, [0]
+
+        def broken(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
+            sums = forward(self, *args, **kwargs)
+            calls[0] += torch.is_grad_enabled()
+            bad = rank == 1 and calls[0] == FAULTY_CALL
+            return sums._replace(loss=sums.loss * float("nan"), nll=sums.nll * float("nan")) if bad else sums
+
+        ModelWithLoss.forward = broken  # type: ignore[method-assign]
+
+
+FAULTY_CALL = 6
+"in step 3: the first call is the warm-up's, then two micro-batches a step"
+
+
+def strike(fault: str) -> None:
+    if "FAULT_ONCE" in os.environ:
+        Path(os.environ["FAULT_ONCE"]).touch()
+        time.sleep(2)  # the checkpoint of step 2 is written in the background
+    if fault == "raise":
+        raise ValueError("row 17 is made of cheese")
+    if fault == "hang":
+        time.sleep(1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(run_dir: str, fault: str, *overrides: str) -> None:
+    if fault == "differs" and os.environ["RANK"] == "1":
+        overrides = (*overrides, "optim.lr=0.5")
+    cfg = settings(run_dir, list(overrides))
+    rt = runtime.start(cfg.run, cfg.train, cfg.log)
+    resume = effective_resume(cfg.train.resume, cfg.run.dir, os.environ)
+    folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+    Path(f"{run_dir}.pid{rt.rank}").write_text(str(os.getpid()))
+    if fault == "loading":
+        time.sleep(1000)
+    examples = make_examples(LENGTHS, target_share=0.5)
+    layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
+    batches = Batches(examples, layout, 0, rt.rank, 0, cfg.data.num_workers)
+    inject(fault, rt.rank, batches)
+    orig_model = tiny_llama()
+    plan = make_plan(cfg, orig_model, layout, rt)
+    model = rt.prepare(ModelWithLoss(orig_model, "reference", cfg.loss))
+    optimizer = build_optimizer(orig_model, plan.optim)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
+    resumed = checkpoints.resume(resume)
+
+    def evaluate() -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        if fault == "evaluating":
+            Path(f"{run_dir}.evaluating{rt.rank}").touch()
+            while True:
+                time.sleep(0.1)
+                rt.check_stop()
+        return {}, []
+
+    with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:
+        trained = train(
+            cfg, rt, model, orig_model, optimizer, batches, plan,
+            evaluate=evaluate, checkpoints=checkpoints, tracker=tracker, resumed=resumed,
+        )  # fmt: skip
+    write_summary(folder, trained, rt)
+    weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}
+    Path(f"{run_dir}.weights{rt.rank}").write_text(json.dumps(weights))
+
+
+if __name__ == "__main__":
+    runtime.script(partial(main, *sys.argv[1:]))
