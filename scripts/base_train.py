@@ -22,16 +22,19 @@ def main() -> None:
     from sftkit.distribute import distribute
     from sftkit.evals.suite import Suite, sample_rows
     from sftkit.fp8 import apply_fp8
-    from sftkit.memory import make_plan
+    from sftkit.memory import checkpoint_bytes, make_plan
     from sftkit.model import base_tokenizer, inherit, load_model, positions
     from sftkit.optim import build_optimizer
+    from sftkit.resume_checks import run_identity
     from sftkit.rundir import open_run, write_summary
+    from sftkit.status import effective_resume
     from sftkit.step import ModelWithLoss
     from sftkit.tracker import Tracker
     from sftkit.train import train
 
     rt = runtime.start(cfg.run, cfg.train, cfg.log)
-    run_dir = open_run(cfg.run.dir, cfg.train.resume, to_yaml(cfg), rt)
+    resume = effective_resume(cfg.train.resume, cfg.run.dir)
+    run_dir = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
 
     # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
     tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run_dir, rt)
@@ -55,13 +58,15 @@ def main() -> None:
     backend = choose_backend(cfg, orig_model, layout, rt)
     plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
-    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
+    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic, rt.topology.sharded)
     wrapped = distribute(model, cfg.model, plan.sharding, rt)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 
     # What is kept and watched.
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
-    resumed = checkpoints.resume(cfg.train.resume)
+    identity = run_identity(orig_model, tokenizer, examples, layout)
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg), identity)
+    checkpoints.check_space(checkpoint_bytes(orig_model, plan))
+    resumed = checkpoints.resume(resume, cfg.train.resume_changes)
     samples = sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
     suite = Suite(cfg.eval, orig_model, tokenizer, rt, model, validation, layout, samples)
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:

@@ -29,6 +29,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory import compare, explained, make_plan
 from sftkit.memory_estimate import GIB, Setup, estimate, kept_elements, shape_of, state_width
 from sftkit.optim import build_optimizer, optimizer_bytes
+from sftkit.topology import Topology
 
 H200 = 140 * GIB
 QWEN3 = {  # hidden, heads, inner, blocks; all: 8 key heads of 128, vocabulary 151,936, embedding tied to the head
@@ -67,7 +68,9 @@ def packed(row_length: int = 16_384, rows: int = 1, accumulation: int = 1, world
 
 def runtime(precision: str = "bf16") -> Any:
     """A stand-in for Runtime: a CPU, alone."""
-    return SimpleNamespace(precision=precision, device=torch.device("cpu"), any_rank=lambda flag: flag, say=print)
+    return SimpleNamespace(
+        precision=precision, device=torch.device("cpu"), any_rank=lambda flag: flag, say=print, topology=Topology()
+    )
 
 
 def recipe(**parts: Any) -> Config:

@@ -22,7 +22,12 @@ def results(processes: int) -> dict[str, dict]:
     out = Path(os.environ.get("PYTEST_TMP", "/tmp")) / f"sftkit-parallel-{os.getpid()}-{processes}.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*torchrun, "tests/parallel_worker.py", str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+        [*torchrun, "tests/parallel_worker.py", str(out)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(out.read_text())

@@ -54,7 +54,11 @@ def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def compile_model(
-    model: ModelWithLoss, compile: CompileConfig, activation_memory_budget: float, dynamic_layout: bool = False
+    model: ModelWithLoss,
+    compile: CompileConfig,
+    activation_memory_budget: float,
+    dynamic_layout: bool = False,
+    sharded: bool = False,
 ) -> None:
     """Compile in place, before any wrapping or sharding: module types, parameter names and `orig_model` stay as they are.
 
@@ -64,6 +68,7 @@ def compile_model(
         activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
             recomputed is chosen by FLOPs; a custom operator counts with its formula (torch.utils.flop_counter).
         dynamic_layout: row lengths vary freely: one graph with symbolic sizes, whatever compile.dynamic says.
+        sharded: weights will be gathered block by block, between graphs: the scope is block, whatever compile.scope says.
 
     Raises:
         ConfigError: scope block for a model whose blocks transformers does not name.
@@ -79,7 +84,9 @@ def compile_model(
     options: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.mode is not None:
         options["mode"] = compile.mode
-    for module in _compiled_parts(model.orig_model, compile.scope):
+    if sharded and compile.scope == "model":
+        log.info("compile.scope: block, because sharded weights are gathered block by block")
+    for module in _compiled_parts(model.orig_model, "block" if sharded else compile.scope):
         module.compile(**options)
 
 

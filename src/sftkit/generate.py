@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -25,6 +26,7 @@ def generate(
     batch_size: int,
     temperature: float = 0.0,
     in_step: bool = False,
+    between: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Answers to tokenized prompts, greedy at temperature 0, in the order given; without special tokens.
 
@@ -32,23 +34,33 @@ def generate(
 
     Args:
         in_step: ranks go on until all have finished a batch, as sharded weights need; all have equally many prompts.
+        between: called before each batch; may raise.
     """
-    was_training, defaults = orig_model.training, orig_model.generation_config
-    orig_model.eval()
-    orig_model.generation_config = GenerationConfig()  # a model's own penalties and sampling would not be greedy
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows():
+    with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(), _greedy(orig_model):
         for start in range(0, len(order), batch_size):
+            between()
             chosen = order[start : start + batch_size]
             output = _generate_batch(
                 orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature, in_step
             )
             for i, ids in zip(chosen, output, strict=True):
                 answers[i] = str(tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True))
-    orig_model.train(was_training)
-    orig_model.generation_config = defaults
     return answers
+
+
+@contextmanager
+def _greedy(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside: no dropout, and not the model's own defaults, whose penalties and sampling would not be greedy."""
+    was_training, defaults = orig_model.training, orig_model.generation_config
+    orig_model.eval()
+    orig_model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        orig_model.train(was_training)
+        orig_model.generation_config = defaults
 
 
 def _generate_batch(

@@ -219,6 +219,14 @@ def missing_state_bytes(optimizer: torch.optim.Optimizer, name: str) -> int:
     return int(missing)
 
 
+def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
+    """Of one checkpoint: weights and optimizer states of all ranks."""
+    return sum(
+        p.numel() * (p.element_size() + state_width(plan.optim.name, "bf16" if p.dtype == torch.bfloat16 else "fp32"))
+        for p in orig_model.parameters()
+    )
+
+
 def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     """Settings not yet used that would lower the estimated peak, by what the first one named saves, most first."""
     if plan.setup is None or plan.estimate is None:

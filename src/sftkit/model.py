@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -220,10 +221,8 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         )
     orig_model.tie_weights()
     orig_model.name_or_path = path
-    try:
+    with suppress(OSError):  # the model has none: that of its config stays
         orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)
-    except OSError:
-        pass  # the model has none: that of its config stays
     return orig_model
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.data.cache import tokenizer_fingerprint
+from sftkit.data.pack import Layout
+from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.recipe_keys import table
 from sftkit.recipe_yaml import RecipeLoader
@@ -17,6 +23,39 @@ MISSING = object()
 FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing")
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 LENGTH = ("train.max_steps", "train.epochs")
+
+
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+"Fields of a transformers config that differ between places and versions, or that the run sets by itself."
+
+
+def run_identity(
+    orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Examples, layout: Layout
+) -> dict[str, Any]:
+    """What a checkpoint's optimizer states and position in the data belong to, at any number of ranks."""
+    model = json.loads(orig_model.config.to_json_string(use_diff=False))
+    rows = ("kind", "row_lengths", "global_batch_size", "max_length", "docs_per_row", "budget_rows", "pad_multiple")
+    return {
+        "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": _digest(str(tokenizer.chat_template).encode()),
+        "data": {"documents": len(examples), "tokens": len(examples.ids), "ids": _sample_digest(examples)},
+        "rows": {name: getattr(layout, name) for name in rows},
+    }
+
+
+def _sample_digest(examples: Examples) -> str:
+    """Of all lengths and of up to 16 million tokens, evenly spread, with which of them are targets."""
+    every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
+    arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
+    return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+
+
+def _digest(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

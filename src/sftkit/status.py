@@ -205,7 +205,7 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     return run_id
 
 
-def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str]) -> str | None:
+def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`)."""
     restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     launch = launch_id(environ)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import CompileWatch, step_contract
 from sftkit.config import Config
 from sftkit.data.loader import Batches
-from sftkit.errors import Stopped
+from sftkit.errors import NonFiniteError, Stopped
 from sftkit.health import Health
 from sftkit.memory import MemoryPlan, explained
 from sftkit.metrics import Meter
@@ -121,6 +122,7 @@ def train(
         with (
             step_contract(on_recompile, watch.graph_break_reasons()),
             explained(plan, cfg, batches.layout),
+            completed(checkpoints),
             garbage_collected_between_steps() as collect,
         ):
             meter.start()
@@ -197,6 +199,16 @@ def train(
         evals_at_start=evals_at_start,
         checkpoint=str(folder) if step else "",
     )
+
+
+@contextmanager
+def completed(checkpoints: Checkpoints) -> Iterator[None]:
+    """A loss that is not finite ends all ranks together: the checkpoint that is being written is completed first."""
+    try:
+        yield
+    except NonFiniteError:
+        checkpoints.finish()
+        raise
 
 
 def _evaluated(evaluate: Evaluate) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:

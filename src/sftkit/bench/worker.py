@@ -24,8 +24,8 @@ from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import compile_model
 from sftkit.data import loader
 from sftkit.data.pack import make_layout
-from sftkit.errors import ConfigError
 from sftkit.distribute import distribute
+from sftkit.errors import ConfigError
 from sftkit.fp8 import apply_fp8
 from sftkit.memory import make_plan
 from sftkit.model import vocab_size
@@ -123,7 +123,7 @@ def run(job: Job) -> dict[str, Any]:
     rt.say(said.getvalue().strip())
     plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
-    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
+    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic, rt.topology.sharded)
     wrapped = distribute(model, None, plan.sharding, rt)
     optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import multiprocessing
+import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,6 +316,8 @@ class _Pool:
 
 
 def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process decides
+        signal.signal(number, signal.SIG_IGN)
     _worker.update(tokenize=tokenize, on_bad_row=on_bad_row)
 
 

@@ -70,13 +70,14 @@ class Suite:
     def answer(self, prompts: Sequence[list[int]]) -> list[str]:
         """Greedy answers, the prompts shared out over the ranks; tensor-parallel ranks of a group decode the same ones.
 
-        Every rank runs as many forward passes as the one with most: weights that are sharded are gathered in each.
+        Every rank has as many as the one with most: sharded weights are gathered in each forward pass, and all ranks ask
+        for a stop between batches.
         """
         alike = self.rt.topology.tensor
         index, count = self.rt.rank // alike, self.rt.world_size // alike
         mine = list(prompts[index::count])
         most = -(-len(prompts) // count)
-        filler = [list(prompts[0])] * (most - len(mine)) if self.rt.topology.sharded and prompts else []
+        filler = [list(prompts[0])] * (most - len(mine)) if prompts else []
         answers = generate(
             self.orig_model,
             self.tokenizer,
@@ -85,6 +86,7 @@ class Suite:
             max_new_tokens=self.config.max_new_tokens,
             batch_size=self.config.batch_size,
             in_step=self.rt.topology.sharded,
+            between=self.rt.check_stop,
         )[: len(mine)]
         if self.rt.world_size == 1:
             return answers

@@ -40,11 +40,16 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     was_training = model.orig_model.training
     model.orig_model.eval()
-    with torch.no_grad(), run_eagerly():
-        for batch in plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False):
-            for rows in batch.micro_batches(layout, rt.data_rank):
-                max_docs = layout.max_docs(len(rows), batch.row_length)
-                collated = collate(examples, rows, batch.row_length, pad_id, max_docs, layout.max_doc_length, rt.part)
-                nll += model(collated.to(rt.device), backend).nll
-    model.orig_model.train(was_training)
+    try:
+        with torch.no_grad(), run_eagerly():
+            for batch in plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False):
+                rt.check_stop()
+                for rows in batch.micro_batches(layout, rt.data_rank):
+                    max_docs = layout.max_docs(len(rows), batch.row_length)
+                    collated = collate(
+                        examples, rows, batch.row_length, pad_id, max_docs, layout.max_doc_length, rt.part
+                    )
+                    nll += model(collated.to(rt.device), backend).nll
+    finally:
+        model.orig_model.train(was_training)
     return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())
