@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftkit.attention import Documents, attend, document_mask, documents_of, flex_blocks, plain_attention
 from sftkit.compilation import CompileWatch
 from sftkit.config import LossConfig
-from sftkit.data.collate import Batch, collate, warm_up_batch
+from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
 from sftkit.kernels import flash
 from sftkit.step import ModelWithLoss
 
@@ -279,6 +279,40 @@ def test_on_a_gpu_one_graph_serves_all_documents(backend: str) -> None:
     assert watch.counts()["compile/graphs"] == 2  # training, and the reference that it is compared with
     for got, wanted in losses.values():
         assert got == pytest.approx(wanted, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tuple[int, int]) -> None:
+    """What context-parallel ranks compute, one after the other: their queries against all keys, and gradients summed."""
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    rows = [[700, 20, 280], [3, 500, 33, 200]]
+    examples = make_examples([length for row in rows for length in row])
+    numbers = ((0, 1, 2), (3, 4, 5, 6))
+    batches = [
+        collate(examples, numbers, 1024, 0, max_docs=10, max_doc_length=1024, part=part).to(torch.device("cuda"))
+        for part in (WHOLE, *(Part("chunks", index, 2) for index in range(2)))
+    ]
+    tensors = inputs(2, *heads, 128, "cuda", row_length=1024)
+    query, key, value = (x.bfloat16().requires_grad_() for x in tensors[:3])
+    whole, *parts = batches
+    documents = Documents(backend, 1024, cu_seqlens=whole.cu_seqlens)
+    expected, _ = attend(torch.nn.Module(), query, key, value, None, documents=documents)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (query, key, value), grad)
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+    for batch in parts:
+        columns, chunks = batch.columns, (batch.cu_seqlens_q, batch.cu_seqlens_k)
+        documents = Documents(backend, 1024, cu_seqlens=batch.cu_seqlens, chunks=chunks)
+        out, _ = attend(torch.nn.Module(), query[:, :, columns], key, value, None, documents=documents)
+        torch.testing.assert_close(out, expected[:, columns], atol=2e-2, rtol=2e-2)
+        grads = torch.autograd.grad(out, (query, key, value), grad[:, columns])
+        for total, one in zip(found, grads, strict=True):
+            total += one
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=3e-2, rtol=3e-2)
 
 
 def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
