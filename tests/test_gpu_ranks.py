@@ -82,7 +82,7 @@ class Run:
         self.output = self.process.communicate(timeout=180)[0]
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
-        print(self.output[-1500:])
+        print(self.output[-5000:])
         return self.process.returncode
 
     def status(self) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +49,11 @@ def compare(values: list[dict[str, str]]) -> list[str]:
 
 def identity(recipe: str) -> dict[str, str]:
     """What makes the ranks one run before data is read: the resolved recipe, key by key, and the versions."""
-    return {"sftkit": version("sftkit"), "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}
+    try:
+        ours = version("sftkit")
+    except PackageNotFoundError:  # run from its sources
+        ours = "not installed"
+    return {"sftkit": ours, "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}
 
 
 def data_identity(lengths: np.ndarray) -> dict[str, str]:
