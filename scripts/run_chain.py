@@ -29,12 +29,13 @@ def main() -> int:
     started = time.perf_counter()
     for stage, script in STAGES.items():
         print(f"\n=== {stage}: {folder / stage}.yaml", flush=True)
+        stage_started = time.time()
         code = launch.run(script, str(folder / f"{stage}.yaml"), overrides)
+        if was_stopped(runs[stage], stage_started):
+            print("stopped; `train.resume=auto` goes on from the newest checkpoint")
+            return 130
         if code != 0:
             return code
-        if was_stopped(runs[stage]):
-            print("stopped; `train.resume=auto` goes on from the checkpoint")
-            return 130
     print("\n=== evaluate", flush=True)
     code = launch.call(evaluate_command(recipes["sft"]))
     if code == 0:

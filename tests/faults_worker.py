@@ -20,8 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit import runtime
 from sftkit.checkpoint import Checkpoints
+from sftkit.checkpoint_writer import Snapshot, Writer
+from sftkit.compilation import compile_model
 from sftkit.config import Config
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, load_examples
+from sftkit.data.types import Row, Tokenized
+from sftkit.generate import generate
 from sftkit.memory import make_plan
 from sftkit.optim import build_optimizer
 from sftkit.recipe import read_config, to_yaml
@@ -44,14 +48,46 @@ def settings(run_dir: str, overrides: list[str]) -> Config:
     return read_config(recipe, overrides)
 
 
+def load(fault: str, run_dir: str, cfg: Config, rt: runtime.Runtime) -> None:
+    """What goes wrong while model and data are loaded."""
+    if fault == "loading":
+        time.sleep(1000)
+    if fault == "killed in loading":
+        if rt.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    if fault == "tokenizing":
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
+        load_examples(cfg.data, partial(tokenize_slowly, tokenizer=tokenizer, run_dir=run_dir), rt.main_first())
+
+
+def tokenize_slowly(row: Row, tokenizer: Any, run_dir: str) -> Tokenized:
+    Path(f"{run_dir}.tokenizing{os.getpid()}").touch()
+    time.sleep(1000)
+    raise AssertionError
+
+
+def save_slowly(run_dir: str, rank: int) -> None:
+    """As to a disk that takes seconds."""
+    write = Writer._write_own
+
+    def slow(self: Writer, snapshot: Snapshot, folder: Path) -> list[Path]:
+        Path(f"{run_dir}.saving{rank}").touch()
+        time.sleep(3)
+        return write(self, snapshot, folder)
+
+    Writer._write_own = slow  # type: ignore[method-assign]
+
+
 def inject(fault: str, rank: int, batches: Batches) -> None:
     """Put the fault into rank 1, at step 4."""
-    if fault in ("raise", "hang", "kill", "slow") and (rank == 1 or fault == "slow"):
+    slowed = ("slow", "saving")
+    if (fault in ("raise", "hang", "kill") and rank == 1) or fault in slowed:
         steps = batches.steps
 
         def faulty(first: int, last: int) -> Any:
             for step, step_batches in enumerate(steps(first, last), start=first + 1):
-                if fault == "slow":
+                if fault in slowed:
                     time.sleep(0.2)
                 elif step == 4 and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists():
                     strike(fault)
@@ -93,15 +129,19 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
     resume = effective_resume(cfg.train.resume, cfg.run.dir, os.environ)
     folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
     Path(f"{run_dir}.pid{rt.rank}").write_text(str(os.getpid()))
-    if fault == "loading":
-        time.sleep(1000)
+    load(fault, run_dir, cfg, rt)
     examples = make_examples(LENGTHS, target_share=0.5)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
     batches = Batches(examples, layout, 0, rt.rank, 0, cfg.data.num_workers)
     inject(fault, rt.rank, batches)
+    if fault == "saving":
+        save_slowly(run_dir, rt.rank)
     orig_model = tiny_llama()
     plan = make_plan(cfg, orig_model, layout, rt)
-    model = rt.prepare(ModelWithLoss(orig_model, "reference", cfg.loss))
+    objective = ModelWithLoss(orig_model, "reference", cfg.loss)
+    if cfg.compile.enabled:
+        compile_model(objective, cfg.compile, plan.activation_memory_budget)
+    model = rt.prepare(objective)
     optimizer = build_optimizer(orig_model, plan.optim)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
@@ -113,6 +153,10 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
             while True:
                 time.sleep(0.1)
                 rt.check_stop()
+        if fault == "generating":
+            Path(f"{run_dir}.generating{rt.rank}").touch()
+            many, stop = [[5, 6, 7]] * 100_000, [10**6]
+            generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, between=rt.check_stop)
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:

@@ -1,4 +1,4 @@
-"""The Accelerate configs say what Accelerate reads: it ignores nested keys that it does not know."""
+"""The Accelerate configs say what Accelerate reads, topology and precision and nothing else, and mean what they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+from sftkit.errors import ConfigError
+from sftkit.topology import Topology, read_topology
 
 FILES = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
 PREFIXED = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
@@ -28,8 +32,62 @@ def unknown_nested_keys(config: dict) -> list[str]:
     ]
 
 
-def test_the_four_layouts_exist():
-    assert {file.name for file in FILES} >= {"cpu.yaml", "cpu_ddp.yaml", "single_gpu.yaml", "ddp.yaml"}
+TOPOLOGIES = {
+    "cpu": (1, Topology()),
+    "single_gpu": (1, Topology()),
+    "cpu_ddp": (8, Topology(replicas=8)),
+    "ddp": (8, Topology(replicas=8)),
+    "fsdp2": (8, Topology(shards=8, sharded=True)),
+    "hsdp": (8, Topology(replicas=2, shards=4, sharded=True)),
+    "tp": (8, Topology(shards=4, tensor=2, sharded=True)),
+    "cp": (8, Topology(shards=4, context=2, sharded=True)),
+    "multi_node": (16, Topology(replicas=2, shards=8, sharded=True)),
+}
+"File: number of processes, and what they are then."
+LAUNCHING = {
+    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "gpu_ids", "dynamo_config"),
+    *("num_machines", "machine_rank", "num_processes", "main_process_ip", "main_process_port"),
+}
+
+
+def test_every_layout_is_listed() -> None:
+    assert {file.stem for file in FILES} == set(TOPOLOGIES)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_layout_launched_is_the_topology_that_it_is_named_for(name: str) -> None:
+    world_size, topology = TOPOLOGIES[name]
+    assert read_topology(exported(name, world_size), world_size) == topology
+
+
+def exported(name: str, num_processes: int, *options: str) -> dict[str, str]:
+    """The environment that `accelerate launch` makes for a script, without starting one."""
+    file = str(FILES[0].with_name(f"{name}.yaml"))
+    words = ["--config_file", file, "--num_processes", str(num_processes), *options, "script.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if args.use_fsdp or args.multi_gpu:
+        return prepare_multi_gpu_env(args)
+    return prepare_simple_launcher_cmd_env(args)[1]
+
+
+def test_a_size_on_the_command_line_wins_over_the_file() -> None:
+    environ = exported("tp", 8, "--parallelism_config_tp_size", "4")
+    assert read_topology(environ, 8) == Topology(shards=2, tensor=4, sharded=True)
+
+
+def test_more_machines_of_a_layout_are_more_shards_or_an_error() -> None:
+    assert read_topology(exported("multi_node", 32, "--num_machines", "4"), 32).shards == 16
+    with pytest.raises(ConfigError, match="dp_replicate_size 2"):
+        read_topology(exported("multi_node", 1, "--num_machines", "1"), 1)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_layout_holds_topology_and_precision_only(file: Path) -> None:
+    config = yaml.safe_load(file.read_text())
+    assert set(config) <= LAUNCHING | {"fsdp_config", "parallelism_config"}
+    assert set(config.get("fsdp_config", {})) <= {"fsdp_version"}
+    assert all(key.endswith("_size") for key in config.get("parallelism_config", {}))
+    assert config["mixed_precision"] == ("no" if config["use_cpu"] else "bf16")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from checkpoint_worker import Run
 from helpers import cpu_runtime
+from launched import fill, small_file_system
 
 from sftkit import checkpoint_writer
 from sftkit.checkpoint_writer import OPTIMIZER
@@ -130,21 +131,8 @@ def test_a_process_killed_before_any_flush_rename_or_deletion_leaves_the_same(tm
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(disk: Path, leave: int) -> Path:
-    """A file that leaves so many bytes free."""
-    filler = disk / "filler"
-    filler.write_bytes(b"\0" * (checkpoint_writer.free_bytes(disk) - leave))
-    return filler
+    with small_file_system(tmp_path / "disk", "4m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("check", ["sees it before", "sees nothing"])

@@ -24,6 +24,7 @@ from helpers import tiny_llama
 from sftkit import compile_cache
 from sftkit.compilation import CompileWatch, compile_model, warm_up
 from sftkit.config import CompileConfig
+from sftkit.topology import Topology
 
 def run_shape(rows, row_length):
     block = orig_model.get_decoder().norm
@@ -162,7 +163,8 @@ def make_key(**changes) -> str:
     )
     shapes = changes.get("shapes", ((8, 2048),))
     layout = SimpleNamespace(kind="packed", shapes=shapes, max_doc_length=2048, max_docs=lambda rows, _: 2 * rows)
-    rt = SimpleNamespace(device=torch.device("cpu"), precision=changes.get("precision", "fp32"))
+    topology = changes.get("topology", Topology())
+    rt = SimpleNamespace(device=torch.device("cpu"), precision=changes.get("precision", "fp32"), topology=topology)
     return compile_cache.key(cfg, changes.get("model") or tiny_llama(), layout, rt)
 
 
@@ -176,6 +178,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
     renamed = tiny_llama()
     renamed.config._name_or_path = "runs/x/step-000100"
     same.append(make_key(model=renamed))
+    same.append(make_key(topology=Topology(replicas=4)))
     other = [
         make_key(model=tiny_llama(layers=3)),
         make_key(model=tiny_llama().to(torch.bfloat16)),
@@ -185,6 +188,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
         make_key(compile=CompileConfig(activation_memory_budget=0.5)),
         make_key(attention=AttentionConfig(backend="flex")),
         make_key(train=TrainConfig(memory="low")),
+        make_key(topology=Topology(tensor=2, sharded=True)),
     ]
     monkeypatch.setattr(compile_cache, "version", lambda package: "99")
     other.append(make_key())

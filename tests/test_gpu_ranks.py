@@ -39,6 +39,8 @@ SETTINGS = (
     "log.every=1",
     "log.wandb=off",
     "checkpoint.every=10",
+    "optim.schedule=constant",  # one that does not depend on train.max_steps
+    "optim.warmup_ratio=0",
 )
 
 
@@ -68,19 +70,19 @@ class Run:
             assert time.monotonic() < end
             time.sleep(0.02)
 
-    def ranks(self) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        scripts = [p for p in found if "base_train.py" in " ".join(p.cmdline()) and p.environ().get("RANK")]
-        return sorted((p for p in scripts if "LOCAL_RANK" in p.environ()), key=lambda p: (p.environ()["RANK"], p.pid))
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def rank(self, number: int) -> psutil.Process:
-        return next(p for p in self.ranks() if p.environ()["RANK"] == str(number))
+        """The process of a rank, not one of its data workers."""
+        ranks = psutil.Process(self.process.pid).children()
+        return next(p for p in ranks if p.environ().get("RANK") == str(number))
 
     def end(self) -> int:
         """Wait; nothing may be left. Returns the launcher's exit code."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        started = self.children() if self.process.poll() is None else []
         self.output = self.process.communicate(timeout=180)[0]
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(started, timeout=10)
         assert not alive
         print(self.output[-5000:])
         return self.process.returncode

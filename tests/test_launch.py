@@ -13,6 +13,7 @@ import pytest
 from sftkit import launch
 from sftkit.errors import ConfigError
 from sftkit.launch import Hardware, choose, count_visible
+from sftkit.model_size import Replica
 
 RECIPE = "run: {dir: x}\nmodel: {path: y}\ndata: {train: [{path: 'builtin:tasks'}]}\ntrain: {max_steps: 1}\n"
 LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
@@ -55,6 +56,54 @@ def test_the_most_gpus_that_divide_the_global_batch(gpus: int, batch: int, name:
     assert (f"{processes} of {gpus} GPUs: the most that divide" in chosen.summary) == (processes < gpus)
 
 
+BIG = Replica(32_800_000_000, "auto", 328_000_000_000)
+H200_BYTES = 143_771 * 2**20
+
+
+def test_a_model_that_does_not_fit_one_of_several_gpus_is_cut_over_them_and_the_summary_says_why():
+    chosen = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 32, {}, BIG)
+    assert (chosen.config_file.name, chosen.num_processes) == ("fsdp2.yaml", 8)
+    assert chosen.config_file.is_file()
+    assert chosen.summary == (
+        "hardware: 8 GPUs (NVIDIA H200), 96 CPU cores -> accelerate_configs/fsdp2.yaml, 8 processes: "
+        "32.8 billion parameters need about 305 GiB as a replica (optim.name auto), a GPU has 140 GiB"
+    )
+    six = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 30, {}, BIG)
+    assert (six.config_file.name, six.num_processes) == ("fsdp2.yaml", 6)
+    assert "the most that divide train.global_batch_size 30; 32.8 billion" in six.summary
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "replica", "name"),
+    [
+        (1, H200_BYTES, BIG, "single_gpu.yaml"),  # the memory plan says what to change
+        (8, None, BIG, "ddp.yaml"),
+        (8, H200_BYTES, None, "ddp.yaml"),
+        (2, 100, Replica(1, "auto", 92), "ddp.yaml"),
+        (2, 100, Replica(1, "auto", 93), "fsdp2.yaml"),
+    ],
+)
+def test_replicas_stay_where_they_fit_or_nothing_is_known(
+    gpus: int, memory: int | None, replica: Replica | None, name: str
+):
+    assert choose(Hardware(gpus, 16, None, memory), 32, {}, replica).config_file.name == name
+
+
+def test_the_recipe_and_the_hardware_decide_together(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    started = []
+    monkeypatch.setattr(launch, "call", lambda words, env: started.append(words) or 0)
+    monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 10 * 2**30))
+    sizes = "hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, num_attention_heads: 32"
+    big = f"model.scratch={{model_type: qwen3, vocab_size: 151936, {sizes}, num_key_value_heads: 8, head_dim: 128}}"
+    launch.run(__file__, str(recipe), ["model.path=null", "model.tokenizer=y", big])
+    assert str(launch.CONFIGS / "fsdp2.yaml") in started[0]
+    assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
+    launch.run(__file__, str(recipe))
+    assert str(launch.CONFIGS / "ddp.yaml") in started[1]
+
+
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
@@ -75,11 +124,15 @@ def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, count: int):
 
 def test_gpus_are_found_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in LISTING))
+    lines = "".join(f"echo '{line}'\n" for line in LISTING)
+    memory = '[ "$1" = --query-gpu=memory.total ] && { echo 143771; echo 81559; exit; }\n'
+    tool.write_text(f"#!/bin/sh\n{memory}{lines}")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = launch.find_hardware({"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert (found.gpus, found.gpu_name) == (2, "NVIDIA H200")
+    assert (found.gpus, found.gpu_name, found.gpu_memory_bytes) == (2, "NVIDIA H200", 81_559 * 2**20)
+    tool.write_text(f"#!/bin/sh\n{memory.replace('81559', '[N/A]')}{lines}")
+    assert launch.find_hardware({}) == Hardware(8, found.cpu_cores, "NVIDIA H200", None)
     tool.write_text("#!/bin/sh\necho 'GPU 0: broken driver'; exit 9\n")
     assert launch.find_hardware({}).gpus == 0
 

@@ -280,8 +280,21 @@ def test_what_cannot_fit_is_one_warning_with_the_three_settings_that_save_most(
         make_plan(recipe(), qwen3("0.6B"), packed(), runtime(), H200)
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "of the device's 80.0 GiB and may run out" in warning
-    settings = [s.partition("=")[0] for s in warning.partition("most: ")[2].split("; ")]
-    assert settings == ["train.micro_batch_size", "train.memory", "optim.name"]
+    settings = [s.partition(" ")[0].partition("=")[0] for s in warning.partition("most: ")[2].split("; ")]
+    assert settings == ["accelerate_configs/fsdp2.yaml", "train.micro_batch_size", "train.memory"]
+
+
+@pytest.mark.parametrize(("world_size", "gpus"), [(1, 2), (8, 8)])
+def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it(
+    world_size: int, gpus: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rt = runtime()
+    rt.topology = Topology(replicas=world_size)
+    layout = packed(accumulation=2 if world_size == 1 else 1, world_size=world_size)
+    with caplog.at_level(logging.WARNING):
+        make_plan(recipe(), qwen3("8B"), layout, rt, 24 * GIB)
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert f"accelerate_configs/fsdp2.yaml on {gpus} GPUs saves " in warning
 
 
 def oom(
@@ -304,12 +317,16 @@ def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=6))
     assert first.startswith("out of memory: the GPU has 140.0 GiB, ")
     assert "2.50 GiB more did not fit, this run was estimated at 162.3 GiB" in first
-    # 98,304 tokens x 28 blocks x 51.8 KB = 132.8 GiB of activations
+    # 98,304 tokens x 28 blocks x 51.8 KB = 132.8 GiB of activations; two GPUs have 3 of the 6 rows each
     assert settings == [
+        "  accelerate_configs/fsdp2.yaml on 2 GPUs saves 78.3 GiB",
         "  train.micro_batch_size=3 saves 66.1 GiB",
         "  train.memory=balanced saves 32.9 GiB, train.memory=low 99.7 GiB",
-        "  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit (pip install 'sftkit[fp8]') 16.0 GiB",
     ]
+    first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=7))  # two GPUs cannot share 7 rows equally
+    assert settings[-1] == (
+        "  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit (pip install 'sftkit[fp8]') 16.0 GiB"
+    )
 
 
 def test_settings_in_use_are_not_offered_again() -> None:
@@ -321,8 +338,11 @@ def test_settings_in_use_are_not_offered_again() -> None:
     assert explanation(cfg, qwen3("1.7B"), packed(1024))[-1].endswith(
         "Every setting that saves memory is in use: take a smaller model or a larger GPU"
     )
-    _, setting = explanation(cfg, qwen3("1.7B"), packed(rows=4))
-    assert setting.startswith("  train.micro_batch_size=2 saves ")
+    _, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=4))
+    assert [setting.split("=")[0].split()[0] for setting in settings] == [
+        "accelerate_configs/fsdp2.yaml",
+        "train.micro_batch_size",
+    ]
 
 
 def test_a_named_budget_is_lowered_itself() -> None:

@@ -200,7 +200,9 @@ def local_region(param: DTensor) -> list[tuple[int, int]]:
     assert coordinate is not None
     for mesh_dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[mesh_dim]
-        if placement.is_shard():
+        if (
+            not placement.is_replicate()
+        ):  # is_shard() is false of the strided shards that FSDP makes of tensor-parallel ones
             start, size = region[placement.dim]  # type: ignore[attr-defined]
             piece = -(-size // param.device_mesh.size(mesh_dim))
             first = min(coordinate[mesh_dim] * piece, size)

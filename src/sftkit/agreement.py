@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,15 @@ def compare(values: list[dict[str, str]]) -> list[str]:
             who = (f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
             lines.append(f"{name}: {'; '.join(who)}")
     return lines
+
+
+def neighbours(rt: Runtime) -> dict[int, int]:
+    """Rank -> process id of the ranks on this machine; every rank must call it."""
+    here = (socket.gethostname(), os.getpid())
+    gathered = [here] * rt.world_size
+    if rt.world_size > 1:
+        torch.distributed.all_gather_object(gathered, here)
+    return {rank: pid for rank, (host, pid) in enumerate(gathered) if host == here[0]}
 
 
 def identity(recipe: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sftkit.config import Config
 from sftkit.recipe import read_config
+from sftkit.status import read_status
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
 EVALUATION = "evaluation.json"
@@ -24,9 +25,11 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     return {stage: read_config(folder / f"{stage}.yaml", overrides) for stage in STAGES}
 
 
-def was_stopped(run_dir: Path) -> bool:
-    """Whether the stage ended early, on a signal."""
-    return bool(json.loads((run_dir / "summary.json").read_text())["stopped"])
+def was_stopped(run_dir: Path, since: float) -> bool:
+    """Whether the stage that was started at this Unix time was told to stop. Its exit code does not say: torch's launcher
+    of several processes ends with 1 after any signal."""
+    status = read_status(run_dir)
+    return status.get("status") in ("stopped", "preempted") and status["time"] >= since
 
 
 def evaluate_command(sft: Config) -> list[str]:

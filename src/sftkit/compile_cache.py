@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sftkit.config import Config
 from sftkit.data.pack import Layout
 from sftkit.kernels.flash import fa4_folder
+from sftkit.model import class_name
 from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
     return digest(
         {
-            "model": [type(orig_model).__name__, config],
+            "model": [class_name(orig_model), config],
             "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
             "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
             "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),

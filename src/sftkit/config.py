@@ -194,7 +194,7 @@ class TrainConfig:
 
 @settings
 class NumericsConfig:
-    """A loss or gradient norm that is not finite: such an update is left out, whatever is set here."""
+    """A loss or gradient norm that is not finite; such an update is left out in any case."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
     "error: end training, naming step, ranks and documents; skip: count the step and go on."

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -189,7 +190,8 @@ class Health:
             "grad_norm": norm,
             "documents": documents,
         }
-        (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
+        with suppress(OSError):  # on a full disk the error itself is what must be told
+            (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
         broken = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         who = (
             f"the loss of rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
@@ -198,12 +200,14 @@ class Health:
         )
         values = ", ".join(f"rank {rank}: {loss:.4g}" for rank, loss in enumerate(losses))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
-        return NonFiniteError(
+        error = NonFiniteError(
             f"step {known.step}: {who} is not finite{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
             f"was left out. The documents of that step are in {self._status.run_dir}/nonfinite-step-{known.step:06d}-rank*.json. "
             "Look at them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out "
             "with numerics.on_nonfinite=skip"
         )
+        self._status.failed(error, symptom=bool(broken) and self._rt.rank not in broken)
+        return error
 
 
 def documents_of(batches: Batches, step_batches: StepBatches) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Start a script on the hardware that is there: one CPU process, one GPU, or DDP on all GPUs. Checks the recipe first.
+"""Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
 python -m sftkit.launch SCRIPT RECIPE [key=value ...]
 """
@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import ConfigError
+from .model_size import GIB, Replica, replica_of
 from .recipe import fail, read_config
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 HANDLED = "PET_SIGNALS_TO_HANDLE"
 "torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+USABLE = 0.92
+"Share of a GPU that a replica may fill, as memory.USABLE."
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Hardware:
     cpu_cores: int
     "Physical cores that this process may run on, at most the container's CPU quota."
     gpu_name: str | None = None
+    gpu_memory_bytes: int | None = None
+    "of the smallest GPU; None: unknown"
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,16 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def choose(hardware: Hardware, global_batch_size: int, environ: Mapping[str, str]) -> Launch:
-    """The most GPUs that share the global batch equally; without a GPU one CPU process with all cores."""
+def choose(
+    hardware: Hardware, global_batch_size: int, environ: Mapping[str, str], replica: Replica | None = None
+) -> Launch:
+    """The most GPUs that share the global batch equally; without a GPU one CPU process with all cores.
+
+    Several GPUs get replicas (DDP), or pieces of the model (FSDP2) where a replica does not fit one of them.
+
+    Args:
+        replica: what a copy of the model needs; None: unknown, taken to fit.
+    """
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
     if hardware.gpus == 0:
@@ -53,7 +66,6 @@ def choose(hardware: Hardware, global_batch_size: int, environ: Mapping[str, str
         env["OMP_NUM_THREADS"] = str(hardware.cpu_cores)  # accelerate launch would set 1
     else:
         processes = max(n for n in range(1, hardware.gpus + 1) if global_batch_size % n == 0)
-        name = "single_gpu.yaml" if processes == 1 else "ddp.yaml"
         found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
         found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
         note = f", {processes} processes" if processes > 1 else ""
@@ -62,16 +74,40 @@ def choose(hardware: Hardware, global_batch_size: int, environ: Mapping[str, str
                 f", {processes} of {hardware.gpus} GPUs: "
                 f"the most that divide train.global_batch_size {global_batch_size}"
             )
+        why = _why_cut(hardware, replica) if processes > 1 else None
+        name = "single_gpu.yaml" if processes == 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        if why:
+            note += f"{': ' if processes == hardware.gpus else '; '}{why}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
 
 
+def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
+    """Why the model has to be cut over the GPUs; None: a GPU has room for a replica, as far as is known."""
+    memory = hardware.gpu_memory_bytes
+    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        return None
+    return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
+
+
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """This machine's visible GPUs and usable CPU cores."""
-    listing = _nvidia_smi()
+    listing = _nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
-    gpus = count_visible(listing, environ.get("CUDA_VISIBLE_DEVICES"))
-    return Hardware(gpus, cpu_cores(), names[0] if gpus and len(set(names)) == 1 else None)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = count_visible(listing, visible)
+    if not gpus:
+        return Hardware(0, cpu_cores())
+    in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
+    memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
+    return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
+
+
+def _smallest(mebibytes: Sequence[str]) -> int | None:
+    """Bytes of the smallest GPU, of a line for each; None where one does not say ([N/A] where memory is the host's)."""
+    if not mebibytes or not all(line.isdecimal() for line in mebibytes):
+        return None
+    return min(map(int, mebibytes)) * 2**20
 
 
 def count_visible(listing: Sequence[str], visible: str | None) -> int:
@@ -89,11 +125,12 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
     return count
 
 
-def _nvidia_smi() -> list[str]:
+def _nvidia_smi(*options: str) -> list[str]:
+    """Lines of output; none without the tool, or where it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
@@ -169,7 +206,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     cfg = read_config(recipe, overrides, world_size=1)
     if not Path(script).is_file():
         raise ConfigError(f"{script}: no such script")
-    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ)
+    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
     print(launch.summary, flush=True)

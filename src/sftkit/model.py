@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from accelerate import init_empty_weights
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -222,7 +223,7 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
     orig_model.tie_weights()
     orig_model.name_or_path = path
     with suppress(OSError):  # the model has none: that of its config stays
-        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)
+        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
     return orig_model
 
 
@@ -324,11 +325,15 @@ def logit_softcap(orig_model: PreTrainedModel) -> float | None:
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
 
 
+def class_name(module: torch.nn.Module) -> str:
+    """The name of a module's class; of a sharded module that without FSDP's own class in front."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """The repeated blocks of the model, as transformers names them for device placement."""
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
-    # By any of its classes: FSDP puts one of another name in front of a sharded module's.
-    return [m for m in orig_model.modules() if names & {cls.__name__ for cls in type(m).__mro__}]
+    return [module for module in orig_model.modules() if class_name(module) in names]
 
 
 @dataclass(frozen=True)

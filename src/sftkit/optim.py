@@ -118,7 +118,8 @@ def _copies(param: torch.Tensor, world_size: int) -> int:
     """How many ranks hold the same piece of a parameter."""
     if not isinstance(param, DTensor):
         return world_size
-    pieces = (param.device_mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_shard())
+    # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
+    pieces = (param.device_mesh.size(i) for i, place in enumerate(param.placements) if not place.is_replicate())
     return world_size // math.prod(pieces)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sftkit.agreement import agree, identity
+from sftkit.agreement import agree, identity, neighbours
 from sftkit.checkpoint import replace_text, set_aside
 from sftkit.hardware import environment
 from sftkit.launch import check_launcher
@@ -31,6 +31,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     agree(rt, identity(recipe))
     folder = Path(run_dir)
     status = open_status(folder, rt.rank, rt.world_size)
+    status.neighbours = neighbours(rt)
     if rt.is_main:
         if resume is None and (folder / "config.yaml").exists():
             rt.say(
@@ -48,8 +49,10 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
 
 
 def _end_of_signal(status: RunStatus, number: int) -> NoReturn:
-    status.end_of_signal(number)
-    end_process(128 + number)
+    try:
+        status.end_of_signal(number)
+    finally:
+        end_process(128 + number)
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:

@@ -95,7 +95,7 @@ def _writes_shard(tensor: DTensor) -> bool:
     """Whether this rank is the first of those that hold the same shard."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and all(
-        place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True)
+        at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True)
     )
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,10 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from .errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
 STATUS, ERRORS = "run_status.json", "rank-errors"
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
+_TOLD_TO_STOP = ("stopped", "preempted")
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 _LOOK_SECONDS = 3.0
 
@@ -35,7 +39,7 @@ class Failure:
     error: str
     time: float
     symptom: bool = False
-    "it lost the connection to another rank, whose own error is the cause"
+    "it saw only what another rank, whose own error is the cause, did to it"
 
     def __str__(self) -> str:
         where = f"at step {self.step}" if self.step else "before the first step"
@@ -57,6 +61,8 @@ class RunStatus:
     longest_step_seconds: float = 0.0
     failure: Failure | None = None
     "this rank's own"
+    neighbours: dict[int, int] = field(default_factory=dict)
+    "rank -> process id of the ranks on this machine"
 
     def at(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step."""
@@ -87,9 +93,21 @@ class RunStatus:
         _replace(self.run_dir / STATUS, values | more)
 
     def end_of_signal(self, number: int) -> None:
-        """A signal came before training: nothing to save. Not written where a failed rank made the launcher send it."""
-        if not self.failures():
+        """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
+        then how that one ended is what is written."""
+        with suppress(OSError):
+            if self.failures() or read_status(self.run_dir).get("status") in _TOLD_TO_STOP:
+                return
+            if gone := self.gone():
+                text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
+                self.write("failed", first_failing_rank=gone[0], error=text)
+                return
             self.write("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
+
+    def gone(self) -> list[int]:
+        """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,
+        which it does for those that it tells only when this one, too, has ended."""
+        return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
     def write_end(self, stopped: bool, number: int | None) -> None:
         """Training has ended with its checkpoint; `number`: the signal that stopped it, None: the time limit. Main rank."""
@@ -97,11 +115,11 @@ class RunStatus:
         name = None if number is None else signal.Signals(number).name
         self.write("stopped" if number == signal.SIGINT else outcome, signal=name)
 
-    def failed(self, error: BaseException | str) -> Failure:
+    def failed(self, error: BaseException | str, symptom: bool = False) -> Failure:
         """Write this rank's error, once, for the others to find."""
         if self.failure is None:
             text = error if isinstance(error, str) else describe(error)
-            symptom = self.world_size > 1 and not isinstance(error, str) and is_symptom(error)
+            symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
             folder = self.run_dir / ERRORS
             with suppress(OSError):  # on a full disk the error itself is what must be told
@@ -112,6 +130,8 @@ class RunStatus:
     def failures(self) -> list[Failure]:
         """Of all ranks, causes before symptoms, earliest first."""
         found = [Failure(**json.loads(path.read_text())) for path in (self.run_dir / ERRORS).glob("rank*.json")]
+        if self.failure is not None and all(failure.rank != self.rank for failure in found):
+            found.append(self.failure)  # the disk had no room for it
         return sorted(found, key=lambda failure: (failure.symptom, failure.time))
 
     def first_failure(self) -> Failure | None:
@@ -132,7 +152,9 @@ class RunStatus:
     def write_failed(self) -> Failure | None:
         """run_status.json of a failed run, from what the ranks have written. Returns the first failure."""
         first = self.first_failure()
-        if first is not None:
+        ended = read_status(self.run_dir).get("status")
+        # A rank that was told to stop before there was anything to save took the others with it.
+        if first is not None and not (ended in _TOLD_TO_STOP and all(failure.symptom for failure in self.failures())):
             with suppress(OSError):
                 self.write("failed", step=first.step, first_failing_rank=first.rank, error=str(first))
         return first
@@ -198,23 +220,26 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:
-    """What tells one launch from another over its restarts; None without torch's elastic launcher."""
-    run_id = environ.get("TORCHELASTIC_RUN_ID")
-    if run_id == "none":  # accelerate launch gives no id
-        return f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
-    return run_id
+    """The launcher of this process, which stays the same over its restarts; None without torch's elastic launcher."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    launcher = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}:{launcher.pid}:{launcher.create_time():.2f}"
 
 
 def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`)."""
-    restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    launch = launch_id(environ)
-    same = launch is not None and read_status(Path(run_dir)).get("launch") == launch
-    if setting is not None or not (restarted and same):
+    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank calls it."""
+    if setting is not None or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return setting
-    if environ.get("RANK") == "0":
+    import torch.distributed as dist  # torch is not imported with this module, which the launcher reads too
+
+    main = environ.get("RANK") == "0"
+    again = [main and read_status(Path(run_dir)).get("launch") == launch_id(environ)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(again)
+    if main and again[0]:
         print(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto", flush=True)
-    return "auto"
+    return "auto" if again[0] else None
 
 
 def resume_command(argv: list[str]) -> str:
@@ -224,7 +249,14 @@ def resume_command(argv: list[str]) -> str:
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON under a name of this process, then rename: several ranks may write at a time."""
+    """Write JSON under a name of this process, then rename: several ranks may write at a time. On a full disk in place."""
+    text = json.dumps(values, indent=1)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
-    temporary.write_text(json.dumps(values, indent=1))
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        with path.open("r+") as file:  # not truncated first: its blocks are all that there is
+            file.write(text)
+            file.truncate()

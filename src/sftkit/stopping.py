@@ -61,7 +61,8 @@ class Stopping:
         return self.signal is not None or (self.deadline is not None and self.deadline.due())
 
     def end_at_once(self, end: Callable[[int], NoReturn]) -> None:
-        """Until `save_first` a signal ends the process: there is nothing to save. `end` is given its number."""
+        """Until `save_first` a signal ends the process: there is nothing to save, and compilers that it interrupts would
+        fail. `end` is given its number."""
         self._at_once = end
         _listen(self._on_signal)
 

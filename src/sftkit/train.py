@@ -89,7 +89,6 @@ def train(
     agree(rt, data_identity(batches.examples.lengths))
     status = open_status(checkpoints.run_dir, rt.rank, rt.world_size)
     status.step, status.total_steps = resumed["step"], total_steps
-    rt.stopping.save_first()
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes)
     step = resumed["step"]
@@ -103,6 +102,7 @@ def train(
         compiled, warm_up_seconds = prepare_step(
             cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
         )
+        rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
         stopped = rt.stop_requested()
         # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
         if cfg.eval.at_start and step == 0 and not stopped:

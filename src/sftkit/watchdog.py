@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftkit.config import RunConfig
@@ -104,7 +104,8 @@ class Watchdog:
         text = f"rank {status.rank} hangs at step {status.step} in phase {status.phase}, last progress {idle:.0f} s ago"
         behind: list[int] = []
         if status.world_size > 1:
-            self._beat(now=True)
+            with suppress(OSError):
+                self._beat(now=True)
             time.sleep(2.0)  # the others, whose time is up as well, say where they are
             behind, where = compare(self._beats, status.world_size)
             text += f"; {where}"
@@ -112,7 +113,8 @@ class Watchdog:
             return
         status.failed(f"{text}\n{stack}")
         culprit = behind[0] if behind else status.rank
-        status.write("failed", first_failing_rank=culprit, error=text)
+        with suppress(OSError):
+            status.write("failed", first_failing_rank=culprit, error=text)
         limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
         print(f"\nerror: {text} ({limit} is {self.limit():.0f})\n{stack}", file=sys.stderr, flush=True)
         end_process(1)

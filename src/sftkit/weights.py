@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -22,10 +26,11 @@ SINGLE = "model.safetensors"
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     """Memory on the device for parameters that are on the meta device; buffers and real parameters move there."""
+    exact = orig_model._get_dtype_plan(torch.bfloat16)  # what from_pretrained never rounds: the bias of expert routers
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(device, torch.float32 if name in exact else None)
     if any(p.is_meta for p in orig_model.parameters()):
         buffers = {id(module): dict(module._buffers) for module in orig_model.modules()}
         orig_model.to_empty(device=device)
@@ -57,18 +62,19 @@ def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
     every layout that save_pretrained writes, whole on the host.
 
     Raises:
-        ConfigError: no safetensors, a missing or odd weight.
+        ConfigError: no safetensors, a file that cannot be read, a missing or odd weight.
     """
     files = _files(folder)
     wanted = _wanted(orig_model)
-    if set(wanted) - set(files):
-        _load_whole(orig_model, wanted, folder)
+    others = [name for name in wanted if name not in files]
+    if others:
+        _load_whole(orig_model, wanted, others, folder)
         return
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
         by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
-        with safe_open(path, "pt") as file:
+        with _named_errors(path), safe_open(path, "pt") as file:
             for name in names:
                 _fill(wanted[name], file.get_slice(name), f"{path}: {name}")
 
@@ -76,13 +82,27 @@ def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Weight name -> file."""
     if (folder / INDEX).is_file():
-        return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
+        with _named_errors(folder / INDEX):
+            return {
+                name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()
+            }
     if (folder / SINGLE).is_file():
-        with safe_open(folder / SINGLE, "pt") as file:
+        with _named_errors(folder / SINGLE), safe_open(folder / SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)
     raise ConfigError(
         f"{folder}: no {SINGLE} and no {INDEX} in it; save the model with save_pretrained of transformers 5"
     )
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Inside, what goes wrong with reading this file is a ConfigError that names it."""
+    try:
+        yield
+    except (SafetensorError, OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: cannot read weights: {type(error).__name__}: {error}. Copy or download the model again"
+        ) from error
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -111,13 +131,33 @@ def _fill(tensor: torch.Tensor, source: object, where: str) -> None:
 
 
 @torch.no_grad()
-def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], folder: Path) -> None:
-    saved = type(orig_model).from_pretrained(folder, dtype=torch.float32).state_dict()
-    missing = [name for name in wanted if name not in saved]
+def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], others: list[str], folder: Path) -> None:
+    """`others`: the names that no file has."""
+    plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
+    loader: Any = plain
+    try:
+        whole, found = loader.from_pretrained(
+            folder, dtype=orig_model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder}: transformers cannot make {_some(others)} of {plain.__name__} out of its files: "
+            f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
+        ) from error
+    saved = whole.state_dict()
+    missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
     if missing:
-        raise ConfigError(f"{folder}: no weight {', '.join(missing[:3])} for {type(orig_model).__name__}")
+        raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
+    for name, there, here in sorted(found["mismatched_keys"]):
+        raise ConfigError(
+            f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
+        )
     for name, tensor in wanted.items():
-        whole = saved[name]
+        value = saved[name]
         if isinstance(tensor, DTensor):
-            whole = whole[tuple(slice(start, start + size) for start, size in local_region(tensor))]
-        local(tensor).copy_(whole)
+            value = value[tuple(slice(start, start + size) for start, size in local_region(tensor))]
+        local(tensor).copy_(value)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,166 @@
+"""Runs of faults_worker.py under a real launcher, and small disks, for the tests of signals and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sftkit.checkpoint_writer import free_bytes
+from sftkit.launch import CONFIGS, Launch, command, signal_env
+from sftkit.manifest import LATEST, step_dirs, verify
+
+ROOT = Path(__file__).parents[1]
+WORKER = "tests/faults_worker.py"
+
+
+class LaunchedRun:
+    """A process tree: a launcher, its ranks and theirs, in a session of its own; torch's compilers leave it."""
+
+    def __init__(self, dir: Path, words: list[str], **env: str) -> None:
+        self.dir, self.output = dir, ""
+        self._seen: set[psutil.Process] = set()
+        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": "tests"}
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, env={**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not ready():
+            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
+            assert time.monotonic() < deadline, "not ready in time"
+            self._look()
+            time.sleep(0.1)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: bool(self.steps()) and self.steps()[-1] >= step)
+
+    def until_marked(self, *names: str) -> None:
+        """Wait until the worker has touched these files beside the run directory."""
+        self.until(lambda: all(Path(f"{self.dir}.{name}").exists() for name in names))
+
+    def steps(self) -> list[int]:
+        metrics = self.dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+    def rank(self, rank: int) -> int:
+        return int(Path(f"{self.dir}.pid{rank}").read_text())
+
+    def weights(self) -> list[dict[str, float]]:
+        """Of both ranks, as they were at the end."""
+        return [json.loads(Path(f"{self.dir}.weights{rank}").read_text()) for rank in (0, 1)]
+
+    def end(self, timeout: float = 100) -> int:
+        """Wait for the launcher and check that nothing of the session is left. Returns its exit code."""
+        self.output = self.process.communicate(timeout=timeout)[0]
+        deadline = time.monotonic() + 10
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert left == [], f"left behind: {left}\n{self.output[-3000:]}"
+        return self.process.returncode
+
+    def _look(self) -> None:
+        with suppress(psutil.Error):
+            self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def alive(self) -> list[tuple[int, str]]:
+        """Processes of the session and all others that were seen to come from the launcher: id and command line."""
+        self._look()
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                mine = os.getsid(process.pid) == self.process.pid or process in self._seen
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process.pid, " ".join(process.cmdline())[:200]))
+        return found
+
+    def status(self) -> dict[str, Any]:
+        assert (self.dir / "run_status.json").exists(), self.output[-3000:]
+        return json.loads((self.dir / "run_status.json").read_text())
+
+    def check_ended(self, status: str, number: str | None) -> dict[str, Any]:
+        found = self.status()
+        assert (found["status"], found["signal"], found["error"]) == (status, number, None), self.output[-3000:]
+        return found
+
+    def check_stopped(self, status: str, number: str, checkpoints: int = 1) -> int:
+        """The run has ended as told, with whole checkpoints, the newest at its last step. Returns the step."""
+        step = self.check_ended(status, number)["step"]
+        folders = step_dirs(self.dir)
+        assert len(folders) == checkpoints, folders
+        assert (folders[-1].name, (self.dir / LATEST).read_text()) == (f"step-{step:06d}", f"step-{step:06d}\n")
+        assert [verify(folder) for folder in folders] == [None] * checkpoints
+        assert not list(self.dir.glob(".step-*"))
+        summary = json.loads((self.dir / "summary.json").read_text())
+        assert (summary["step"], summary["stopped"]) == (step, True)
+        return step
+
+
+class Launcher:
+    """Starts runs of the worker, two ranks unless told otherwise, in subfolders of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: list[LaunchedRun] = []
+
+    def __call__(
+        self, fault: str, *settings: str, name: str = "run", processes: int = 2, torchrun: tuple[str, ...] = (),
+        accelerate: tuple[str, ...] = (), **env: str,
+    ) -> LaunchedRun:  # fmt: skip
+        worker = [WORKER, str(self.folder / name), fault, *settings]
+        if torchrun:
+            words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *torchrun, *worker]
+        elif accelerate:
+            config = str(CONFIGS / "cpu_ddp.yaml")
+            words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *accelerate, *worker]
+        else:
+            config_file = CONFIGS / ("cpu_ddp.yaml" if processes > 1 else "cpu.yaml")
+            words = command(Launch(config_file, processes, ""), worker[0], worker[1:])
+        env = {"FAULT_TOKENIZER": str(self.folder / "tokenizer.json"), **env}
+        return self.watch(LaunchedRun(self.folder / name, words, **env))
+
+    def watch(self, run: LaunchedRun) -> LaunchedRun:
+        self.runs.append(run)
+        return run
+
+
+@contextmanager
+def launching(folder: Path, tokenizer: str) -> Iterator[Launcher]:
+    """A Launcher; what it started and still runs is killed in the end."""
+    (folder / "tokenizer.json").write_text(tokenizer)
+    launcher = Launcher(folder)
+    yield launcher
+    for run in launcher.runs:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def small_file_system(disk: Path, size: str) -> Iterator[Path]:
+    """A file system of its own at `disk`."""
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """A file that leaves so many bytes free."""
+    filler = disk / "filler"
+    filler.write_bytes(b"\0" * (free_bytes(disk) - leave))
+    return filler

@@ -1,0 +1,226 @@
+"""Run under torchrun by the tests of sharded models: several topologies in one launch, what came out as files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import make_examples, make_layout_of
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from sftkit import runtime
+from sftkit.config import EvalConfig, LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.loader import Batches
+from sftkit.data.types import Row
+from sftkit.distribute import distribute
+from sftkit.errors import ConfigError
+from sftkit.evals.suite import Suite
+from sftkit.model import load_model
+from sftkit.optim import build_optimizer
+from sftkit.parallel import Sharding, let_go
+from sftkit.runtime import Runtime
+from sftkit.step import ModelWithLoss, optimizer_step
+from sftkit.topology import Topology
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = {
+    "one": Topology(),
+    "ddp": Topology(replicas=2),
+    "fsdp2": Topology(shards=2, sharded=True),
+    "fsdp2 of 3": Topology(shards=3, sharded=True),
+    "fsdp2 of 4": Topology(shards=4, sharded=True),
+    "tensor": Topology(tensor=2, sharded=True),
+    "context": Topology(context=2, sharded=True),
+    "hsdp": Topology(replicas=2, shards=2, sharded=True),
+    "fsdp2 x tensor": Topology(shards=2, tensor=2, sharded=True),
+    "fsdp2 x context": Topology(shards=2, context=2, sharded=True),
+}
+ANY_LENGTH: Any = ()
+"In place of a tokenizer where only its length is looked at."
+
+
+def torchrun(processes: int, file: str, *args: str, timeout: float = 300) -> None:
+    """Run a file of tests/ on so many gloo ranks."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*launcher, f"tests/{file}", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def start() -> Runtime:
+    return runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+
+
+def gathered(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, whole."""
+    named = [*orig_model.named_parameters(), *orig_model.named_buffers()]
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+
+
+class Job:
+    """A model from a folder, shared out as a topology says, and what trains it on rows that follow from the step."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        topology: str,
+        folder: Path,
+        precision: str = "fp32",
+        sharding: Sharding | None = None,
+        optim: str = "adamw",
+    ) -> None:
+        self.rt = replace(rt, topology=TOPOLOGIES[topology], precision=precision)
+        self.again = partial(Job, rt, topology, folder, precision, sharding, optim)
+        source = ModelConfig(path=str(folder))
+        self.orig_model = load_model(source, ANY_LENGTH, 0, precision, empty=self.rt.topology.sharded)
+        self.model = ModelWithLoss(self.orig_model, "reference", LossConfig())
+        self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)
+        self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]
+        examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
+        self.layout = make_layout_of("packed", examples.lengths, world_size=self.rt.data_world_size)
+        self.batches = Batches(examples, self.layout, 0, self.rt.data_rank, pad_id=0, part=self.rt.part)
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """Train steps first + 1 to last; the loss of each over all ranks."""
+        losses = []
+        for step in self.batches.steps(first, last):
+            outcome = optimizer_step(self.wrapped, self.optimizer, step, 1e-2, 1.0, self.rt)
+            losses.append(float(self.rt.sum(outcome.sums)[1]) / step.num_targets)
+        return losses
+
+    def suite(self, tokenizer: Any, config: EvalConfig, samples: list[Row]) -> Suite:
+        validation = {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}
+        return Suite(config, self.orig_model, tokenizer, self.rt, self.model, validation, self.layout, samples)
+
+
+def main_load(folder: str) -> None:
+    """Load each case of plan.json; write the weights that came out, or the error of every rank."""
+    rt, out = start(), Path(folder)
+    plan = json.loads((out / "plan.json").read_text())
+    memory = most_memory(rt, [out / name for name in plan["large"]])
+    problems: dict[str, list[str]] = {}
+    for name, (model, topology, precision) in plan["cases"].items():
+        try:
+            loaded = gathered(Job(rt, topology, out / model, precision).orig_model)
+        except ConfigError as error:
+            problems[name] = gather(str(error))
+            continue
+        if rt.is_main:
+            torch.save(loaded, out / f"{name}.pt")
+    if rt.is_main:
+        (out / "found.json").write_text(json.dumps({"problems": problems, "memory": memory}))
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of each rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def most_memory(rt: Runtime, folders: list[Path]) -> dict[str, list[float]]:
+    """The most host memory that each rank took, beyond what it had, to load its half of each of these models."""
+    grown, before = {}, resident()
+    for folder in folders:
+        with anonymous_memory() as peak:
+            job = Job(rt, "fsdp2", folder, "bf16")
+        grown[folder.name] = gather(peak() - before)
+        del job
+        gc.collect()
+    return grown
+
+
+@contextmanager
+def anonymous_memory() -> Iterator[Callable[[], float]]:
+    """Afterwards: the most host memory, files aside, that this process had meanwhile, in bytes."""
+    seen = [resident()]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            seen.append(resident())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: max(seen)
+    finally:
+        over.set()
+        watcher.join()
+
+
+def resident() -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return float(line.split()[1]) * 1024
+
+
+SAMPLES = [
+    Row("here", messages=[{"role": "user", "content": text}, {"role": "assistant", "content": "?"}])
+    for text in ("seven days", "Berlin", "one two")
+]
+
+
+def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
+    """What an evaluation finds, and training with and without one in the middle."""
+    counts = [0]
+
+    def count(*_: Any) -> None:
+        counts[0] += 1
+
+    plain = job.again().steps(0, 4)
+    config = EvalConfig(batch_size=2, max_new_tokens=12, max_examples=1)
+    suite = job.suite(tokenizer, config, SAMPLES)
+    hook = job.orig_model.model.register_forward_pre_hook(count)
+    values, answers = suite.evaluate()
+    scores, examples = suite.families()
+    fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
+    hook.remove()
+    let_go(job.orig_model)
+    whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
+    trained = job.steps(0, 2)
+    suite.evaluate()
+    return {
+        "values": values | scores,
+        "answers": [sample["answer"] for sample in answers],
+        "given": [example["given"] for example in examples],
+        "fewer": [sample["answer"] for sample in fewer],
+        "forwards": counts[0],
+        "whole": whole,
+        "plain": plain,
+        "interrupted": [*trained, *job.steps(2, 4)],
+    }
+
+
+def main_evaluate(folder: str, *cases: str) -> None:
+    """Evaluate the model of this folder in each topology, lean ones with weights gathered for each pass."""
+    rt, out = start(), Path(folder)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    found = {}
+    for case in cases:
+        topology, *lean = case.split(", ")
+        job = Job(rt, topology, out, sharding=Sharding(False, False) if lean else Sharding())
+        found[case] = gather(evaluation(job, tokenizer))
+    if rt.is_main:
+        (out / "evaluated.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    mains = {"load": main_load, "evaluate": main_evaluate}
+    runtime.script(partial(mains[sys.argv[1]], *sys.argv[2:]))

@@ -1,0 +1,76 @@
+"""Sharded models are evaluated like whole ones: the same losses and answers, on all ranks, without a trace in training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cpu_runtime
+from sharded_worker import SAMPLES, Job, evaluation, torchrun
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sftkit.data import chat
+from sftkit.evals import families
+
+
+def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """A model and its tokenizer in a folder; the lengths of its answers, which are different ones.
+
+    A model that never learned anything never ends a turn. So the end of a turn changes places in the head with the token
+    that comes first at the most different places of the answers.
+    """
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer) + 1, **sizes, **heads, initializer_range=0.5))
+    prompts = [p.messages for p in families.heldout(1)] + [(row.messages or [])[:1] for row in SAMPLES]
+    rows = []
+    for messages in prompts:
+        ids = torch.tensor([chat.render_prompt(messages, tokenizer)])
+        rows.append(
+            model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+        )
+    firsts = {token: [row.index(token) if token in row else 12 for row in rows] for row in rows for token in row}
+    best = max(firsts, key=lambda token: len(set(firsts[token])))
+    (end,) = chat.end_of_turn_ids(tokenizer)
+    with torch.no_grad():
+        swapped = model.lm_head.weight[[end, best]].clone()
+        model.lm_head.weight[[best, end]] = swapped
+    model.save_pretrained(folder)
+    return firsts[best]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    assert len(set(prepare(tmp_path, tokenizer))) > 3
+    return tmp_path
+
+
+def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *cases: str) -> None:
+    alone = evaluation(Job(cpu_runtime(), "one", folder), tokenizer)
+    assert len(alone["answers"]) == 3  # which neither two nor four ranks divide
+    torchrun(processes, "sharded_worker.py", "evaluate", str(folder), *cases)
+    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "evaluated.json").read_text())
+    for name, ranks in found.items():
+        assert len({rank["forwards"] for rank in ranks}) == 1, name
+        for rank in ranks:
+            assert rank["values"] == pytest.approx(alone["values"], rel=1e-5), name
+            for key in ("answers", "given", "fewer"):
+                assert rank[key] == alone[key], (name, key)
+            assert rank["whole"] == [], name
+            assert rank["interrupted"] == rank["plain"], name
+            assert rank["plain"] == pytest.approx(alone["plain"], rel=1e-5), name
+
+
+def test_two_ranks_evaluate_like_one_and_train_on_as_if_they_had_not(folder: Path, tokenizer) -> None:
+    compare(folder, tokenizer, 2, "fsdp2, lean", "tensor", "context")
+
+
+@pytest.mark.slow
+def test_other_ways_to_share_out_a_model_evaluate_like_one_process(folder: Path, tokenizer) -> None:
+    compare(folder, tokenizer, 2, "fsdp2", "tensor, lean", "context, lean")
+    compare(folder, tokenizer, 4, "fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x tensor, lean", "fsdp2 x context")
