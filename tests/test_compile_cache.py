@@ -15,6 +15,7 @@ from helpers import tiny_llama
 
 from sftkit import compile_cache
 from sftkit.config import AttentionConfig, CompileConfig, LossConfig, TrainConfig
+from sftkit.topology import Topology
 
 KEY, OTHER = "a" * 64, "b" * 64
 WORKER = """
@@ -24,7 +25,6 @@ from helpers import tiny_llama
 from sftkit import compile_cache
 from sftkit.compilation import CompileWatch, compile_model, warm_up
 from sftkit.config import CompileConfig
-from sftkit.topology import Topology
 
 def run_shape(rows, row_length):
     block = orig_model.get_decoder().norm

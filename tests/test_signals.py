@@ -178,7 +178,12 @@ def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:
     assert resume_command(words) == expected
 
 
-def test_a_launcher_that_would_cut_a_save_short_is_warned_of() -> None:
+def test_a_launcher_that_would_cut_a_save_short_or_restart_in_vain_is_warned_of() -> None:
     assert check_launcher({}) is None
-    assert check_launcher({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) is None
+    ready = {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    assert check_launcher({**ready, "TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
     assert "30 s" in (check_launcher({"TORCHELASTIC_RUN_ID": "x"}) or "")
+    restarts = {**ready, "TORCHELASTIC_MAX_RESTARTS": "2"}
+    assert check_launcher({**restarts, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+    warning = check_launcher({**restarts, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (warning or "")

@@ -168,13 +168,23 @@ def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_launcher(environ: Mapping[str, str]) -> str | None:
-    """A warning where the launcher was started by hand and would cut a save short; None where there is nothing to say."""
-    if "TORCHELASTIC_RUN_ID" not in environ or "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
+    """Warnings where the launcher was started by hand and would cut a save short, or would not start a run again as it
+    was; None where there is nothing to say."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    return (
-        "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
-        f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
-    )
+    lines = []
+    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environ:
+        lines.append(
+            "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
+            f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
+        )
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        lines.append(
+            "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and fail: "
+            "start it with --rdzv_backend c10d (torchrun: --standalone) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+    return "\n".join(lines) or None
 
 
 def accelerate_launch() -> None:
@@ -185,6 +195,7 @@ def accelerate_launch() -> None:
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from .stopping import let_torch_pass_on_once
 
@@ -198,7 +209,10 @@ def accelerate_launch() -> None:
     for number in FORWARDED:
         signal.signal(number, pass_on)
     let_torch_pass_on_once(FORWARDED)
-    accelerate_main()
+    try:
+        accelerate_main()
+    except SignalException as told:  # the ranks have ended, and said how
+        sys.exit(128 + told.sigval)
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
