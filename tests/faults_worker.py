@@ -130,7 +130,8 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
     folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
     Path(f"{run_dir}.pid{rt.rank}").write_text(str(os.getpid()))
     load(fault, run_dir, cfg, rt)
-    examples = make_examples(LENGTHS, target_share=0.5)
+    others = fault == "other data" and rt.rank == 1
+    examples = make_examples(LENGTHS[1:] if others else LENGTHS, target_share=0.5)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
     batches = Batches(examples, layout, 0, rt.rank, 0, cfg.data.num_workers)
     inject(fault, rt.rank, batches)

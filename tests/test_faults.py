@@ -41,6 +41,17 @@ def test_ranks_with_different_recipes_are_refused_by_key_value_and_rank(start) -
 
 
 @pytest.mark.slow
+def test_ranks_with_different_documents_are_refused_before_the_first_step(start) -> None:
+    run = start("other data")
+    assert run.end() != 0
+    assert "the ranks of this run differ" in run.output
+    assert "training documents: 560 (sha256 of their lengths" in run.output
+    assert "559 (sha256 of their lengths" in run.output
+    found = run.status()
+    assert (found["status"], found["step"]) == ("failed", 0)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_by_those_that_lose_it(start) -> None:
     run = start("kill")
     assert run.end() != 0

@@ -13,6 +13,8 @@ FORBIDDEN = {
     "config.py": ("torch", "transformers", "accelerate", "sftkit"),
     "recipe.py": ("torch", "transformers", "accelerate"),
     "launch.py": ("torch", "transformers"),
+    "model_size.py": ("torch", "transformers", "accelerate"),
+    "topology.py": ("torch", "transformers", "accelerate"),
     "chain.py": ("torch", "transformers", "accelerate"),
     "train.py": ("wandb", "sftkit.evals", "sftkit.data.sources"),
     "step.py": ("sftkit.train", "sftkit.evals", "sftkit.tracker"),

@@ -493,3 +493,22 @@ def test_the_table_of_keys_holds_every_field_of_the_config():
 )
 def test_a_source_is_called_by_its_name_or_the_end_of_its_path(source: SourceConfig, label: str):
     assert source_label(source) == label
+
+
+def test_the_global_batch_is_shared_by_groups_of_ranks_that_hold_the_same_rows(recipe: Path, monkeypatch) -> None:
+    """Three rows on two processes are refused, and with both working on the same rows they are not."""
+    words = (recipe, ["train.global_batch_size=3"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        read_config(*words)
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert read_config(*words).train.global_batch_size == 3
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    with pytest.raises(ConfigError, match="tp_size 4 makes 4 processes, and 2 were started"):
+        read_config(*words)

@@ -58,7 +58,7 @@ def test_a_signal_to_the_launcher_or_to_everything_saves_once_and_leaves_no_proc
     run = start("slow", "train.max_steps=1000", "data.num_workers=1")
     run.until_step(2)
     (os.kill if to == "the launcher" else os.killpg)(run.process.pid, getattr(signal, number))
-    run.end()
+    assert run.end() == 128 + getattr(signal, number)
     run.check_stopped(status, number)
 
 

@@ -238,7 +238,8 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None
         clip, self.clip_coefficient = self.clip_coefficient, None
         for index, (param, group) in enumerate(self._parameters()):
-            if param.grad is not None and local(param).numel():
+            # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
+            if param.grad is not None:
                 clip = torch.ones((), device=param.device) if clip is None else clip
                 self._update(param, group, index, clip)
 
@@ -283,8 +284,8 @@ class AdamW(torch.optim.Optimizer):
     def _run(
         self, param: torch.Tensor, master: torch.Tensor | None, rest: tuple[Any, ...], offset: int, key: int
     ) -> None:
-        # Dynamo specialises on a size of 1, and a graph for one number is not worth having.
-        eager = not (self.compile and param.is_cuda) or param.numel() == 1
+        # Dynamo specialises on sizes of 0 and 1, and a graph for one number is not worth having.
+        eager = not (self.compile and param.is_cuda) or param.numel() <= 1
         run = (lambda update: update) if eager else compiled
         keys = (int32(offset), int32(key), int32(key >> 32))
         if self._rounds(param):

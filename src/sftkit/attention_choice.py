@@ -32,11 +32,11 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     Raises:
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
-    named = cfg.attention.backend
+    named, in_chunks = cfg.attention.backend, rt.topology.context > 1
     if named == "auto":
-        backend, why = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled))
+        backend, why = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
     else:
-        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled)
+        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         backend, why = named, "named by the recipe"
@@ -44,19 +44,26 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     return backend
 
 
-def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool) -> tuple[str, str]:
+def fastest(
+    orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool, in_chunks: bool = False
+) -> tuple[str, str]:
     """(backend, why) of those that can serve the run; several are timed against each other.
 
     Args:
         compiled: whether the blocks are compiled; flex only exists as generated code.
+        in_chunks: queries are pieces of rows (context parallelism).
     """
-    able = [b for b in ("fa4", "varlen", "sdpa") if refusal(b, orig_model, layout, device, compiled) is None]
+
+    def problem(backend: str) -> str | None:
+        return refusal(backend, orig_model, layout, device, compiled, in_chunks)
+
+    able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
-        if refusal("flex", orig_model, layout, device, compiled) is None:
+        if problem("flex") is None:
             return "flex", "no FlashAttention for this model"
         if device.type != "cuda":
             return "reference", "runs everywhere"
-        reasons = "; ".join(f"{b} {refusal(b, orig_model, layout, device, compiled)}" for b in ("varlen", "flex"))
+        reasons = "; ".join(f"{b} {problem(b)}" for b in ("varlen", "flex"))
         return "reference", f"a dense mask, quadratic in the row length: {reasons}"
     if len(able) == 1:
         return able[0], "the fastest that runs here"
@@ -68,7 +75,12 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, c
 
 
 def refusal(
-    backend: str, orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool
+    backend: str,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    device: torch.device,
+    compiled: bool,
+    in_chunks: bool = False,
 ) -> str | None:
     """Why a backend cannot serve a run, None if it can."""
     config = orig_model.config.get_text_config()
@@ -76,6 +88,8 @@ def refusal(
     softcap = getattr(config, "attn_logit_softcapping", None)
     if backend == "reference":
         return None
+    if in_chunks and backend in ("sdpa", "flex"):
+        return "attends within whole rows, and context parallelism cuts them"
     if backend == "sdpa":
         if layout.kind == "packed":
             return "sees one document per row, and rows are packed"

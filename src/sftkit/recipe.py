@@ -20,6 +20,7 @@ from .errors import ConfigError
 from .recipe_checks import Unusable, cross_check, secret_in
 from .recipe_keys import USAGE, adapter, help_text, sections, shown, table
 from .recipe_yaml import COMMAND_LINE, Keys, Node, apply_override, dotted, read_tree, render
+from .topology import read_topology
 
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
 
@@ -80,7 +81,8 @@ def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | Non
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
     cfg = _validate(tree, str(recipe), dropped, problems)
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if world_size is None:
+        world_size = _row_ranks(problems)
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size):
         keys = _keys(key)
         place = tree.nearest(keys).place
@@ -88,6 +90,16 @@ def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | Non
     if problems or cfg is None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return cfg, tree
+
+
+def _row_ranks(problems: list[str]) -> int:
+    """Processes of this launch, or groups of them, that have rows of their own."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return read_topology(os.environ, processes).row_ranks
+    except ConfigError as error:
+        problems.append(str(error))
+        return 1
 
 
 def _secret_word(word: str, problems: list[str]) -> bool:

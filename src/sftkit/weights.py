@@ -26,7 +26,8 @@ SINGLE = "model.safetensors"
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     """Memory on the device for parameters that are on the meta device; buffers and real parameters move there."""
-    exact = orig_model._get_dtype_plan(torch.bfloat16)  # what from_pretrained never rounds: the bias of expert routers
+    # What from_pretrained never rounds: the bias that balances experts.
+    exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -132,7 +133,7 @@ def _fill(tensor: torch.Tensor, source: object, where: str) -> None:
 
 @torch.no_grad()
 def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], others: list[str], folder: Path) -> None:
-    """`others`: the names that no file has."""
+    """All of `wanted` from a whole model on the host; `others` are the names that no file has."""
     plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
     loader: Any = plain
     try:
@@ -148,7 +149,8 @@ def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], ot
     missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
     if missing:
         raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
-    for name, there, here in sorted(found["mismatched_keys"]):
+    if found["mismatched_keys"]:
+        name, there, here = min(found["mismatched_keys"])
         raise ConfigError(
             f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
         )
