@@ -14,6 +14,7 @@ def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
     from sftkit import compile_cache, runtime
+    from sftkit.anatomy import positions
     from sftkit.attention_choice import choose_backend
     from sftkit.checkpoint import Checkpoints
     from sftkit.compilation import compile_model
@@ -23,7 +24,7 @@ def main() -> None:
     from sftkit.evals.suite import Suite, sample_rows
     from sftkit.fp8 import apply_fp8
     from sftkit.memory import checkpoint_bytes, make_plan
-    from sftkit.model import inherit, load_model, load_tokenizer, positions
+    from sftkit.model import inherit, load_model, load_tokenizer
     from sftkit.optim import build_optimizer
     from sftkit.resume_checks import run_identity
     from sftkit.rundir import open_run, write_summary

@@ -53,15 +53,19 @@ ANY_LENGTH: Any = ()
 "In place of a tokenizer where only its length is looked at."
 
 
-def torchrun(processes: int, file: str, *args: str, timeout: float = 300) -> None:
-    """Run a file of tests/ on so many gloo ranks."""
+def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
+    """Run a file of tests/ on so many gloo ranks. Ranks that wait for one another for good are ended and fail."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     env["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # memory that is freed goes back at once, so what is measured is in use
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*launcher, f"tests/{file}", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    command = [*launcher, f"tests/{file}", *args]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill, which would leave the ranks
+            _, errors = process.communicate()
+    assert process.returncode == 0, errors[-6000:]
 
 
 def start() -> Runtime:
@@ -114,7 +118,7 @@ def main_load(folder: str) -> None:
     """Load each case of plan.json; write the weights that came out, or the error of every rank."""
     rt, out = start(), Path(folder)
     plan = json.loads((out / "plan.json").read_text())
-    memory = most_memory(rt, [out / name for name in plan["large"]])
+    memory = most_memory(rt, out, plan["large"])
     problems: dict[str, list[str]] = {}
     for name, (model, topology, precision) in plan["cases"].items():
         try:
@@ -135,13 +139,13 @@ def gather(value: Any) -> list[Any]:
     return found
 
 
-def most_memory(rt: Runtime, folders: list[Path]) -> dict[str, list[float]]:
-    """The most host memory that each rank took, beyond what it had, to load its half of each of these models."""
-    grown, before = {}, resident()
-    for folder in folders:
+def most_memory(rt: Runtime, out: Path, large: list[list[str]]) -> list[list[float]]:
+    """The most host memory that each rank took, beyond what it had, to load its half of each (model, precision)."""
+    grown, before = [], resident()
+    for model, precision in large:
         with anonymous_memory() as peak:
-            job = Job(rt, "fsdp2", folder, "bf16")
-        grown[folder.name] = gather(peak() - before)
+            job = Job(rt, "fsdp2", out / model, precision)
+        grown.append(gather(peak() - before))
         del job
         gc.collect()
     return grown
@@ -190,11 +194,12 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
     suite = job.suite(tokenizer, config, SAMPLES)
     hook = job.orig_model.model.register_forward_pre_hook(count)
     values, answers = suite.evaluate()
-    scores, examples = suite.families()
+    whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
+    one_by_one = replace(suite, config=replace(config, batch_size=1))  # so that ranks are done after different tokens
+    scores, examples = one_by_one.families()
     fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
     hook.remove()
     let_go(job.orig_model)
-    whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
     trained = job.steps(0, 2)
     suite.evaluate()
     return {

@@ -10,13 +10,14 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
-from sftkit.config import LossConfig, NumericsConfig
+from sftkit.config import LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.errors import NonFiniteError
 from sftkit.health import Health, LateFlags, Spikes, is_spike
 from sftkit.metrics import Meter
+from sftkit.optim import build_optimizer
 from sftkit.status import RunStatus
-from sftkit.step import StepOutcome
+from sftkit.step import ModelWithLoss, StepOutcome, optimizer_step
 
 NAN = float("nan")
 
@@ -55,6 +56,26 @@ def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_
     health.add(1, step_batches, outcome(norm=float("inf") - float("inf")))
     with pytest.raises(NonFiniteError, match="step 1: the gradient norm is not finite"):
         health.settle(wait=False)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finite(monkeypatch) -> None:
+    rt, orig_model = cpu_runtime(), tiny_llama()
+    model = rt.prepare(ModelWithLoss(orig_model, "reference", LossConfig()))
+    optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
+    steps = some_batches().steps(0, 2)
+    assert optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt).flags.tolist() == [0, 0]
+    before = {name: value.clone() for name, value in orig_model.state_dict().items()}
+    forward = ModelWithLoss.forward
+
+    def shifted(self, *args, **kwargs):
+        sums = forward(self, *args, **kwargs)
+        return sums._replace(loss=sums.loss + NAN)
+
+    monkeypatch.setattr(ModelWithLoss, "forward", shifted)
+    left_out = optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt)
+    assert left_out.grad_norm.isfinite()
+    assert left_out.flags.tolist() == [0, 1]
+    assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())
 
 
 def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:

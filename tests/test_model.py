@@ -8,19 +8,12 @@ import pytest
 import torch
 from helpers import VOCAB_SIZE, tiny_llama
 
+from sftkit.anatomy import count_parameters, positions, train_flops
 from sftkit.config import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.generate import generate, stream, until_stop
 from sftkit.hardware import peak_flops_by_name
-from sftkit.model import (
-    count_parameters,
-    from_scratch,
-    inherit,
-    load_model,
-    load_tokenizer,
-    positions,
-    train_flops,
-)
+from sftkit.model import from_scratch, inherit, load_model, load_tokenizer
 
 FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -184,3 +177,21 @@ def test_rows_longer_than_the_models_positions_are_refused(tokenizer) -> None:
 )
 def test_the_peak_of_a_device_is_known_by_its_whole_name_or_not_at_all(name: str, peak: float | None) -> None:
     assert peak_flops_by_name(name) == peak
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(None, "no model.layers.1.mlp.up_proj.weight"), (torch.zeros(3, 32), r"is \[3, 32\] and the model's is \[64, 32\]")],
+)
+def test_a_weight_that_is_missing_or_misshapen_is_an_error_and_not_random_numbers(
+    tmp_path: Path, tokenizer, change: torch.Tensor | None, text: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama().save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors | ({} if change is None else {name: change}), file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=text):
+        load_model(ModelConfig(path=str(tmp_path)), tokenizer, seed=0)

@@ -166,6 +166,43 @@ def test_a_wandb_server_that_is_down_costs_seconds_and_no_row(tmp_path: Path, se
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+WITHOUT_A_SERVICE = """
+import sys
+from pathlib import Path
+import psutil
+from accelerate import Accelerator
+from test_tracker import METRICS
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker
+
+rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
+    for step in range(1, 41):
+        tracker.log_metrics(step, 40, METRICS)
+        if step == 2:
+            services = psutil.Process().children(recursive=True)
+            assert services
+            for process in services:
+                process.kill()
+            psutil.wait_procs(services)
+print("trained", flush=True)
+"""
+
+
+def test_a_wandb_whose_own_process_dies_in_the_middle_costs_no_row_and_no_failure(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_SERVICE, str(tmp_path)],
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": "tests"},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained" in done.stdout
+    assert done.stderr.count("wandb does not take a row") == 1
+    assert "wandb sync" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+
+
 def test_wandb_is_online_with_a_key_and_offline_without(monkeypatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

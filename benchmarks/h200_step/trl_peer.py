@@ -31,7 +31,7 @@ from sftkit.data.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.hardware import peak_flops, peak_memory_gib
-from sftkit.model import train_flops
+from sftkit.anatomy import train_flops
 from sftkit.runtime import quiet_libraries, resolve_precision, start_device
 
 ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa")

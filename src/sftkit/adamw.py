@@ -200,9 +200,8 @@ def local_region(param: DTensor) -> list[tuple[int, int]]:
     assert coordinate is not None
     for mesh_dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[mesh_dim]
-        if (
-            not placement.is_replicate()
-        ):  # is_shard() is false of the strided shards that FSDP makes of tensor-parallel ones
+        # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
+        if not placement.is_replicate():
             start, size = region[placement.dim]  # type: ignore[attr-defined]
             piece = -(-size // param.device_mesh.size(mesh_dim))
             first = min(coordinate[mesh_dim] * piece, size)

@@ -18,9 +18,9 @@ from torch._dynamo import utils as dynamo_utils
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder_blocks
 from sftkit.config import CompileConfig
 from sftkit.errors import ConfigError
-from sftkit.model import decoder_blocks
 
 if TYPE_CHECKING:
     from sftkit.step import ModelWithLoss
@@ -61,14 +61,13 @@ def compile_model(
     sharded: bool = False,
 ) -> None:
     """Compile in place, before any wrapping or sharding: module types, parameter names and `orig_model` stay as they are.
-
-    Nothing is compiled yet: that happens at the first call of each shape, in `warm_up`. The loss stays outside.
+    Graphs are built at the first call of each shape, in `warm_up`. The loss stays outside.
 
     Args:
         activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
             recomputed is chosen by FLOPs; a custom operator counts with its formula (torch.utils.flop_counter).
         dynamic_layout: row lengths vary freely: one graph with symbolic sizes, whatever compile.dynamic says.
-        sharded: weights will be gathered block by block, between graphs: the scope is block, whatever compile.scope says.
+        sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
 
     Raises:
         ConfigError: scope block for a model whose blocks transformers does not name.
@@ -323,8 +322,7 @@ class CompileWatch:
         return list(dict.fromkeys(broken + skipped))
 
     def close(self) -> None:
-        handler = dynamo_callback.callback_handler
-        if self._on_start in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+        if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:  # reset() forgets them
             handler.remove_start_callback(self._on_start)
             handler.remove_end_callback(self._on_end)
 

@@ -22,10 +22,10 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import class_name
 from sftkit.config import Config
 from sftkit.data.pack import Layout
 from sftkit.kernels.flash import fa4_folder
-from sftkit.model import class_name
 from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder_blocks
 from sftkit.config import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.model import decoder_blocks
 from sftkit.runtime import Runtime
 
 SMALLEST_HIDDEN_SIZE = 2048

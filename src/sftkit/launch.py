@@ -191,13 +191,12 @@ def accelerate_launch() -> None:
     """`accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
     As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
-    elastic agent passes signals on, see let_torch_pass_on_once.
+    elastic agent passes signals on, see torch_passes_on_once.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
-    from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from .stopping import let_torch_pass_on_once
+    from .stopping import torch_passes_on_once
 
     def pass_on(signum: int, _frame: object) -> None:
         children = psutil.Process().children()
@@ -208,11 +207,8 @@ def accelerate_launch() -> None:
 
     for number in FORWARDED:
         signal.signal(number, pass_on)
-    let_torch_pass_on_once(FORWARDED)
-    try:
+    with torch_passes_on_once(FORWARDED):
         accelerate_main()
-    except SignalException as told:  # the ranks have ended, and said how
-        sys.exit(128 + told.sigval)
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder_blocks, vocab_size
 from sftkit.data.pack import Layout
-from sftkit.model import decoder_blocks, vocab_size
 from sftkit.optim import optimizer_bytes
 from sftkit.parallel import Sharding
 from sftkit.topology import Topology

@@ -8,10 +8,10 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import train_flops
 from sftkit.config import LossConfig
 from sftkit.data.loader import StepBatches
 from sftkit.hardware import peak_flops, peak_memory_gib
-from sftkit.model import train_flops
 from sftkit.runtime import Runtime
 from sftkit.step import StepOutcome
 

@@ -7,13 +7,12 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import init_empty_weights
-from torch.distributed.fsdp import FSDPModule
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from sftkit.anatomy import vocab_size
 from sftkit.config import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
 from sftkit.hub import hub_answers
@@ -37,8 +37,6 @@ LATEST = "LATEST"
 STATE = "training_state"
 "Folder of a step directory with all that plain transformers does not need: optimizer, random states, step."
 
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"What configs call the number of routed experts of a block."
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TURN_MARK = re.compile(r"<\|\w+\|>")
@@ -188,10 +186,8 @@ def load_model(
             if empty:
                 orig_model = empty_model(path, precision, options)
             else:
-                orig_model = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=DTYPES[precision], attn_implementation="sdpa", **options
-                )
-        except (OSError, ValueError) as error:
+                orig_model = whole_model(AutoModelForCausalLM, path, precision, options)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     if len(tokenizer) > vocab_size(orig_model):
         raise ConfigError(
@@ -207,6 +203,29 @@ def load_model(
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fp32" and orig_model._can_set_experts_implementation():
         orig_model.set_experts_implementation("batched_mm")  # the fp32 fallback of grouped_mm cannot be traced
+    return orig_model
+
+
+def whole_model(loader: Any, path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+    """from_pretrained of a class, but a weight that is missing or of another shape is an error and not random numbers."""
+    orig_model, found = loader.from_pretrained(
+        path,
+        dtype=DTYPES[precision],
+        attn_implementation="sdpa",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{path}: no {', '.join(missing[:3])}{more} for {type(orig_model).__name__} in its files; copy or download the "
+            "model again"
+        )
+    if found["mismatched_keys"]:
+        name, there, here = min(found["mismatched_keys"])
+        raise ConfigError(f"{path}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
     return orig_model
 
 
@@ -279,98 +298,3 @@ def inherit(
         f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "
         f"{precision}"
     )
-
-
-def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Rows of the input embedding, which may be more than the tokenizer has tokens."""
-    return embedding_of(orig_model).shape[0]
-
-
-def positions(orig_model: PreTrainedModel) -> int | None:
-    """The most positions that the model was made for, None if its config does not say."""
-    return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """The module of the input embedding."""
-    found = orig_model.get_input_embeddings()
-    assert isinstance(found, torch.nn.Module)
-    return found
-
-
-def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
-    """The input embedding, [V, H]."""
-    weight = embedding_module(orig_model).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
-
-
-def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: token ids in, hidden states out."""
-    found = orig_model.get_decoder()
-    assert isinstance(found, torch.nn.Module)
-    return found
-
-
-def head(orig_model: PreTrainedModel) -> torch.nn.Linear:
-    """The output projection: weight [V, H], bias [V] or None."""
-    found = orig_model.get_output_embeddings()
-    if not isinstance(found, torch.nn.Linear):
-        raise ConfigError(f"{type(orig_model).__name__} is not supported: it has no linear output projection")
-    return found
-
-
-def logit_softcap(orig_model: PreTrainedModel) -> float | None:
-    """c of logits = c * tanh(logits / c), None where the model has none."""
-    return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
-
-
-def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's class; of a sharded module that without FSDP's own class in front."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
-def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model, as transformers names them for device placement."""
-    names = set(getattr(orig_model, "_no_split_modules", None) or ())
-    return [module for module in orig_model.modules() if class_name(module) in names]
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Numbers of parameters; `body` and `head` are those in matrix products (and the norms beside them)."""
-
-    total: int
-    body: int
-    "of the blocks and norms; of routed experts only the share that a token visits"
-    head: int
-    "of the output projection, which may be the input embedding too"
-
-
-def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
-    """Parameters by the work they take per token."""
-    total = sum(p.numel() for p in orig_model.parameters())
-    embedding, projection = embedding_of(orig_model), head(orig_model)
-    tied = projection.weight is embedding
-    in_head = sum(p.numel() for p in projection.parameters())
-    body = total - in_head - (0 if tied else embedding.numel())
-    config = orig_model.config.get_text_config()
-    experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
-    if experts:
-        routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")]
-        idle = 1.0 - config.num_experts_per_tok / experts
-        body -= int(idle * sum(p.numel() for m in routed for p in m.parameters()))
-    return ParameterCount(total, body, in_head)
-
-
-def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, attention_pairs: int) -> float:
-    """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
-    token, 6 per parameter of the head and target, 6 x layers x heads x (query head + value head
-    size) per (query, key) pair (PaLM,
-    appendix B, counted per document instead of per row). Layers that slide a window count as if it were never reached."""
-    config = orig_model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
-    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * sizes
-    counted = count_parameters(orig_model)
-    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * attention_pairs

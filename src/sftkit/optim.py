@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.adamw import AdamW, local
+from sftkit.anatomy import decoder_blocks
 from sftkit.config import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.model import decoder_blocks
 from sftkit.muon import Muon
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder_blocks, embedding_module, head
 from sftkit.errors import ConfigError
-from sftkit.model import decoder_blocks, embedding_module, head
 from sftkit.tensor_parallel import cut_matrices
 from sftkit.topology import Topology
 

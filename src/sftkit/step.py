@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder, head, logit_softcap, vocab_size
 from sftkit.attention import (
     dense_kernels,
     documents_of,
@@ -26,7 +27,6 @@ from sftkit.data.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.loss import LossSums, linear_nll
-from sftkit.model import decoder, head, logit_softcap, vocab_size
 from sftkit.optim import apply_clipping, clip_coefficient, squared_norm
 from sftkit.runtime import Runtime
 from sftkit.tensor_parallel import whole_rows

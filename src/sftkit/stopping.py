@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -109,9 +110,11 @@ def _read_signals(reading: int) -> None:
                 _receiver[0](number)
 
 
-def let_torch_pass_on_once(numbers: Iterable[int]) -> None:
-    """In the process of torch's elastic launcher: a second signal breaks off its wait for the ranks, and a Ctrl-C comes
-    twice, from the terminal and from whoever passes it on. So only the first one counts; ranks end at a second one."""
+@contextmanager
+def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
+    """Around torch's elastic launcher: a second signal breaks off its wait for the ranks, and a Ctrl-C comes twice, from
+    the terminal and from whoever passes it on. So only the first one counts; ranks end at a second one. When they have,
+    this process exits with 128 + the signal's number."""
     from torch.distributed.elastic.multiprocessing import api
 
     def once(signum: int, frame: FrameType | None) -> None:
@@ -120,6 +123,10 @@ def let_torch_pass_on_once(numbers: Iterable[int]) -> None:
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
     api._terminate_process_handler = once
+    try:
+        yield
+    except api.SignalException as told:
+        sys.exit(128 + told.sigval)
 
 
 def end_process(code: int) -> NoReturn:

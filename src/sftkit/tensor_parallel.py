@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from sftkit.anatomy import decoder_blocks
 from sftkit.errors import ConfigError
-from sftkit.model import decoder_blocks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."

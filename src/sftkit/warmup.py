@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from sftkit import compile_cache
 from sftkit.adamw import AdamW
+from sftkit.anatomy import vocab_size
 from sftkit.attention_choice import eager_backend
 from sftkit.compilation import CompileWatch, warm_up
 from sftkit.config import Config
@@ -17,7 +18,6 @@ from sftkit.data.collate import warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.hardware import peak_memory_gib
 from sftkit.memory import MemoryPlan, compare, explained, reserve_optimizer_state
-from sftkit.model import vocab_size
 from sftkit.optim import warm_up_optimizer
 from sftkit.runtime import Runtime
 from sftkit.step import ModelWithLoss, forward_backward, verify_logits

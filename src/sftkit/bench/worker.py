@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from sftkit import compile_cache, runtime
+from sftkit.anatomy import vocab_size
 from sftkit.attention_choice import choose_backend
 from sftkit.bench.jobs import Job, read_job
 from sftkit.bench.rows import measured, over_ranks, read_lines, run_job
@@ -28,7 +29,6 @@ from sftkit.distribute import distribute
 from sftkit.errors import ConfigError
 from sftkit.fp8 import apply_fp8
 from sftkit.memory import make_plan
-from sftkit.model import vocab_size
 from sftkit.optim import build_optimizer
 from sftkit.step import ModelWithLoss
 from sftkit.tracker import Tracker

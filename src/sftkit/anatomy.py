@@ -1,0 +1,109 @@
+"""The parts of a transformers model by what they do, and the work that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from sftkit.errors import ConfigError
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"What configs call the number of routed experts of a block."
+
+
+def vocab_size(orig_model: PreTrainedModel) -> int:
+    """Rows of the input embedding, which may be more than the tokenizer has tokens."""
+    return embedding_of(orig_model).shape[0]
+
+
+def positions(orig_model: PreTrainedModel) -> int | None:
+    """The most positions that the model was made for, None if its config does not say."""
+    return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
+    """The module of the input embedding."""
+    found = orig_model.get_input_embeddings()
+    assert isinstance(found, torch.nn.Module)
+    return found
+
+
+def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
+    """The input embedding, [V, H]."""
+    weight = embedding_module(orig_model).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: token ids in, hidden states out."""
+    found = orig_model.get_decoder()
+    assert isinstance(found, torch.nn.Module)
+    return found
+
+
+def head(orig_model: PreTrainedModel) -> torch.nn.Linear:
+    """The output projection: weight [V, H], bias [V] or None."""
+    found = orig_model.get_output_embeddings()
+    if not isinstance(found, torch.nn.Linear):
+        raise ConfigError(f"{type(orig_model).__name__} is not supported: it has no linear output projection")
+    return found
+
+
+def logit_softcap(orig_model: PreTrainedModel) -> float | None:
+    """c of logits = c * tanh(logits / c), None where the model has none."""
+    return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The name of a module's class; of a sharded module that without FSDP's own class in front."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The repeated blocks of the model, as transformers names them for device placement."""
+    names = set(getattr(orig_model, "_no_split_modules", None) or ())
+    return [module for module in orig_model.modules() if class_name(module) in names]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters; `body` and `head` are those in matrix products (and the norms beside them)."""
+
+    total: int
+    body: int
+    "of the blocks and norms; of routed experts only the share that a token visits"
+    head: int
+    "of the output projection, which may be the input embedding too"
+
+
+def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
+    """Parameters by the work they take per token."""
+    total = sum(p.numel() for p in orig_model.parameters())
+    embedding, projection = embedding_of(orig_model), head(orig_model)
+    tied = projection.weight is embedding
+    in_head = sum(p.numel() for p in projection.parameters())
+    body = total - in_head - (0 if tied else embedding.numel())
+    config = orig_model.config.get_text_config()
+    experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
+    if experts:
+        routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")]
+        idle = 1.0 - config.num_experts_per_tok / experts
+        body -= int(idle * sum(p.numel() for m in routed for p in m.parameters()))
+    return ParameterCount(total, body, in_head)
+
+
+def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, attention_pairs: int) -> float:
+    """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
+    token, 6 per parameter of the head and target, 6 x layers x heads x (query head + value head
+    size) per (query, key) pair (PaLM,
+    appendix B, counted per document instead of per row). Layers that slide a window count as if it were never reached."""
+    config = orig_model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
+    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * sizes
+    counted = count_parameters(orig_model)
+    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * attention_pairs
