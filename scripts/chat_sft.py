@@ -70,7 +70,7 @@ def main() -> None:
     resumed = checkpoints.resume(resume, cfg.train.resume_changes)
     samples = sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
     suite = Suite(cfg.eval, orig_model, tokenizer, rt, model, validation, layout, samples)
-    with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"]) as tracker:
+    with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"], resumed.get("tracker")) as tracker:
         trained = train(
             cfg,
             rt,

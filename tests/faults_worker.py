@@ -82,7 +82,8 @@ def save_slowly(run_dir: str, rank: int) -> None:
 def inject(fault: str, rank: int, batches: Batches) -> None:
     """Put the fault into rank 1, at step 4."""
     slowed = ("slow", "saving")
-    if (fault in ("raise", "hang", "kill") and rank == 1) or fault in slowed:
+    everywhere = (*slowed, "kill while others wait")
+    if (fault in ("raise", "hang", "kill") and rank == 1) or fault in everywhere:
         steps = batches.steps
 
         def faulty(first: int, last: int) -> Any:
@@ -116,8 +117,8 @@ def strike(fault: str) -> None:
         time.sleep(2)  # the checkpoint of step 2 is written in the background
     if fault == "raise":
         raise ValueError("row 17 is made of cheese")
-    if fault == "hang":
-        time.sleep(1000)
+    if fault == "hang" or (fault == "kill while others wait" and os.environ["RANK"] == "0"):
+        time.sleep(1000)  # as rank 0 would in a collective of NCCL, which does not notice that rank 1 is gone
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -25,7 +25,7 @@ WORKER = "tests/faults_worker.py"
 
 
 class LaunchedRun:
-    """A process tree: a launcher, its ranks and theirs, in a session of its own; torch's compilers leave it."""
+    """A process tree: a launcher, its ranks and theirs, in a session of its own; ranks and torch's compilers leave it."""
 
     def __init__(self, dir: Path, words: list[str], **env: str) -> None:
         self.dir, self.output = dir, ""
@@ -142,10 +142,13 @@ def launching(folder: Path, tokenizer: str) -> Iterator[Launcher]:
     """A Launcher; what it started and still runs is killed in the end."""
     (folder / "tokenizer.json").write_text(tokenizer)
     launcher = Launcher(folder)
-    yield launcher
-    for run in launcher.runs:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
+    try:
+        yield launcher
+    finally:
+        for run in launcher.runs:
+            for pid, _ in run.alive():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

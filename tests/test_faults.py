@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_a_rank_that_is_killed_is_named_by_those_that_lose_it(start) -> None:
     found = run.status()
     assert (found["status"], found["first_failing_rank"]) == ("failed", 1), run.output[-3000:]
     assert "ended without a word" in found["error"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_by_those_that_wait_for_it_for_ever(start) -> None:
+    began = time.monotonic()
+    run = start("kill while others wait")
+    assert run.end() != 0
+    found = run.status()
+    assert (found["status"], found["first_failing_rank"]) == ("failed", 1), run.output[-3000:]
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow

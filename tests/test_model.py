@@ -181,7 +181,10 @@ def test_the_peak_of_a_device_is_known_by_its_whole_name_or_not_at_all(name: str
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(None, "no model.layers.1.mlp.up_proj.weight"), (torch.zeros(3, 32), r"is \[3, 32\] and the model's is \[64, 32\]")],
+    [
+        (None, "no model.layers.1.mlp.up_proj.weight"),
+        (torch.zeros(3, 32), r"is \[3, 32\] and the model's is \[64, 32\]"),
+    ],
 )
 def test_a_weight_that_is_missing_or_misshapen_is_an_error_and_not_random_numbers(
     tmp_path: Path, tokenizer, change: torch.Tensor | None, text: str

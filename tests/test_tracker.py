@@ -73,6 +73,16 @@ def test_an_offline_wandb_run_can_be_read_back(tmp_path: Path) -> None:
     assert "perf/tok_per_sec" in history[0]
 
 
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
+    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}) as first:
+        first.log_metrics(1, 2, METRICS)
+    assert first.run_id
+    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, 1, first.run_id) as second:
+        second.log_metrics(2, 2, METRICS)
+    assert second.run_id == first.run_id
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first.run_id}"))) >= 1
+
+
 def test_a_tracker_that_raises_does_not_stop_training(tmp_path: Path, caplog) -> None:
     class Broken:
         def log(self, _: object) -> None:
@@ -191,9 +201,10 @@ print("trained", flush=True)
 
 
 def test_a_wandb_whose_own_process_dies_in_the_middle_costs_no_row_and_no_failure(tmp_path: Path) -> None:
+    without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}  # of an earlier test
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_SERVICE, str(tmp_path)],
-        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": "tests"},
+        env={**without_a_service, "HOME": str(tmp_path), "PYTHONPATH": "tests"},
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

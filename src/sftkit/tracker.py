@@ -47,9 +47,18 @@ class Tracker:
     """Writes one line per logged step: file, console, wandb."""
 
     def __init__(
-        self, run_dir: Path, logging_config: LogConfig, rt: Runtime, config: dict[str, Any], first_step: int = 0
+        self,
+        run_dir: Path,
+        logging_config: LogConfig,
+        rt: Runtime,
+        config: dict[str, Any],
+        first_step: int = 0,
+        run_id: str | None = None,
     ) -> None:
+        """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the wandb run is continued."""
         self._rt, self._run_dir = rt, run_dir
+        self.run_id = run_id
+        "of the wandb run, None without one; on the main rank"
         self._mode = wandb_mode(logging_config.wandb) if rt.is_main else "off"
         self._wandb: Any = None
         self._wandb_dir = run_dir / "wandb"
@@ -71,11 +80,12 @@ class Tracker:
 
                 settings = wandb.Settings(init_timeout=20, console="off", silent=True)
                 init = {"mode": mode, "dir": str(self._run_dir), "name": name, "settings": settings}
+                init |= {"id": self.run_id, "resume": "allow"} if self.run_id else {}
                 self._rt.accelerator.trackers.clear()  # one that did not start would be started again
                 self._rt.accelerator.init_trackers(project, config, {"wandb": init})
                 self._wandb = self._rt.accelerator.get_tracker("wandb", unwrap=True)
                 self._wandb.define_metric("*", step_metric="step")
-                self._wandb_dir = Path(self._wandb.dir).parent
+                self._wandb_dir, self.run_id = Path(self._wandb.dir).parent, str(self._wandb.id)
                 self._mode = mode
                 return
             except Exception as error:

@@ -163,6 +163,7 @@ def train(
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
                 state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
+                state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
                 if saves or stopped:
                     status.at(step, "checkpoint")
                     folder = checkpoints.save(step, state, wait=last or stopped)

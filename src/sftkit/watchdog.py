@@ -87,13 +87,18 @@ class Watchdog:
             self._last_beat = time.monotonic()
 
     def _look_at_others(self) -> None:
-        """Another rank's error: this one has some seconds to notice by itself, in a collective that fails."""
+        """Another rank's error or death: this one has some seconds to notice by itself, in a collective that fails. NCCL's
+        do not fail: they wait, and the launcher kills who waits for 30 s."""
         folder = self._status.run_dir / ERRORS
         own = f"rank{self._status.rank:03d}.json"
-        if not folder.is_dir() or all(path.name == own for path in folder.glob("rank*.json")):
+        told = folder.is_dir() and any(path.name != own for path in folder.glob("rank*.json"))
+        gone = self._status.gone() if self._stopping.signal is not None and not told else []
+        if not (told or gone):
             return
         self._others_failed_at = self._others_failed_at or time.monotonic()
-        if time.monotonic() - self._others_failed_at > _GRACE_SECONDS:
+        if time.monotonic() - self._others_failed_at > _GRACE_SECONDS and not self._stopped.is_set():
+            if gone:
+                self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
             first = self._status.write_failed()
             print(f"\nrank {self._status.rank} ends: {first}", file=sys.stderr, flush=True)
             end_process(1)
