@@ -11,7 +11,8 @@ import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 
 from sftkit import runtime
-from sftkit.compilation import CompileWatch, compile_model, warm_up
+from sftkit.compilation import compile_model, warm_up
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.evals.validation import validate

@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from helpers import VOCAB_SIZE, make_examples, make_layout_of, tiny_llama
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sftkit import runtime
-from sftkit.compilation import CompileWatch, compile_model, warm_up
+from sftkit.compilation import compile_model, warm_up
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.distribute import distribute
@@ -43,7 +52,26 @@ def tied_qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(config)
 
 
-MODELS = {"llama": tiny_llama, "qwen3": tied_qwen3}
+def small(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": tiny_llama,
+    "qwen3": tied_qwen3,
+    "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
+    "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
+}
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
 TWO_RANKS = {
@@ -60,6 +88,8 @@ FOUR_RANKS = {
     "llama hsdp": ("llama", Topology(replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
     "qwen3 fsdp2 x tensor": ("qwen3", Topology(shards=2, tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama replicas x tensor": ("llama", Topology(replicas=2, tensor=2, sharded=True), Sharding(), "adamw"),
+    "mistral fsdp2 x tensor": ("mistral", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
+    "qwen2 fsdp2 x tensor": ("qwen2", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "llama fsdp2 x context": ("llama", Topology(shards=2, context=2, sharded=True), Sharding(False, False), "adamw"),
 }
 CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.attention import Documents, attend, document_mask, documents_of, flex_blocks, plain_attention
-from sftkit.compilation import CompileWatch
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import LossConfig
 from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
 from sftkit.kernels import flash

@@ -133,7 +133,7 @@ def test_what_the_bench_fills_in_cannot_be_set(tmp_path: Path) -> None:
         ({"model": "tiny", "steps": {"total": 4, "warm_up": 4, "window": 2}}, "one window is timed"),
         ({"model": "tiny", "worker": "gone.py"}, "no such file"),
         ({"model": "tiny", "name": "first."}, 'would share the folder "first"'),
-        ({"model": "tiny", "processes": 2}, "runs.1.processes: 2 need a topology: one of cpu, cpu_ddp"),
+        ({"model": "tiny", "processes": 2}, "runs.1.processes: 2 need a topology: one of cp, cpu, cpu_ddp"),
         (
             {"model": "tiny", "topology": "cpu_dpp"},
             'runs.1.topology: "cpu_dpp" is no file of accelerate_configs. Did you',

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.compilation import (
-    CompileWatch,
     RecompileError,
     begin_step,
     compile_model,
@@ -24,6 +23,7 @@ from sftkit.compilation import (
     undo_compile,
     warm_up,
 )
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig
 from sftkit.errors import ConfigError
 

@@ -23,7 +23,8 @@ import sys, torch
 from types import SimpleNamespace
 from helpers import tiny_llama
 from sftkit import compile_cache
-from sftkit.compilation import CompileWatch, compile_model, warm_up
+from sftkit.compilation import compile_model, warm_up
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig
 
 def run_shape(rows, row_length):

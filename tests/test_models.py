@@ -9,7 +9,8 @@ import torch
 from helpers import VOCAB_SIZE, make_batch, make_examples
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sftkit.compilation import CompileWatch, compile_model, small_modules
+from sftkit.compilation import compile_model, small_modules
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig, LossConfig
 from sftkit.data.collate import Batch
 from sftkit.step import ModelWithLoss, verify_logits

@@ -74,13 +74,14 @@ def test_an_offline_wandb_run_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
-    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}) as first:
-        first.log_metrics(1, 2, METRICS)
-    assert first.run_id
-    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, 1, first.run_id) as second:
-        second.log_metrics(2, 2, METRICS)
-    assert second.run_id == first.run_id
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first.run_id}"))) >= 1
+    ids = []
+    for step in (0, 1):
+        rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+        with Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}, step, ids[0] if ids else None) as tracker:
+            tracker.log_metrics(step + 1, 2, METRICS)
+            ids.append(tracker.run_id)
+    assert ids[0] == ids[1] is not None
+    assert {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")} == {ids[0]}
 
 
 def test_a_tracker_that_raises_does_not_stop_training(tmp_path: Path, caplog) -> None:

@@ -175,9 +175,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(param: torch.Tensor) -> int:
-    """A number for the first element of this rank's piece, so that no two elements draw the same random bits.
+    """The number, in the whole parameter, of the first element of this rank's piece.
 
-    Of a parameter sharded by rows it is the element's number in the whole: pieces are rounded as the whole would be.
+    Of a parameter cut by rows all elements so get their own numbers, and are rounded as the whole would be. Pieces cut by
+    columns (tensor parallelism) share numbers, so random bits: each rounding is unbiased all the same.
     """
     if not isinstance(param, DTensor):
         return 0

@@ -22,6 +22,8 @@ class AdamW8bit(TorchaoAdamW8bit):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, bf16_stochastic_round=True)
         self.seed = seed
+        self.unusable: torch.Tensor | None = None
+        "bool 0-d: whether the next update is left out; the host reads it, as it reads the number of updates"
         self._set_lr([lr] * len(self.param_groups))
 
     def _set_lr(self, values: list[Any]) -> None:
@@ -29,8 +31,12 @@ class AdamW8bit(TorchaoAdamW8bit):
             group["lr"] = value
 
     def step(self, closure: None = None) -> None:
-        """One update. torchao wants learning rates as tensors, the loop and the checkpoint have floats."""
+        """One update, or none where `unusable` is set. torchao wants learning rates as tensors, the loop and the checkpoint
+        have floats."""
         assert closure is None
+        unusable, self.unusable = self.unusable, None
+        if unusable is not None and bool(unusable):
+            return
         updates = max((int(state["step"]) for state in self.state.values()), default=0)
         device = self.param_groups[0]["params"][0].device
         learning_rates = [float(group["lr"]) for group in self.param_groups]

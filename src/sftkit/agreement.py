@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,12 +51,20 @@ def compare(values: list[dict[str, str]]) -> list[str]:
 
 
 def neighbours(rt: Runtime) -> dict[int, int]:
-    """Rank -> process id of the ranks on this machine; every rank must call it."""
-    here = (socket.gethostname(), os.getpid())
+    """Rank -> process id of the ranks that this process can see, so on its machine and in its container; every rank must
+    call it."""
+    here = (_place(), os.getpid())
     gathered = [here] * rt.world_size
     if rt.world_size > 1:
         torch.distributed.all_gather_object(gathered, here)
-    return {rank: pid for rank, (host, pid) in enumerate(gathered) if host == here[0]}
+    return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
+
+
+def _place() -> tuple[str, str, str]:
+    """Where process ids have a meaning: host names alone may be the same on several machines."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    found = boot.read_text().strip() if boot.exists() else ""
+    return socket.gethostname(), found, os.readlink(namespace) if namespace.exists() else ""
 
 
 def identity(recipe: str) -> dict[str, str]:

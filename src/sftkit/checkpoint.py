@@ -122,6 +122,8 @@ class Checkpoints:
         """Hear what an evaluation found: the checkpoint of that step is kept if it is the best so far (checkpoint.best)."""
         metric = self.config.best
         value = values.get(metric) if metric else None
+        if metric and values and metric not in values and self.rt.is_main:
+            log.warning("checkpoint.best: %s is no metric of this evaluation; it has %s", metric, ", ".join(values))
         if metric and value is not None and self.rt.is_main:
             self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
 

@@ -106,8 +106,11 @@ class Writer:
                 self._best_in_writing = best
 
     def _record(self, best: Best) -> None:
-        if is_better(best, read_best(self.run_dir)):
-            write_best(self.run_dir, best)
+        try:
+            if is_better(best, read_best(self.run_dir)):
+                write_best(self.run_dir, best)
+        except OSError as error:
+            log.warning("%s cannot be noted as the best checkpoint: %s", best.folder, error)
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._dynamo import callback as dynamo_callback
-from torch._dynamo import utils as dynamo_utils
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers import PreTrainedModel
 
@@ -192,12 +190,15 @@ def warm_up(
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
     any_rank: Callable[[bool], bool],
+    sharded: bool = False,
 ) -> bool:
     """Build every graph: a forward and backward pass of each declared shape, random state and gradients as before.
 
     Args:
-        run_shape: runs forward and backward on random tokens of the shape, without communication.
+        run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         any_rank: whether the flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other inside run_shape, so whether all can compile is asked with a small function
+            first, and an error of one rank after that ends the run.
 
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
@@ -209,7 +210,9 @@ def warm_up(
         model.zero_grad(set_to_none=True)
         return False
     _raise_limits(model, len(shapes))
-    error: Exception | None = None
+    error: Exception | None = _compiler_problem(compile) if sharded else None
+    if sharded and any_rank(error is not None):
+        return _fall_back(model, compile, error)
     with torch.random.fork_rng(devices=devices):
         try:
             for rows, row_length in shapes:
@@ -219,6 +222,8 @@ def warm_up(
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:
+            if sharded:
+                raise
             error = caught
     model.zero_grad(set_to_none=True)
     if not any_rank(error is not None):
@@ -228,6 +233,21 @@ def warm_up(
         with torch.random.fork_rng(devices=devices):
             run_shape(*shapes[-1])  # an error that eager has too is no compiler's fault: it is raised from here
         model.zero_grad(set_to_none=True)
+    return _fall_back(model, compile, error)
+
+
+def _compiler_problem(compile: CompileConfig) -> Exception | None:
+    """What a function of one operator raises when it is compiled; None if it runs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
+    except Exception as error:
+        return error
+    return None
+
+
+def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception | None) -> bool:
+    """Train eagerly with a warning, or not at all, as compile.on_failure says; `error`: None, it was another rank's."""
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
@@ -247,104 +267,3 @@ def _raise_limits(model: torch.nn.Module, num_shapes: int) -> None:
     limit = 8 + parts * num_shapes
     torch._dynamo.config.recompile_limit = limit  # type: ignore[assignment]
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)  # type: ignore[assignment]
-
-
-class CompileWatch:
-    """Counts graphs, recompiles, graph breaks and seconds from the framework's own records, from construction on."""
-
-    def __init__(self) -> None:
-        dynamo_utils.set_compilation_metrics_limit(100_000)
-        self._skip = len(dynamo_utils.get_compilation_metrics())
-        self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
-        self._hits = _cache_hits()
-        self._warm_at: int | None = None
-        self._told: set[str] = set()
-        self._seconds, self._started = 0.0, 0.0
-        dynamo_callback.on_compile_start(self._on_start)
-        dynamo_callback.on_compile_end(self._on_end)
-
-    def _on_start(self, _: object) -> None:
-        self._started = time.perf_counter()
-
-    def _on_end(self, _: object) -> None:
-        self._seconds += time.perf_counter() - self._started
-
-    def warm_up_done(self) -> None:
-        """From here on, every compile is a recompile."""
-        self._warm_at = len(self._records())
-
-    def _records(self) -> list[dynamo_utils.CompilationMetrics]:
-        return dynamo_utils.get_compilation_metrics()[self._skip :]
-
-    def _late(self) -> list[dynamo_utils.CompilationMetrics]:
-        """Compiles and refusals to compile after the warm-up; a backward pass counts only if its forward pass is older."""
-        records = self._records()
-        late = records[len(records) if self._warm_at is None else self._warm_at :]
-        forward = {r.compile_id for r in late if r.is_forward is not False}
-        return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
-
-    def counts(self) -> dict[str, float]:
-        """compile/graphs, recompiles, graph_breaks, seconds, cache_hits; see docs/metrics.md. New recompiles are logged."""
-        self._tell()
-        forward = [r for r in self._records() if r.is_forward is True]
-        resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
-        return {
-            "compile/graphs": sum(bool(r.has_guarded_code) and bool(r.graph_op_count) for r in forward),
-            "compile/recompiles": len(self._late()),
-            "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
-            "compile/seconds": round(self._seconds, 3),
-            "compile/cache_hits": max(0, _cache_hits() - self._hits),
-        }
-
-    def _tell(self) -> None:
-        """Log each kind of recompile once: sizes differ, the reason is the same."""
-        for reason in self.recompile_reasons():
-            kind = re.sub(r"\d+", "0", reason)
-            if kind not in self._told:
-                self._told.add(kind)
-                log.warning("compiled after the warm-up: %s", reason)
-
-    def recompile_reasons(self) -> list[str]:
-        """Why each compile after warm-up happened: the guard that failed, or the new frame's name."""
-        return [_why(record) for record in self._late()]
-
-    def graph_break_reasons(self) -> list[str]:
-        """`file:line: reason` of every graph break and of every function that was left to eager, each once."""
-        new = [b for b in dynamo_utils.graph_break_reasons if not any(b is old for old in self._earlier_breaks)]
-        places = [f"{b.user_stack[-1].filename}:{b.user_stack[-1].lineno}" if b.user_stack else "?" for b in new]
-        broken = [f"{place}: {_first_line(b.reason)}" for place, b in zip(places, new, strict=True)]
-        skipped = [
-            f"{r.fail_user_frame_filename or r.co_filename}:{r.fail_user_frame_lineno or r.co_firstlineno}: "
-            f"{_first_line(r.fail_reason or '')}, so all of {r.co_name or 'it'} runs eagerly"
-            for r in self._records()
-            if _left_eager(r)
-        ]
-        return list(dict.fromkeys(broken + skipped))
-
-    def close(self) -> None:
-        if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:  # reset() forgets them
-            handler.remove_start_callback(self._on_start)
-            handler.remove_end_callback(self._on_end)
-
-
-def _left_eager(record: dynamo_utils.CompilationMetrics) -> bool:
-    """A function that torch gave up on: neither `counters` nor `graph_break_reasons` know of it."""
-    return record.fail_type is not None and record.is_forward is not False
-
-
-def _why(record: dynamo_utils.CompilationMetrics) -> str:
-    if record.recompile_reason:
-        return re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
-    if record.is_forward is False:
-        return f"backward pass of graph {record.compile_id}, never run in the warm-up"
-    return f"new frame {record.co_name}" + (f": {_first_line(record.fail_reason)}" if record.fail_reason else "")
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown"])[0]
-
-
-def _cache_hits() -> int:
-    """Graphs of this process that came from a cache on disk instead of the compiler."""
-    counters = dynamo_utils.counters
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]

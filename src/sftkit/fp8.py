@@ -29,11 +29,12 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
                 f"train.fp8={cfg.train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
                 "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
             )
-        odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % MULTIPLE]
-        odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % MULTIPLE else []
+        multiple = MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
+        odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
+        odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
             raise ConfigError(
-                f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {MULTIPLE} positions, and "
+                f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
                 f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
             )
         number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, cfg.compile.enabled)

@@ -156,6 +156,7 @@ class Health:
             self._nonfinite += 1
             self._in_window += 1
             left_out += known.step_batches.num_targets
+            self._write_documents(known)
             if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
                 raise self._error(known)
             self._rt.say(f"step {known.step}: the loss or gradient norm is not finite; left out")
@@ -172,8 +173,21 @@ class Health:
         self._in_window = 0
         return values, lines
 
+    def _write_documents(self, known: Known) -> None:
+        """This rank's documents of a step that is not finite, as a file."""
+        found = {
+            "step": known.step,
+            "epoch": known.step_batches.epoch,
+            "loss": float(known.outcome.sums[1]) / max(known.own_targets, 1),
+            "grad_norm": float(known.outcome.grad_norm),
+            "documents": documents_of(self._batches, known.step_batches),
+        }
+        name = f"nonfinite-step-{known.step:06d}-rank{self._rt.rank:03d}.json"
+        with suppress(OSError):  # on a full disk the error itself is what must be told
+            (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
+
     def _error(self, known: Known) -> NonFiniteError:
-        """With the loss of every rank; each rank writes down its documents of that step."""
+        """With the loss of every rank."""
         own = float(known.outcome.sums[1]) / max(known.own_targets, 1)
         losses = [0.0] * self._rt.world_size
         if self._rt.world_size > 1:
@@ -181,17 +195,6 @@ class Health:
         else:
             losses = [own]
         norm = float(known.outcome.grad_norm)
-        name = f"nonfinite-step-{known.step:06d}-rank{self._rt.rank:03d}.json"
-        documents = documents_of(self._batches, known.step_batches)
-        found = {
-            "step": known.step,
-            "epoch": known.step_batches.epoch,
-            "loss": own,
-            "grad_norm": norm,
-            "documents": documents,
-        }
-        with suppress(OSError):  # on a full disk the error itself is what must be told
-            (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
         broken = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         who = (
             f"the loss of rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"

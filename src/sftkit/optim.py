@@ -139,7 +139,7 @@ def apply_clipping(
 ) -> None:
     """Clip: inside the next update where the optimizer can, without a pass over the gradients; else in place.
 
-    A coefficient of nan asks for no update. adamw8bit, which cannot leave one out, gets gradients of zero.
+    A coefficient of nan asks for no update.
     """
     if isinstance(optimizer, AdamW):
         optimizer.clip_coefficient = coefficient
@@ -152,8 +152,7 @@ def apply_clipping(
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.found_inf = unusable.float()  # type: ignore[attr-defined]  # what the fused update asks for
         return
-    for grad in map(local, grads):
-        grad.copy_(torch.where(unusable, 0.0, grad))
+    optimizer.unusable = unusable  # type: ignore[attr-defined]  # adamw8bit
 
 
 def optimizer_bytes(name: str, precision: str) -> float:

@@ -87,6 +87,17 @@ def _only_with_path(get: Get) -> Iterator[Problem]:
             yield "model.trust_remote_code", "only goes with model.path"
 
 
+def _checkpoints(get: Get) -> Iterator[Problem]:
+    saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
+    if pins is not None and (saves is None or pins % saves):
+        yield (
+            "checkpoint.pin_every",
+            f"{pins} is no multiple of checkpoint.every, {saves}: no such checkpoint is written",
+        )
+    if get("checkpoint.best") is not None and (saves is None or evaluates is None):
+        yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
+
+
 def _sources(get: Get) -> Iterator[Problem]:
     for part in ("data.train", "data.val", "model.train_tokenizer.sources"):
         try:
@@ -232,6 +243,7 @@ _RULES = (
     _scratch,
     _train_tokenizer,
     _only_with_path,
+    _checkpoints,
     _sources,
     _buckets,
     _row_length,

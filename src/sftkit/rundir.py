@@ -59,15 +59,27 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """summary.json and the closing lines on the console."""
     if not rt.is_main:
         return
-    if not trained.metrics and not trained.stopped and (run_dir / "summary.json").exists():
-        print(f"\nalready finished at step {trained.step}; {run_dir}/summary.json is left as it is", flush=True)
+    file = run_dir / "summary.json"
+    if not trained.metrics and not trained.stopped and _finished(file):
+        rt.say(f"\nalready finished at step {trained.step}; {file} is left as it is")
         return
-    replace_text(run_dir / "summary.json", json.dumps(asdict(trained), indent=1, ensure_ascii=False))
+    try:
+        replace_text(file, json.dumps(asdict(trained), indent=1, ensure_ascii=False))
+    except OSError as error:  # the checkpoint is there: this is no failed run
+        rt.say(f"{file} cannot be written: {error}")
     speed = trained.metrics.get("perf/tok_per_sec")
-    print(f"\n{'stopped at' if trained.stopped else 'finished'} step {trained.step} of {trained.total_steps}: ", end="")
-    print(f"{trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, {trained.train_seconds:.0f} s in steps")
+    how = "stopped at" if trained.stopped else "finished"
+    rt.say(
+        f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, "
+        f"{trained.train_seconds:.0f} s in steps"
+    )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
-    print(f"checkpoint: {where}\n", flush=True)
+    rt.say(f"checkpoint: {where}\n")
+
+
+def _finished(summary: Path) -> bool:
+    """Whether an earlier start of the run has ended with its last evaluation."""
+    return summary.exists() and not json.loads(summary.read_text())["stopped"]
 
 
 def report_families(

@@ -32,7 +32,7 @@ from sftkit.errors import ConfigError, Stopped
 from sftkit.hardware import device_name
 from sftkit.parallel import set_gradient_sync
 from sftkit.status import note_progress, report
-from sftkit.stopping import SIGNALS, Stopping, end_process
+from sftkit.stopping import SIGNALS, Stopping, end_process, say
 from sftkit.topology import Topology, take_topology
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -136,7 +136,7 @@ class Runtime:
     def say(self, text: str) -> None:
         """Print once for the whole run."""
         if self.is_main:
-            print(text, flush=True)
+            say(text)
 
     def stop_requested(self) -> bool:
         """Whether any rank wishes to stop; every rank must ask."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from .errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from .stopping import say
 
 STATUS, ERRORS = "run_status.json", "rank-errors"
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
@@ -189,12 +190,12 @@ def report(error: BaseException) -> int:
         prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
         if cause is not None and cause.rank != own.rank:
             if cause.error != own.error:
-                print(f"\nerror: {cause}", file=sys.stderr, flush=True)
+                say(f"\nerror: {cause}", error=True)
             return code
     if not expected:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)), error=True)
     place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
-    print(f"\nerror: {place}", file=sys.stderr, flush=True)
+    say(f"\nerror: {place}", error=True)
     return code
 
 
@@ -238,7 +239,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
     if dist.is_initialized():
         dist.broadcast_object_list(again)
     if main and again[0]:
-        print(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto", flush=True)
+        say(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
     return "auto" if again[0] else None
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -24,23 +24,31 @@ _UNKNOWN_SAVE_SECONDS = 120.0
 class Deadline:
     """train.max_minutes: whether another step and the final checkpoint still fit before it."""
 
-    def __init__(self, max_minutes: float, started: float | None = None) -> None:
-        """`started`: Unix time; None: when this process was started."""
+    def __init__(self, max_minutes: float, started: float | None = None, save_seconds: float | None = None) -> None:
+        """
+        Args:
+            started: Unix time; None: when this process was started.
+            save_seconds: what a checkpoint of this run took before; None: unknown.
+        """
         self._end = (psutil.Process().create_time() if started is None else started) + 60.0 * max_minutes
         self._step_seconds: deque[float] = deque([0.0], maxlen=64)
-        self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS)
+        self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS) if save_seconds is None else save_seconds
 
     def stepped(self, seconds: float, last_save: Mapping[str, float]) -> None:
         """A step took so long, and the newest checkpoint (Checkpoints.last_save) so long."""
         self._step_seconds.append(seconds)
-        if "write_seconds" in last_save:
-            self._save_seconds = last_save.get("block_seconds", 0.0) + last_save["write_seconds"]
+        self._save_seconds = save_seconds(last_save) or self._save_seconds
 
     def due(self, now: float | None = None) -> bool:
         """Whether to stop now. Three steps are counted: all ranks read of the wish two steps after it. Before the first
         checkpoint a tenth of the limit is kept for it, 120 s at most."""
         needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
         return (time.time() if now is None else now) + needed >= self._end
+
+
+def save_seconds(last_save: Mapping[str, float]) -> float | None:
+    """What a checkpoint takes, of Checkpoints.last_save; None: there is none yet."""
+    return last_save.get("block_seconds", 0.0) + last_save["write_seconds"] if "write_seconds" in last_save else None
 
 
 class Stopping:
@@ -80,7 +88,7 @@ class Stopping:
             self.signal, self._since = number, now
             name = signal.Signals(number).name
             if int(os.environ.get("RANK", "0")) == 0:
-                print(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)", flush=True)
+                say(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
         # Launchers pass on the Ctrl-C that the terminal has already sent: only a later one is a second one.
         elif number == signal.SIGINT and now - self._since > 1.0:
             end_process(130)
@@ -129,6 +137,12 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         sys.exit(128 + told.sigval)
 
 
+def say(text: str, error: bool = False) -> None:
+    """Print a line; a log on a full disk or a terminal that is gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
 def end_process(code: int) -> NoReturn:
     """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing."""
     for child in psutil.Process().children(recursive=True):
@@ -136,6 +150,9 @@ def end_process(code: int) -> NoReturn:
             child.kill()
         except psutil.Error:
             continue
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a log on a full disk, a terminal that is gone
+                stream.flush()
+    finally:
+        os._exit(code)

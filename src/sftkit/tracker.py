@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -145,7 +146,8 @@ class Tracker:
     def say(self, text: str) -> None:
         """A line for the person watching, above the progress bar where there is one."""
         if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
+            with suppress(OSError, ValueError):  # a terminal that is gone
+                self._progress.console.print(text, markup=False, highlight=False)
         else:
             self._rt.say(text)
 
@@ -220,6 +222,11 @@ def drop_rows_after(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)
+
+
+def has_row(path: Path, step: int) -> bool:
+    """Whether a file of rows has one of this step."""
+    return path.exists() and any(row_step(line) == step for line in path.read_text().splitlines())
 
 
 def row_step(line: str) -> float:

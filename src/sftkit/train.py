@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from transformers import PreTrainedModel
 
 from sftkit.agreement import agree, data_identity
 from sftkit.checkpoint import Checkpoints
-from sftkit.compilation import CompileWatch, step_contract
-from sftkit.config import Config
+from sftkit.compilation import step_contract
+from sftkit.compile_watch import CompileWatch
+from sftkit.config import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.errors import NonFiniteError, Stopped
 from sftkit.health import Health
@@ -25,8 +27,8 @@ from sftkit.prefetch import on_device
 from sftkit.runtime import Runtime, garbage_collected_between_steps
 from sftkit.status import open_status
 from sftkit.step import optimizer_step
-from sftkit.stopping import Deadline
-from sftkit.tracker import Tracker
+from sftkit.stopping import Deadline, save_seconds
+from sftkit.tracker import Tracker, has_row
 from sftkit.warmup import prepare_step
 from sftkit.watchdog import watched
 
@@ -90,7 +92,7 @@ def train(
     status = open_status(checkpoints.run_dir, rt.rank, rt.world_size)
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
-        rt.stopping.deadline = Deadline(cfg.train.max_minutes)
+        rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
     step = resumed["step"]
     metrics: dict[str, float | None] = {}
     evals: dict[str, float | None] = {}
@@ -105,11 +107,12 @@ def train(
         rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
         stopped = rt.stop_requested()
         # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
-        if cfg.eval.at_start and step == 0 and not stopped:
+        if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
             status.at(step, "evaluation")
             evals, samples, stopped = _evaluated(evaluate)
-            evals_at_start = evals
+            evals_at_start = {} if step else evals
             tracker.log_evals(step, evals, samples)
+            checkpoints.evaluated(step, evals)
 
         orig_model.train()
         meter = Meter(orig_model, cfg.loss, rt)
@@ -144,7 +147,7 @@ def train(
                 last = step == total_steps
                 logs = last or step % cfg.log.every == 0
                 saves = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
-                evaluates = last or bool(cfg.eval.every and step % cfg.eval.every == 0)
+                evaluates = evaluation_due(cfg.eval, step, total_steps)
                 # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
                 stopped, left_out = health.settle(wait=logs or saves or evaluates)
                 meter.left_out(left_out)
@@ -162,8 +165,9 @@ def train(
 
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
-                state = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
+                state: dict[str, Any] = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
                 state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
+                state["save_seconds"] = save_seconds(checkpoints.last_save)
                 if saves or stopped:
                     status.at(step, "checkpoint")
                     folder = checkpoints.save(step, state, wait=last or stopped)
@@ -200,6 +204,19 @@ def train(
         evals_at_start=evals_at_start,
         checkpoint=str(folder) if step else "",
     )
+
+
+def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
+    """Whether a step is followed by an evaluation."""
+    return step == total_steps or bool(cfg.every and step % cfg.every == 0)
+
+
+def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
+    """Whether an evaluation comes before the first step of this start: eval.at_start, or the one of the resumed step if
+    a stop has cut it short."""
+    if step == 0:
+        return cfg.at_start
+    return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / "evals.jsonl", step))
 
 
 @contextmanager

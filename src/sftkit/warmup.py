@@ -12,7 +12,8 @@ from sftkit import compile_cache
 from sftkit.adamw import AdamW
 from sftkit.anatomy import vocab_size
 from sftkit.attention_choice import eager_backend
-from sftkit.compilation import CompileWatch, warm_up
+from sftkit.compilation import warm_up
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import Config
 from sftkit.data.collate import warm_up_batch
 from sftkit.data.pack import Layout
@@ -49,7 +50,7 @@ def prepare_step(
     run_shape = shape_runner(rt, model, orig_model, layout)
     with explained(plan, cfg, layout):
         with reserve_optimizer_state(optimizer, plan, rt.device):
-            compiled = warm_up(model, run_shape, layout.shapes, cfg.compile, rt.any_rank)
+            compiled = warm_up(model, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded)
         if not compiled:
             objective.backend = eager_backend(objective.backend, orig_model)
         if isinstance(optimizer, AdamW):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sftkit.config import RunConfig
 from sftkit.status import ERRORS, RunStatus
-from sftkit.stopping import Stopping, end_process
+from sftkit.stopping import Stopping, end_process, say
 
 HEARTBEATS = ".heartbeat"
 _BEAT_SECONDS = 10.0
@@ -100,7 +100,7 @@ class Watchdog:
             if gone:
                 self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
             first = self._status.write_failed()
-            print(f"\nrank {self._status.rank} ends: {first}", file=sys.stderr, flush=True)
+            say(f"\nrank {self._status.rank} ends: {first}", error=True)
             end_process(1)
 
     def _bite(self, idle: float) -> None:
@@ -121,7 +121,7 @@ class Watchdog:
         with suppress(OSError):
             status.write("failed", first_failing_rank=culprit, error=text)
         limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
-        print(f"\nerror: {text} ({limit} is {self.limit():.0f})\n{stack}", file=sys.stderr, flush=True)
+        say(f"\nerror: {text} ({limit} is {self.limit():.0f})\n{stack}", error=True)
         end_process(1)
 
 

@@ -84,9 +84,11 @@ def _files(folder: Path) -> dict[str, Path]:
     """Weight name -> file."""
     if (folder / INDEX).is_file():
         with _named_errors(folder / INDEX):
-            return {
-                name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()
-            }
+            names = json.loads((folder / INDEX).read_text())["weight_map"]
+        outside = [file for file in names.values() if Path(file).name != file]
+        if outside:
+            raise ConfigError(f"{folder / INDEX}: {outside[0]!r} leads out of the folder; take the model's own files")
+        return {name: folder / file for name, file in names.items()}
     if (folder / SINGLE).is_file():
         with _named_errors(folder / SINGLE), safe_open(folder / SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)

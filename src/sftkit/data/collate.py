@@ -250,9 +250,12 @@ def check_part(layout: Layout, part: Part) -> None:
     split = f"{multiple} chunks of equal length (two for each of {part.count} context-parallel processes)"
     if part.kind == "columns":
         split = f"{multiple} pieces of equal length (one for each of {multiple} tensor-parallel processes)"
-    uneven = [length for length in layout.row_lengths if length % multiple]
+    lengths = layout.row_lengths
+    if layout.kind == "bucketed":  # a longer document of the validation data takes a row of max_length
+        lengths = tuple(sorted({*lengths, layout.max_length}))
+    uneven = [length for length in lengths if length % multiple]
     if layout.kind == "bucketed" and uneven:
-        better = sorted({-(-length // multiple) * multiple for length in layout.row_lengths})
+        better = sorted({-(-length // multiple) * multiple for length in lengths})
         raise ConfigError(
             f"data.bucket_lengths: rows of {', '.join(map(str, uneven))} positions do not split into {split}: take "
             f"data.bucket_lengths={better} and data.max_length={better[-1]}, or data.layout=packed"

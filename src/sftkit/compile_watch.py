@@ -1,0 +1,113 @@
+"""What the compiler did, from the framework's own records: graphs, recompiles, graph breaks, seconds, cache hits."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from torch._dynamo import callback as dynamo_callback
+from torch._dynamo import utils as dynamo_utils
+
+log = logging.getLogger(__name__)
+
+
+class CompileWatch:
+    """Counts graphs, recompiles, graph breaks and seconds from the framework's own records, from construction on."""
+
+    def __init__(self) -> None:
+        dynamo_utils.set_compilation_metrics_limit(100_000)
+        self._skip = len(dynamo_utils.get_compilation_metrics())
+        self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
+        self._hits = _cache_hits()
+        self._warm_at: int | None = None
+        self._told: set[str] = set()
+        self._seconds, self._started = 0.0, 0.0
+        dynamo_callback.on_compile_start(self._on_start)
+        dynamo_callback.on_compile_end(self._on_end)
+
+    def _on_start(self, _: object) -> None:
+        self._started = time.perf_counter()
+
+    def _on_end(self, _: object) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def warm_up_done(self) -> None:
+        """From here on, every compile is a recompile."""
+        self._warm_at = len(self._records())
+
+    def _records(self) -> list[dynamo_utils.CompilationMetrics]:
+        return dynamo_utils.get_compilation_metrics()[self._skip :]
+
+    def _late(self) -> list[dynamo_utils.CompilationMetrics]:
+        """Compiles and refusals to compile after the warm-up; a backward pass counts only if its forward pass is older."""
+        records = self._records()
+        late = records[len(records) if self._warm_at is None else self._warm_at :]
+        forward = {r.compile_id for r in late if r.is_forward is not False}
+        return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
+
+    def counts(self) -> dict[str, float]:
+        """compile/graphs, recompiles, graph_breaks, seconds, cache_hits; see docs/metrics.md. New recompiles are logged."""
+        self._tell()
+        forward = [r for r in self._records() if r.is_forward is True]
+        resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
+        return {
+            "compile/graphs": sum(bool(r.has_guarded_code) and bool(r.graph_op_count) for r in forward),
+            "compile/recompiles": len(self._late()),
+            "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
+            "compile/seconds": round(self._seconds, 3),
+            "compile/cache_hits": max(0, _cache_hits() - self._hits),
+        }
+
+    def _tell(self) -> None:
+        """Log each kind of recompile once: sizes differ, the reason is the same."""
+        for reason in self.recompile_reasons():
+            kind = re.sub(r"\d+", "0", reason)
+            if kind not in self._told:
+                self._told.add(kind)
+                log.warning("compiled after the warm-up: %s", reason)
+
+    def recompile_reasons(self) -> list[str]:
+        """Why each compile after warm-up happened: the guard that failed, or the new frame's name."""
+        return [_why(record) for record in self._late()]
+
+    def graph_break_reasons(self) -> list[str]:
+        """`file:line: reason` of every graph break and of every function that was left to eager, each once."""
+        new = [b for b in dynamo_utils.graph_break_reasons if not any(b is old for old in self._earlier_breaks)]
+        places = [f"{b.user_stack[-1].filename}:{b.user_stack[-1].lineno}" if b.user_stack else "?" for b in new]
+        broken = [f"{place}: {_first_line(b.reason)}" for place, b in zip(places, new, strict=True)]
+        skipped = [
+            f"{r.fail_user_frame_filename or r.co_filename}:{r.fail_user_frame_lineno or r.co_firstlineno}: "
+            f"{_first_line(r.fail_reason or '')}, so all of {r.co_name or 'it'} runs eagerly"
+            for r in self._records()
+            if _left_eager(r)
+        ]
+        return list(dict.fromkeys(broken + skipped))
+
+    def close(self) -> None:
+        if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:  # reset() forgets them
+            handler.remove_start_callback(self._on_start)
+            handler.remove_end_callback(self._on_end)
+
+
+def _left_eager(record: dynamo_utils.CompilationMetrics) -> bool:
+    """A function that torch gave up on: neither `counters` nor `graph_break_reasons` know of it."""
+    return record.fail_type is not None and record.is_forward is not False
+
+
+def _why(record: dynamo_utils.CompilationMetrics) -> str:
+    if record.recompile_reason:
+        return re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
+    if record.is_forward is False:
+        return f"backward pass of graph {record.compile_id}, never run in the warm-up"
+    return f"new frame {record.co_name}" + (f": {_first_line(record.fail_reason)}" if record.fail_reason else "")
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["unknown"])[0]
+
+
+def _cache_hits() -> int:
+    """Graphs of this process that came from a cache on disk instead of the compiler."""
+    counters = dynamo_utils.counters
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
