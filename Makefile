@@ -22,7 +22,7 @@ install: .venv/.installed ## .venv with the tested versions; runs by itself when
 	@touch $@
 
 test: install ## the tests (slow and GPU tests: pytest -m slow, -m gpu)
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install ## ruff and mypy
 	$(PY) -m ruff check .

@@ -517,5 +517,6 @@ def test_the_global_batch_is_shared_by_groups_of_ranks_that_hold_the_same_rows(r
 def test_checkpoints_that_no_setting_ever_makes_are_problems(recipe: Path) -> None:
     assert "checkpoint.pin_every" in problems(recipe, "checkpoint.every=10", "checkpoint.pin_every=25")[0]
     assert "checkpoint.best" in problems(recipe, "checkpoint.best=val/loss")[0]
-    good = ["checkpoint.every=10", "checkpoint.pin_every=20", "checkpoint.best=val/loss", "eval.every=10"]
+    good = ["checkpoint.every=10", "checkpoint.pin_every=20", "checkpoint.best=eval/families/acc"]
+    good += ["eval.every=10", "eval.tasks=[families]"]
     read_config(recipe, good, 1)
