@@ -421,3 +421,31 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
         assert watch.counts()["compile/recompiles"] == 0
         undo_compile(orig_model)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+def test_sharded_ranks_fall_back_together_before_they_wait_for_each_other(monkeypatch, caplog) -> None:
+    """One rank has no compiler: none of them may begin a pass in which it would wait for that one."""
+    asked: list[bool] = []
+
+    def any_rank(flag: bool) -> bool:
+        asked.append(flag)
+        return True
+
+    def run_shape(rows: int, row_length: int) -> None:
+        raise AssertionError("no rank may get here")
+
+    model, config = tiny_llama(), CompileConfig(on_failure="warn", backend="aot_eager")
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    monkeypatch.setattr("sftkit.compilation._compiler_problem", lambda _: RuntimeError("no C compiler"))
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    assert asked == [False, True]
+    assert "it failed on another rank" in caplog.text
+    assert "no C compiler" in caplog.text
+
+
+def test_an_error_of_one_sharded_rank_in_the_warm_up_ends_it_for_the_others_to_find() -> None:
+    def run_shape(rows: int, row_length: int) -> None:
+        raise ValueError("only here")
+
+    with pytest.raises(ValueError, match="only here"):
+        warm_up(tiny_llama(), run_shape, [(2, 32)], CompileConfig(backend="aot_eager"), lambda flag: flag, sharded=True)

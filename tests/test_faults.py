@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,3 +230,15 @@ def test_the_ranks_that_are_behind_are_found_by_step_and_phase(tmp_path: Path) -
     behind, where = compare_places(tmp_path, 3)
     assert behind == [1]
     assert where == "rank 1 at step 6 (in data); ranks 0, 2 at step 7 (in step)"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_console_that_takes_no_more_ends_no_run_and_cannot_keep_a_process_from_ending() -> None:
+    script = (
+        "from sftkit.stopping import end_process, say\n"
+        "say('stays in the buffer'); say('two', error=True)\n"
+        "end_process(7)\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full, timeout=60)
+    assert done.returncode == 7

@@ -85,6 +85,9 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
         assert health.settle(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
     values, _ = health.read()
     assert values == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
+    written = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("nonfinite-step-*-rank000.json"))]
+    assert [found["step"] for found in written] == [1, 2, 4, 5]
+    assert all(found["documents"] for found in written)
     health.add(6, step_batches, outcome(nll=NAN))
     with pytest.raises(NonFiniteError, match="after 2 steps that were left out"):
         health.settle(wait=False)

@@ -31,7 +31,7 @@ from sftkit.memory import make_plan
 from sftkit.optim import build_optimizer
 from sftkit.step import ModelWithLoss
 from sftkit.tracker import Tracker
-from sftkit.train import Trained, train
+from sftkit.train import Trained, evaluates_first, train
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
@@ -150,3 +150,14 @@ def test_token_metrics_and_the_objective_are_logged_only_when_asked_for(tmp_path
     assert not extra & plain.metrics.keys()
     assert asked.metrics["train/objective"] > asked.metrics["train/loss"]  # type: ignore[operator]
     assert 0 <= asked.metrics["train/token_accuracy"] <= 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "first"), [(0, [], True), (4, [2], True), (4, [2, 4], False), (3, [2], False), (5, [4], True)]
+)
+def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
+    tmp_path: Path, step: int, rows: list[int], first: bool
+) -> None:
+    (tmp_path / "evals.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in rows))
+    config = EvalConfig(every=2, at_start=True)
+    assert evaluates_first(config, step, 5, cpu_runtime(), tmp_path) is first

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_llama
 from safetensors.torch import load_file, save_file
 from sharded_worker import torchrun
 from test_models import FAMILIES, build
@@ -25,8 +26,9 @@ from transformers import (
 )
 
 from sftkit.config import ModelConfig
+from sftkit.errors import ConfigError
 from sftkit.model import DTYPES, empty_model, load_options
-from sftkit.weights import load_model_weights, make_room
+from sftkit.weights import load_model_weights, load_weights, make_room
 
 SIZES = {
     "vocab_size": 67,  # neither two nor three nor four ranks divide it
@@ -218,3 +220,9 @@ def test_an_empty_model_that_was_filled_is_the_one_of_from_pretrained(
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
+
+
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
+    with pytest.raises(ConfigError, match="leads out of the folder"):
+        load_weights(tiny_llama(), tmp_path)
