@@ -489,6 +489,7 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
 # ---- several processes ----
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_machine")
 def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) -> None:
     runs = [

@@ -40,6 +40,7 @@ def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resume
     assert run.steps() == list(range(1, step + 3))
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_save_completes_it_and_saves_the_last_step_too(start) -> None:
     run = start("saving", "train.max_steps=1000", "checkpoint.every=3")
     run.until_marked("saving0", "saving1")
