@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from sftkit.data.types import Examples
 from sftkit.runtime import Runtime
 
 VOCAB_SIZE = 64
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+ROOT = Path(__file__).parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0.5) -> Examples:
@@ -103,3 +107,18 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 def cpu_runtime() -> Runtime:
     return Runtime(Accelerator(cpu=True), "fp32")
+
+
+def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
+    """Run a file of tests/ on so many gloo ranks. Ranks that wait for one another for good are ended and fail."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    env["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # memory that is freed goes back at once, so what is measured is in use
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launcher, f"tests/{file}", *args]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill, which would leave the ranks
+            _, errors = process.communicate()
+    assert process.returncode == 0, errors[-6000:]

@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from sftkit import runtime
@@ -33,23 +32,6 @@ from sftkit.parallel import Sharding, let_go
 from sftkit.step import ModelWithLoss, optimizer_step, verify_logits
 from sftkit.topology import Topology
 from sftkit.warmup import shape_runner
-
-
-def tied_qwen3() -> PreTrainedModel:
-    """Norms of heads, embedding and head one weight."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def small(config: PretrainedConfig) -> PreTrainedModel:
@@ -68,7 +50,7 @@ SIZES = {
 }
 MODELS = {
     "llama": tiny_llama,
-    "qwen3": tied_qwen3,
+    "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
 }

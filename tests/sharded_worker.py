@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -51,21 +49,6 @@ TOPOLOGIES = {
 }
 ANY_LENGTH: Any = ()
 "In place of a tokenizer where only its length is looked at."
-
-
-def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
-    """Run a file of tests/ on so many gloo ranks. Ranks that wait for one another for good are ended and fail."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    env["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # memory that is freed goes back at once, so what is measured is in use
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*launcher, f"tests/{file}", *args]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # not kill, which would leave the ranks
-            _, errors = process.communicate()
-    assert process.returncode == 0, errors[-6000:]
 
 
 def start() -> Runtime:

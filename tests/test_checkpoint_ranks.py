@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_worker import Run
-from helpers import cpu_runtime
+from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
 from sftkit.manifest import step_dirs, verify
 from sftkit.weight_files import plan_files
-
-ROOT = Path(__file__).parents[1]
-
-
-def torchrun(processes: int, *args: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run(
-        [*command, "tests/checkpoint_worker.py", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_two_ranks_save_and_resume_their_own_each_others_and_one_processs_checkpoints(
@@ -39,7 +25,7 @@ def test_two_ranks_save_and_resume_their_own_each_others_and_one_processs_checkp
     expected = one.steps(3, 6)
     one.checkpoints.finish()
 
-    torchrun(2, str(tmp_path), str(tmp_path / "one" / "step-000003"))
+    torchrun(2, "checkpoint_worker.py", str(tmp_path), str(tmp_path / "one" / "step-000003"))
 
     first, second = json.loads((tmp_path / "out.json").read_text())
     assert first == second

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers import torchrun
 from parallel_worker import FOUR_RANKS, TWO_RANKS
-
-ROOT = Path(__file__).parents[1]
 
 
 @cache
 def results(processes: int) -> dict[str, dict]:
     """What parallel_worker found with so many gloo ranks."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    out = Path(os.environ.get("PYTEST_TMP", "/tmp")) / f"sftkit-parallel-{os.getpid()}-{processes}.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*torchrun, "tests/parallel_worker.py", str(out)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = json.loads(out.read_text())
-    out.unlink()
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun(processes, "parallel_worker.py", f"{folder}/found.json", timeout=400)
+        return json.loads(Path(folder, "found.json").read_text())
 
 
 def check(name: str, processes: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime
+from helpers import ROOT, cpu_runtime, torchrun
 from safetensors import safe_open
 from sharded_checkpoint_worker import resumed, save_and_go_on
-from sharded_worker import ROOT, Job, torchrun
+from sharded_worker import Job
 from test_weights import MODELS, SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime
-from sharded_worker import SAMPLES, Job, evaluation, torchrun
+from helpers import cpu_runtime, torchrun
+from sharded_worker import SAMPLES, Job, evaluation
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftkit.data import chat

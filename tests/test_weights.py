@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import tiny_llama, torchrun
 from safetensors.torch import load_file, save_file
-from sharded_worker import torchrun
 from test_models import FAMILIES, build
 from transformers import (
     AutoModelForCausalLM,

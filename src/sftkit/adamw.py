@@ -1,8 +1,9 @@
 """AdamW for bf16 weights: what bf16 would lose is kept in fp32 masters, or in expectation by stochastic rounding.
 
 An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
-the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise function on flat tensors: eager on CPU, one compiled graph
-for all sizes on CUDA. Everything that varies comes in as a 0-d tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
+the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
+function on flat tensors: eager on CPU, one compiled graph for all sizes on CUDA. Everything that varies comes in as a 0-d
+tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
 """
 
 from __future__ import annotations
