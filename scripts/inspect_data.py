@@ -1,35 +1,57 @@
-"""Look at the data of a recipe before training: lengths, targets, padding of each layout, coloured samples. No GPU.
+"""Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no weights.
 
 make inspect RECIPE=recipes/qwen3_0_6b/sft.yaml
-python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024
+python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
+python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
 """
 
-from functools import partial
+import argparse
+import sys
+from pathlib import Path
 
 from sftkit.recipe import load_config
 
 
 def main() -> None:
-    cfg = load_config(__doc__)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument("--preview", metavar="N", type=number, default=3, help="documents to show with their masks; 3")
+    parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
+    parser.add_argument(
+        "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
+    )
+    parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
+    args, sys.argv[1:] = parser.parse_known_args()
+    cfg = load_config(f"{__doc__}\n{parser.format_help().strip()}")  # the words that are left: recipe and key=value
 
+    import json
     from contextlib import nullcontext
+    from functools import partial
 
     from rich.console import Console
 
-    from sftkit import inspection
-    from sftkit.data import loader, sources, text
+    from sftkit import inspection, preflight
+    from sftkit.anatomy import positions
+    from sftkit.data import loader, text
+    from sftkit.data.pack import make_layout, plan_epoch
     from sftkit.model import inherit, load_tokenizer, new_tokenizer
+    from sftkit.preflight_page import page
     from sftkit.runtime import quiet_libraries
 
     quiet_libraries()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     training = cfg.model.train_tokenizer
     tokenizer = (
         new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
         if training
         else load_tokenizer(cfg.model)
     )
-    max_length, _ = inherit(cfg.model, cfg.data.max_length, tokenizer, "float32")
+    precision = inspection.gpu_precision(cfg)
+    orig_model = inspection.shell_model(cfg.model, tokenizer, precision)
+    longest = positions(orig_model) if orig_model is not None else None
+    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
+    console.print(inherited, markup=False, soft_wrap=True)
 
+    # Tokenized as chat_sft.py does; texts as base_train.py and mid_train.py do.
     tokenize = partial(
         text.tokenize_any,
         tokenizer=tokenizer,
@@ -37,18 +59,42 @@ def main() -> None:
         too_long=cfg.data.too_long,
         targets="assistant",
     )
-    examples, _ = loader.load_examples(cfg.data, tokenize, nullcontext())
+    examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+    layout = make_layout(cfg.data, max_length, cfg.train, world_size=1, lengths=examples.lengths)
+    epoch = plan_epoch(examples.lengths, layout, cfg.run.seed, epoch=0)
+    plan = inspection.memory_plan(cfg, orig_model, layout, args.gpu_gib)
 
-    console = Console(highlight=False)
-    console.print("\n".join(sources.describe(examples)), markup=False)
-    console.print("targets of conversations as chat_sft.py learns them; mid_train.py learns every token")
-    console.print()
-    console.print(inspection.length_histogram(examples), markup=False)
-    console.print()
-    console.print(inspection.layout_table(examples, cfg.data, cfg.train, max_length))
-    console.print("[green underline]targets[/] [dim]context[/]")
-    for sample in inspection.coloured(examples, tokenizer, count=3):
-        console.print(sample)
+    found = preflight.look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan)
+    samples = inspection.previews(examples, tokenizer, args.preview)
+    inspection.show(console, found, samples)
+    if args.html:
+        args.html.write_text(page(f"Before training: {sys.argv[1]}", found, samples), encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def number(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word}: how many documents? Take 0 or more, say 3")
+    return int(word)
+
+
+def size(word: str) -> float:
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
+    return gib
+
+
+def new_file(word: str) -> Path:
+    path = Path(word)
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{what}; name a file in a folder that exists")
+    return path
 
 
 if __name__ == "__main__":

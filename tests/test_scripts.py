@@ -115,21 +115,21 @@ def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
 
 
 def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
-    out = tmp_path / "scores.json"
     command = ["scripts/evaluate.py", str(runs / "sft"), "--max-examples", "1", "--max-new-tokens", "4"]
-    done = run([sys.executable, *command, "--out", str(out)])
+    done = run([sys.executable, *command, "--out", str(tmp_path)])
     assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(out.read_text())
-    assert len(result["examples"]) == len(result["scores"]) - 1
-    assert {"family", "messages", "answer", "given"} <= set(result["examples"][0])
-    assert "mean of families" in done.stdout
+    (families,) = json.loads((tmp_path / "results.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
+    assert len(rows) == families["examples"] == len(families["metrics"]) - 1
+    assert {"prompt", "target", "answer", "stop", "marks"} <= set(rows[0])
+    assert "95 % interval" in done.stdout
 
 
 def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs: Path) -> None:
     command = ["scripts/inspect_data.py", "recipes/smoke/sft.yaml", f"model.path={runs}/base"]
     done = run([sys.executable, *command, f"data.cache_dir={runs}/cache"])
     assert done.returncode == 0, done.stderr[-2000:]
-    for expected in ("% targets", "median", "packed *", "bucketed", "fixed", "<|im_start|>assistant"):
+    for expected in ("% targets", "median", "packed *", "bucketed", "fixed", "<<|im_start|>>assistant"):
         assert expected in done.stdout
 
 

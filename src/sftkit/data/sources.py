@@ -168,28 +168,6 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     return cache.save(folder, _joined(parts, names, sources))
 
 
-def summary(training: Examples, validation: dict[str, Examples]) -> str:
-    """What was read for training and for validation, a line per source."""
-    lines = [f"train  {line}" for line in describe(training)]
-    return "\n".join([*lines, *(f"val    {line}" for examples in validation.values() for line in describe(examples))])
-
-
-def describe(examples: Examples) -> list[str]:
-    """One line per source: what was read, what became of it, how much of it is learned."""
-    lines = []
-    lengths, targets = np.diff(examples.offsets), examples.num_targets
-    for index, name in enumerate(examples.source_names):
-        of_source = np.asarray(examples.source) == index
-        counts, tokens = examples.counts[name], int(lengths[of_source].sum())
-        share = int(targets[of_source].sum()) / tokens if tokens else 0.0
-        lines.append(
-            f"{name}: {counts['rows']:,} rows, {counts['documents']:,} documents, {tokens:,} tokens, "
-            f"{share:.1%} targets; {counts['truncated']:,} truncated, {counts['dropped_too_long']:,} dropped as too "
-            f"long, {counts['dropped_no_target']:,} dropped without target, {counts['skipped_bad']:,} bad rows skipped"
-        )
-    return lines
-
-
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     names = tuple(map(source_label, sources))
     twice = [name for name, times in Counter(names).items() if times > 1]
