@@ -5,7 +5,7 @@ BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint smoke base mid sft eval chat inspect bench
+.PHONY: help install test lint smoke base mid sft eval chat inspect report bench validate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,12 @@ chat: install ## talk to the newest run
 
 inspect: install ## look at a recipe's data before training: make inspect RECIPE=...
 	$(if $(RECIPE),,$(error make inspect needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/inspect_data.py $(RECIPE) $(ARGS)
+
+report: install ## a page about a run, from its files: make report ARGS=runs/default/sft
+	$(PY) scripts/report.py $(ARGS)
+
+validate: install ## does compiling pay, and change nothing? make validate RECIPE=... ARGS="--processes 1 4"
+	$(if $(RECIPE),,$(error make validate needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/validate_compile.py $(RECIPE) $(ARGS)
 
 bench: install ## measure the training step: make bench PLAN=benchmarks/h200_step/plan.yaml
 	$(PY) -m sftkit.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)

@@ -47,7 +47,7 @@ def table(metrics: list[dict], evals: list[dict], summary: dict, environment: di
         ("useful tokens/s, median of logged windows", f"{median([r['perf/tok_per_sec'] for r in steady]):,.0f}"),
         ("target tokens/s, median", f"{median([r['perf/target_tok_per_sec'] for r in steady]):,.0f}"),
         ("MFU over the datasheet peak, median", f"{100 * median([r['perf/mfu'] for r in steady]):.1f} %"),
-        ("peak memory", f"{max(r['perf/peak_memory_gib'] for r in metrics):.1f} GiB"),
+        ("peak memory", f"{max(r['mem/peak_gib'] for r in metrics):.1f} GiB"),
         ("padding, data wait (medians)", f"{median([r['data/padding_pct'] for r in steady]):.1f} %, "
          f"{median([r['perf/data_wait_pct'] for r in steady]):.1f} %"),
         ("graphs, graph breaks, recompiles", " / ".join(

@@ -1,37 +1,71 @@
-"""Evaluate a checkpoint: exact match on the held-out built-in task families, with the number of examples.
+"""Evaluate a run, a checkpoint or any Hugging Face model on one or more tasks: values, 95 % intervals, chance level, examples.
 
 make eval
 python scripts/evaluate.py runs/default/sft
-python scripts/evaluate.py runs/default/sft --max-examples 20 --out runs/default/sft/evaluation.json
+python scripts/evaluate.py HuggingFaceTB/SmolLM2-135M-Instruct mmlu arc_easy --data DIR --out runs/evals/smollm2
+accelerate launch --config_file accelerate_configs/ddp.yaml scripts/evaluate.py runs/default/sft gsm8k --format chat
+python scripts/evaluate.py runs/default/sft winogrande --backend lm_eval
 """
 
 import argparse
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="?", help="run, step directory, model folder or hub id; default: the newest run")
-    parser.add_argument("--max-examples", type=int, help="examples per family; default: all held-out")
-    parser.add_argument("--batch-size", type=int, default=64, help="prompts decoded together")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer in tokens")
-    parser.add_argument("--out", help="write the scores and every example to this JSON file")
-    args = parser.parse_args()
+    parser.add_argument(
+        "tasks", nargs="*", help="default: families, the held-out built-in tasks; docs/evaluation.md lists all"
+    )
+    parser.add_argument("--backend", choices=("sftkit", "lm_eval"), default="sftkit", help="who runs the tasks")
+    parser.add_argument("--data", help="folder with the rows of the tasks; default: the hub")
+    parser.add_argument(
+        "--shots", type=int, help="worked examples before each question; default: the task's own number"
+    )
+    parser.add_argument("--format", choices=("completion", "chat"), default="completion", help="how questions are put")
+    parser.add_argument(
+        "--allow-code-execution", action="store_true", help="humaneval, mbpp: run the model's programs, sandboxed"
+    )
+    parser.add_argument("--max-examples", type=int, help="examples per task, and per family of families; default: all")
+    parser.add_argument("--batch-size", type=int, default=64, help="prompts that go through the model together")
+    parser.add_argument("--max-new-tokens", type=int, help="longest answer in tokens; default: the task's own")
+    parser.add_argument("--out", help="folder for results.json and TASK.jsonl with every example")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+
+    from pathlib import Path
 
     from sftkit import runtime
     from sftkit.config import EvalConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
-    from sftkit.evals.suite import Suite
-    from sftkit.model import load_model, load_tokenizer, newest_run, resolve
-    from sftkit.rundir import report_families
+    from sftkit.evals import results
+    from sftkit.evals.loading import check_arguments, load
+    from sftkit.evals.suite import Suite, load_tasks
+    from sftkit.model import load_tokenizer, newest_run, resolve
 
+    check_arguments(args)
     rt = runtime.start(RunConfig(dir="."), TrainConfig(), LogConfig(wandb="off"))
-    path = resolve(args.path or newest_run())
-    tokenizer = load_tokenizer(ModelConfig(path=path))
-    orig_model = load_model(ModelConfig(path=path), tokenizer, 0, rt.precision).to(rt.device)
-
-    config = EvalConfig(max_examples=args.max_examples, batch_size=args.batch_size, max_new_tokens=args.max_new_tokens)
-    suite = Suite(config, orig_model, tokenizer, rt)
-    values, examples = suite.families()
-    report_families(path, values, examples, args.out, rt)
+    source = ModelConfig(path=resolve(args.path or newest_run()))
+    tokenizer = load_tokenizer(source)
+    config = EvalConfig(
+        tasks=tuple(args.tasks or ("families",)),
+        backend=args.backend,
+        data=args.data,
+        shots=args.shots,
+        format=args.format,
+        allow_code_execution=args.allow_code_execution,
+        max_examples=args.max_examples,
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens,
+    )
+    tasks = load_tasks(config, tokenizer, rt)  # whatever is wrong with them is said before the model is loaded
+    suite = Suite(config, load(source, tokenizer, rt), tokenizer, rt, tasks=tasks)
+    found = suite.run_tasks()
+    rt.say(f"\n{source.path}\n{results.table([one.result for one in found])}")
+    if args.out is not None and rt.is_main:
+        results.write(Path(args.out), found)
+        rt.say(f"every example: {args.out}")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from sftkit.recipe import load_config, to_yaml
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
-    from sftkit import compile_cache, runtime
+    from sftkit import compile_cache, preflight, runtime
     from sftkit.anatomy import positions
     from sftkit.attention_choice import choose_backend
     from sftkit.checkpoint import Checkpoints
     from sftkit.compilation import compile_model
-    from sftkit.data import chat, loader, sources, text
+    from sftkit.compile_debug import open_logs
+    from sftkit.data import chat, loader, text
     from sftkit.data.pack import make_layout
     from sftkit.distribute import distribute
     from sftkit.evals.suite import Suite, sample_rows
@@ -36,6 +37,7 @@ def main() -> None:
     rt = runtime.start(cfg.run, cfg.train, cfg.log)
     resume = effective_resume(cfg.train.resume, cfg.run.dir)
     run_dir = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+    open_logs(run_dir, cfg.compile, rt.rank)
 
     # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
     tokenizer = load_tokenizer(cfg.model)
@@ -51,13 +53,13 @@ def main() -> None:
     batches = loader.Batches(
         examples, layout, cfg.run.seed, rt.data_rank, tokenizer.pad_token_id, cfg.data.num_workers, rt.part
     )
-    rt.say(sources.summary(examples, validation))
 
     # How we step: attention for these rows, compiled in place, then wrapped. Only the train step calls `wrapped`.
     apply_fp8(cfg, orig_model, layout, rt)
     compile_cache.restore(cfg, orig_model, layout, rt)
     backend = choose_backend(cfg, orig_model, layout, rt)
     plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
+    preflight.record(run_dir, cfg, rt, tokenizer, batches, validation, orig_model, plan)
     model = ModelWithLoss(orig_model, backend, cfg.loss)
     compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic, rt.topology.sharded)
     wrapped = distribute(model, cfg.model, plan.sharding, rt)

@@ -149,7 +149,7 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(resume)
 
-    def evaluate() -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         if fault == "evaluating":
             Path(f"{run_dir}.evaluating{rt.rank}").touch()
             while True:
@@ -158,7 +158,7 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
         if fault == "generating":
             Path(f"{run_dir}.generating{rt.rank}").touch()
             many, stop = [[5, 6, 7]] * 100_000, [10**6]
-            generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, between=rt.check_stop)
+            generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, rt=rt)
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:

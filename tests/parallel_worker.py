@@ -26,10 +26,11 @@ from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.distribute import distribute
+from sftkit.document_check import check_documents
 from sftkit.evals.validation import validate
 from sftkit.optim import build_optimizer
 from sftkit.parallel import Sharding, let_go
-from sftkit.step import ModelWithLoss, optimizer_step, verify_logits
+from sftkit.step import ModelWithLoss, optimizer_step
 from sftkit.topology import Topology
 from sftkit.warmup import shape_runner
 
@@ -89,7 +90,7 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
     compile_model(model, compile, activation_memory_budget=1.0)
     wrapped = distribute(model, None, sharding, rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
-    verify_logits(model, "reference", rt.device)
+    check_documents(model, "reference", rt.device)
     watch = CompileWatch()
     warm_up(wrapped, shape_runner(rt, wrapped, orig_model, layout), layout.shapes, compile, rt.any_rank)
     watch.warm_up_done()

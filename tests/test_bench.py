@@ -76,7 +76,7 @@ def row(name: str, speeds: list[float], losses: dict[str, Any], **changes: Any) 
             "perf/step_seconds": 0.5,
             "perf/data_wait_pct": 1.0,
             "data/padding_pct": 2.0,
-            "perf/peak_memory_gib": 3.0,
+            "mem/peak_gib": 3.0,
             "compile/recompiles": 0,
         }
         for i, speed in enumerate(speeds)
@@ -318,7 +318,7 @@ def test_weights_in_bf16_are_those_in_fp32_rounded_and_buffers_stay() -> None:
 def test_speed_is_that_of_the_windows_after_the_warm_up_and_memory_and_losses_of_all() -> None:
     line = {"train/grad_norm": 1.0, "compile/graphs": 2, "perf/mfu": None}
     lines = [
-        {**line, "step": step, "perf/tok_per_sec": speed, "perf/peak_memory_gib": gib, "train/loss": 10.0 - step}
+        {**line, "step": step, "perf/tok_per_sec": speed, "mem/peak_gib": gib, "train/loss": 10.0 - step}
         for step, speed, gib in [(2, 1.0, 9.0), (4, 30.0, 5.0), (6, 10.0, 5.0), (8, 24.0, 5.0)]
     ]
     found = measured(lines, Steps(total=8, warm_up=2, window=2))
@@ -370,7 +370,7 @@ def test_a_rank_is_compared_with_a_rank_and_the_table_shows_ranks_where_there_ar
 
 
 def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank_stands_for_all() -> None:
-    line = {"step": 1, "train/loss": 1.0, "train/grad_norm": 1.0, "perf/tok_per_sec": 80.0, "perf/peak_memory_gib": 1.0}
+    line = {"step": 1, "train/loss": 1.0, "train/grad_norm": 1.0, "perf/tok_per_sec": 80.0, "mem/peak_gib": 1.0}
     found = measured([line], Steps(total=1, warm_up=0, window=1), world_size=4)
     assert (found["tok_per_sec"]["median"], found["tok_per_sec_per_gpu"]["median"]) == (80.0, 20.0)
     ranks = [

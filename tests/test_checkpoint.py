@@ -81,7 +81,7 @@ def run(
     with Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
         return train(
             cfg, rt, model, orig_model, optimizer, batches, make_plan(cfg, orig_model, layout, rt),
-            evaluate=lambda: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
+            evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny_llama
+from torch._dynamo.utils import CompilationMetrics
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -23,7 +24,7 @@ from sftkit.compilation import (
     undo_compile,
     warm_up,
 )
-from sftkit.compile_watch import CompileWatch
+from sftkit.compile_watch import CompileWatch, phase_seconds
 from sftkit.config import CompileConfig
 from sftkit.errors import ConfigError
 
@@ -201,30 +202,25 @@ def test_under_error_a_step_that_needs_another_graph_ends_with_the_guard_and_the
 
 
 @pytest.mark.parametrize(("surprise", "guard"), SURPRISES)
-def test_under_eager_it_runs_uncompiled_and_under_warn_it_is_compiled_counted_and_told_once(
-    surprise, guard, caplog
-) -> None:
+def test_under_eager_it_runs_uncompiled_and_under_warn_it_is_compiled_counted_and_explained(surprise, guard) -> None:
     orig_model, watch = warmed_up()
     with step_contract("eager"):
         surprise(orig_model)
     assert watch.counts()["compile/recompiles"] == 0
-    assert not told(caplog)
+    assert not watch.recompile_kinds()
     with step_contract("warn"):
         surprise(orig_model)
     assert watch.counts()["compile/recompiles"] >= 1
-    once = told(caplog)
-    assert any(guard in line for line in once)
-    watch.counts()
-    assert told(caplog) == once
+    assert any(guard in reason for reason in watch.recompile_kinds())
 
 
-def test_a_reason_that_differs_only_in_a_size_is_told_once(caplog) -> None:
+def test_reasons_that_differ_only_in_a_size_are_of_one_kind() -> None:
     orig_model, watch = warmed_up()
     with step_contract("warn"):
         for row_length in (24, 32, 40):
             run(orig_model, 2, row_length)
     assert watch.counts()["compile/recompiles"] == 6
-    assert len(told(caplog)) == 1
+    assert len(watch.recompile_kinds()) == 1
 
 
 @pytest.mark.parametrize("on_recompile", ["error", "warn", "eager"])
@@ -317,6 +313,35 @@ def test_a_graph_break_is_counted_and_refused_with_its_line(broken, caplog) -> N
         pass
     assert reason in caplog.text
     assert CompileWatch().graph_break_reasons() == []
+
+
+def test_the_seconds_of_the_phases_add_up_to_those_of_the_compiler() -> None:
+    _, watch = warmed_up([(2, 16), (4, 8)])
+    counts = watch.counts()
+    phases = {name.split("/")[2]: seconds for name, seconds in counts.items() if name.startswith("compile/seconds/")}
+    assert list(phases) == ["dynamo", "aot", "inductor", "codegen", "kernels", "backward"]
+    assert phases["dynamo"] > 0
+    assert phases["aot"] > 0
+    assert phases["backward"] > 0
+    assert phases["inductor"] == phases["codegen"] == phases["kernels"] == 0  # the backend is aot_eager
+    assert sum(phases.values()) == pytest.approx(counts["compile/seconds"], rel=0.05)
+
+
+def test_a_second_of_a_compile_is_in_one_phase() -> None:
+    spent = {
+        "dynamo_cumulative_compile_time_us": 10_000_000,
+        "aot_autograd_cumulative_compile_time_us": 8_000_000,
+        "inductor_cumulative_compile_time_us": 7_000_000,
+        "inductor_code_gen_cumulative_compile_time_us": 5_000_000,
+        "triton_compile_time_us": 4_000_000,
+    }
+    phases = phase_seconds(CompilationMetrics(is_forward=True, **spent))
+    assert phases == {"dynamo": 2, "aot": 1, "inductor": 2, "codegen": 1, "kernels": 4}
+    tuned = phase_seconds(CompilationMetrics(is_forward=True, **(spent | {"triton_compile_time_us": 6_000_000})))
+    assert sum(tuned.values()) == 10  # autotuning compiled kernels while no code was generated yet
+    assert phase_seconds(CompilationMetrics(is_forward=False, backward_cumulative_compile_time_us=3_000_000)) == {
+        "backward": 3
+    }
 
 
 def test_no_declared_shape_can_reach_torchs_recompile_limit() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
-from sftkit.config import LossConfig, NumericsConfig, OptimConfig
+from sftkit.config import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.errors import NonFiniteError
 from sftkit.health import Health, LateFlags, Spikes, is_spike
@@ -18,6 +18,7 @@ from sftkit.metrics import Meter
 from sftkit.optim import build_optimizer
 from sftkit.status import RunStatus
 from sftkit.step import ModelWithLoss, StepOutcome, optimizer_step
+from sftkit.tracker import Tracker
 
 NAN = float("nan")
 
@@ -34,7 +35,9 @@ def some_batches() -> Batches:
 
 def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatches]:
     batches = some_batches()
-    health = Health(numerics, cpu_runtime(), RunStatus(folder, 0, 1), batches, log_every=8)
+    rt = cpu_runtime()
+    tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {})
+    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8)
     return health, next(iter(batches.steps(0, 1)))
 
 
@@ -130,7 +133,7 @@ def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
 
 
 def test_a_step_that_was_left_out_is_in_no_mean() -> None:
-    meter = Meter(tiny_llama(), LossConfig(), cpu_runtime())
+    meter = Meter(tiny_llama(), LossConfig(), some_batches(), cpu_runtime())
     step_batches = next(iter(some_batches().steps(0, 1)))
     targets = step_batches.num_targets
     meter.add(step_batches, outcome(nll=2.0 * targets))

@@ -13,7 +13,8 @@ from sftkit.compilation import compile_model, small_modules
 from sftkit.compile_watch import CompileWatch
 from sftkit.config import CompileConfig, LossConfig
 from sftkit.data.collate import Batch
-from sftkit.step import ModelWithLoss, verify_logits
+from sftkit.document_check import check_documents
+from sftkit.step import ModelWithLoss
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -82,7 +83,7 @@ def losses_and_gradients(model: ModelWithLoss) -> list[tuple[torch.Tensor, torch
 def test_each_family_compiles_into_one_graph_per_distinct_block_and_computes_the_same(model_type: str) -> None:
     torch._dynamo.reset()
     model = ModelWithLoss(build(model_type), "reference", LossConfig())
-    verify_logits(model, "reference", torch.device("cpu"))
+    check_documents(model, "reference", torch.device("cpu"))
     eager = losses_and_gradients(model)
     watch = CompileWatch()
     compile_model(model, CompileConfig(backend="aot_eager", fullgraph=True), activation_memory_budget=1.0)
@@ -107,7 +108,7 @@ def test_on_a_gpu_each_family_trains_compiled_in_bf16(model_type: str) -> None:
     for parameter in orig_model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     model = ModelWithLoss(orig_model.cuda(), backend, LossConfig())
-    verify_logits(model, "varlen" if backend == "varlen" else "reference", torch.device("cuda"))
+    check_documents(model, "varlen" if backend == "varlen" else "reference", torch.device("cuda"))
     compile_model(model, CompileConfig(fullgraph=True), activation_memory_budget=1.0)
     for batch in batches():
         batch = batch.to(torch.device("cuda"))

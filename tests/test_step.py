@@ -23,9 +23,10 @@ from sftkit import runtime
 from sftkit.attention import document_mask, plain_attention
 from sftkit.config import LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches, StepBatches
+from sftkit.document_check import check_documents
 from sftkit.errors import ConfigError
 from sftkit.optim import build_optimizer
-from sftkit.step import ModelWithLoss, forward_backward, optimizer_step, verify_logits
+from sftkit.step import ModelWithLoss, forward_backward, optimizer_step
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
 
@@ -239,14 +240,14 @@ def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
         ConfigError,
         match=r"is not supported: (the logits of .* differ by|a layer of type)",
     ):
-        verify_logits(model, "reference", torch.device("cpu"))
+        check_documents(model, "reference", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
 def test_verification_leaves_the_model_as_it_was(make_model) -> None:
     model = ModelWithLoss(make_model(), "sdpa", LossConfig()).train()
     windows = [getattr(m, "sliding_window", None) for m in model.modules()]
-    verify_logits(model, "sdpa", torch.device("cpu"))
+    check_documents(model, "sdpa", torch.device("cpu"))
     assert [getattr(m, "sliding_window", None) for m in model.modules()] == windows
     assert model.orig_model.training
 

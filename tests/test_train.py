@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
@@ -25,6 +26,8 @@ from sftkit.config import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
+from sftkit.evals.scoring import score
+from sftkit.evals.task import Choices
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
 from sftkit.memory import make_plan
@@ -40,6 +43,8 @@ class NoCheckpoints:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.last_save: dict[str, float] = {}
+        self.resumed_from: Path | None = None
+        self.passed_over: list[str] = []
 
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
@@ -88,12 +93,14 @@ def run(
         steps = batches.steps
         batches.steps = lambda first, last: [*list(steps(first, last))[:9], *other.steps(9, last)]  # type: ignore[method-assign,assignment]
 
-    def evaluate() -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         if not evaluates:
             return {}, []
         values = validate(model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
         answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], stop_ids=[2], max_new_tokens=3, batch_size=2)
-        return values, [{"answer": answer} for answer in answers]
+        pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
+        score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
+        return values, [{"answer": answer.text} for answer in answers]
 
     with Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(

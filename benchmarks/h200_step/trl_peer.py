@@ -184,7 +184,7 @@ def window_lines(
                 "perf/target_tok_per_sec": targets / seconds,
                 "perf/mfu": flops / seconds / peak if peak else None,
                 "perf/step_seconds": seconds / (step - done),
-                "perf/peak_memory_gib": gib,
+                "mem/peak_gib": gib,
                 "data/padding_pct": 0.0,
             }
         )

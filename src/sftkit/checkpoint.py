@@ -77,6 +77,9 @@ class Checkpoints:
         self.run_dir, self.config, self.rt, self.recipe = run_dir, config, rt, recipe
         self.orig_model, self.tokenizer, self.optimizer = orig_model, tokenizer, optimizer
         self.identity = identity or {}
+        self.resumed_from: Path | None = None
+        self.passed_over: list[str] = []
+        "why newer checkpoints were not resumed; on the main rank"
         self._writer = Writer(run_dir, config, rt, orig_model)
         self._block_seconds: float | None = None
         self._small_files: dict[str, bytes] = {}
@@ -209,6 +212,7 @@ class Checkpoints:
         if found is None:
             return {"step": 0}
         folder, state, lines = found
+        self.resumed_from = folder
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         load_states(tensors, folder / OPTIMIZER)
@@ -256,6 +260,7 @@ class Checkpoints:
             if problem is None:
                 return folder
             log.warning("checkpoint passed over: %s", problem)
+            self.passed_over.append(f"checkpoint passed over: {problem}")
         return None
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
 
     Args:
         on_recompile: error: the step that needs a new graph ends training; eager: that call runs eagerly; warn: it is
-            compiled, and `CompileWatch.counts` logs why.
+            compiled, and `CompileWatch.recompile_kinds` says why.
         breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is error.
 
     Raises:

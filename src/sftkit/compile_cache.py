@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
 PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
-NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
+NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 
 

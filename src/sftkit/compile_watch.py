@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
 
-log = logging.getLogger(__name__)
+NESTED = {
+    "dynamo": "dynamo_cumulative_compile_time_us",
+    "aot": "aot_autograd_cumulative_compile_time_us",
+    "inductor": "inductor_cumulative_compile_time_us",
+    "codegen": "inductor_code_gen_cumulative_compile_time_us",
+    "kernels": "triton_compile_time_us",
+}
+"Phase of a compile and the framework's field of its time, which has the time of all later phases in it."
+BACKWARD = "backward_cumulative_compile_time_us"
+"A backward graph that is compiled at its first run: all its phases."
 
 
 class CompileWatch:
@@ -21,7 +31,8 @@ class CompileWatch:
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()
         self._warm_at: int | None = None
-        self._told: set[str] = set()
+        self.in_evaluation = 0
+        "compiles during evaluations"
         self._seconds, self._started = 0.0, 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
@@ -31,6 +42,15 @@ class CompileWatch:
 
     def _on_end(self, _: object) -> None:
         self._seconds += time.perf_counter() - self._started
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, nothing should be compiled: whatever is counts in `in_evaluation`."""
+        before = len(self._records())
+        try:
+            yield
+        finally:
+            self.in_evaluation += len(self._records()) - before
 
     def warm_up_done(self) -> None:
         """From here on, every compile is a recompile."""
@@ -47,8 +67,7 @@ class CompileWatch:
         return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
 
     def counts(self) -> dict[str, float]:
-        """compile/graphs, recompiles, graph_breaks, seconds, cache_hits; see docs/metrics.md. New recompiles are logged."""
-        self._tell()
+        """compile/graphs, recompiles, graph_breaks, seconds, seconds/<phase>, cache_hits; see docs/metrics.md."""
         forward = [r for r in self._records() if r.is_forward is True]
         resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
         return {
@@ -56,16 +75,25 @@ class CompileWatch:
             "compile/recompiles": len(self._late()),
             "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
             "compile/seconds": round(self._seconds, 3),
+            **{f"compile/seconds/{phase}": round(spent, 3) for phase, spent in self.phases().items()},
             "compile/cache_hits": max(0, _cache_hits() - self._hits),
         }
 
-    def _tell(self) -> None:
-        """Log each kind of recompile once: sizes differ, the reason is the same."""
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase over all compiles; no second is in two phases. docs/compile.md says what a phase does."""
+        known = [phase for phase, field in NESTED.items() if hasattr(dynamo_utils.CompilationMetrics, field)]
+        total = dict.fromkeys([*known, "backward"], 0.0)
+        for record in self._records():
+            for phase, spent in phase_seconds(record).items():
+                total[phase] += spent
+        return total
+
+    def recompile_kinds(self) -> list[str]:
+        """One reason of each kind: of those that differ in sizes only, the first."""
+        kinds: dict[str, str] = {}
         for reason in self.recompile_reasons():
-            kind = re.sub(r"\d+", "0", reason)
-            if kind not in self._told:
-                self._told.add(kind)
-                log.warning("compiled after the warm-up: %s", reason)
+            kinds.setdefault(re.sub(r"\d+", "0", reason), reason)
+        return list(kinds.values())
 
     def recompile_reasons(self) -> list[str]:
         """Why each compile after warm-up happened: the guard that failed, or the new frame's name."""
@@ -88,6 +116,25 @@ class CompileWatch:
         if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:  # reset() forgets them
             handler.remove_start_callback(self._on_start)
             handler.remove_end_callback(self._on_end)
+
+
+def phase_seconds(record: dynamo_utils.CompilationMetrics) -> dict[str, float]:
+    """Seconds of each phase of one compile, without those of the phases inside it; a phase that did not happen is left
+    out. A backward graph with a record of its own is one phase.
+    """
+    if record.is_forward is False:
+        return {"backward": (getattr(record, BACKWARD, None) or 0) / 1e6}
+    seconds: dict[str, float] = {}
+    outer = ""
+    for phase, field in NESTED.items():
+        if (us := getattr(record, field, None)) is None:
+            continue
+        seconds[phase] = us / 1e6
+        if outer:
+            seconds[phase] = min(seconds[phase], seconds[outer])  # autotuning compiles kernels before code is generated
+            seconds[outer] -= seconds[phase]
+        outer = phase
+    return seconds
 
 
 def _left_eager(record: dynamo_utils.CompilationMetrics) -> bool:

@@ -226,6 +226,8 @@ class CompileConfig:
     "File, folder or fsspec URL that compiled code is loaded from before warm-up and saved to after it."
     on_failure: Literal["warn", "error"] = "warn"
     "No working compiler on this machine: train eagerly after one warning, or stop."
+    debug: tuple[Literal["graphs", "output_code", "recompiles", "perf_hints"], ...] = ()
+    "The compiler's own logs, in <run>/compile/: captured graphs, generated kernels with a summary, recompiles, hints."
 
 
 @settings
@@ -236,14 +238,24 @@ class EvalConfig:
     "Steps between evaluations; null: only at the end."
     at_start: bool = False
     "Evaluate before the first step too: what training changes is then in the run's own files."
-    tasks: tuple[Literal["families"], ...] = ()
-    "Generative tasks run with each validation. families: exact match on the held-out built-in task families."
+    tasks: tuple[str, ...] = ()
+    "What is measured at each evaluation besides the validation loss: families (the held-out built-in task families), mmlu, arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, truthfulqa_mc1, truthfulqa_mc2, gsm8k, humaneval, mbpp, ifeval; with backend lm_eval any task of lm-evaluation-harness."
+    backend: Literal["sftkit", "lm_eval"] = "sftkit"
+    "Who runs the tasks: sftkit, or lm-evaluation-harness (extra eval), in one process."
+    data: str | None = None
+    "Folder with the rows of the tasks (mmlu_test.jsonl.gz, ...); null: the Hugging Face hub."
+    shots: NonNegative | None = None
+    "Worked examples before each question; null: the task's own number."
+    format: Literal["completion", "chat"] = "completion"
+    "completion: a text to continue, as published for base models; chat: a user message in the chat template."
+    allow_code_execution: bool = False
+    "Run programs that the model writes, in a sandbox; humaneval and mbpp need it."
     max_examples: Positive | None = None
-    "Examples per family; null: all held-out."
+    "Examples per task, and per family of families; null: all."
     batch_size: Positive = 64
-    "Prompts decoded together."
-    max_new_tokens: Positive = 32
-    "Longest answer in tokens."
+    "Prompts that go through the model together; changes speed and memory, not results."
+    max_new_tokens: Positive | None = None
+    "Longest answer in tokens; null: the task's own, 32 for families and samples."
     samples: NonNegative = 3
     "Validation prompts answered at each evaluation, kept in samples.jsonl."
 
@@ -264,14 +276,16 @@ class CheckpointConfig:
 
 @settings
 class LogConfig:
-    """metrics.jsonl always; console; wandb."""
+    """metrics.jsonl and the console always; a dashboard that mirrors them."""
 
     every: Positive = 10
     "Steps between logged lines."
+    tracker: Literal["wandb", "trackio", "none"] | None = None
+    "The dashboard: wandb, or trackio on this machine; null: wandb where it is installed."
     wandb: Literal["online", "offline", "off"] | None = None
-    "null: online with a wandb key on this machine, offline without."
+    "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"
-    "wandb project."
+    "Project on the dashboard."
 
 
 @settings

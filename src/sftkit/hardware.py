@@ -82,6 +82,18 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def memory_counters(device: torch.device) -> dict[str, float | None]:
+    """mem/reserved_gib, mem/alloc_retries, mem/ooms of the caching allocator of this rank's GPU; None on other devices."""
+    if device.type != "cuda":
+        return {"mem/reserved_gib": None, "mem/alloc_retries": None, "mem/ooms": None}
+    found = torch.cuda.memory_stats(device)
+    return {
+        "mem/reserved_gib": found["reserved_bytes.all.current"] / 2**30,
+        "mem/alloc_retries": found["num_alloc_retries"],
+        "mem/ooms": found["num_ooms"],
+    }
+
+
 def environment(device: torch.device, world_size: int) -> dict[str, object]:
     """Versions, hardware and git state: what someone else needs to repeat the run."""
     packages: dict[str, str | None] = {}

@@ -17,6 +17,7 @@ from sftkit.errors import NonFiniteError
 from sftkit.runtime import Runtime
 from sftkit.status import RunStatus
 from sftkit.step import StepOutcome
+from sftkit.tracker import Tracker
 
 WINDOW = 128
 "steps that a spike is measured against"
@@ -124,9 +125,16 @@ class Health:
     """Counts what went wrong, and ends training where the recipe says so."""
 
     def __init__(
-        self, numerics: NumericsConfig, rt: Runtime, status: RunStatus, batches: Batches, log_every: int
+        self,
+        numerics: NumericsConfig,
+        rt: Runtime,
+        status: RunStatus,
+        batches: Batches,
+        tracker: Tracker,
+        log_every: int,
     ) -> None:
         self._numerics, self._rt, self._status, self._batches = numerics, rt, status, batches
+        self._tracker = tracker
         self._flags = LateFlags(rt.device, late=2 if rt.device.type == "cuda" else 0)
         self._spikes = Spikes(rt, log_every)
         self._nonfinite = self._in_a_row = self._in_window = 0
@@ -159,7 +167,8 @@ class Health:
             self._write_documents(known)
             if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
                 raise self._error(known)
-            self._rt.say(f"step {known.step}: the loss or gradient norm is not finite; left out")
+            text = f"step {known.step}: the loss or gradient norm is not finite; left out"
+            self._tracker.event("nonfinite", known.step, text)
         return stop, left_out
 
     def read(self) -> tuple[dict[str, float | None], list[str]]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .config import SourceConfig, source_label
+from .evals.tasks import CODE, NAMES
+
+EVAL_TASKS = ("families", *NAMES)
+"What eval.tasks may name."
 
 Problem = tuple[str, str]
 Get = Callable[[str], Any]
@@ -182,8 +187,17 @@ def _precision(get: Get) -> Iterator[Problem]:
 
 
 def _compiled_only(get: Get) -> Iterator[Problem]:
+    debug = get("compile.debug")
     if get("compile.enabled"):
+        hidden = sorted({"graphs", "output_code", "perf_hints"} & set(debug))
+        if hidden and get("compile.cache") is not None:
+            yield (
+                "compile.debug",
+                f"{', '.join(hidden)} needs everything compiled anew and does not go with compile.cache: set it to null",
+            )
         return
+    if debug:
+        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
     if get("train.fp8") is not None:
         yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
     if get("compile.cache") is not None:
@@ -222,6 +236,31 @@ def _compile_mode(get: Get) -> Iterator[Problem]:
 def _eval(get: Get) -> Iterator[Problem]:
     if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
         yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
+    tasks, backend = get("eval.tasks"), get("eval.backend")
+    yield from eval_problems(tasks, backend, get("eval.allow_code_execution"))
+
+
+def eval_problems(tasks: Sequence[str], backend: str, allow_code_execution: bool) -> Iterator[Problem]:
+    """What is wrong with the names of evaluation tasks; those of lm_eval are looked up when it is there."""
+    for task in dict.fromkeys(tasks):
+        if tasks.count(task) > 1:
+            yield "eval.tasks", f'"{task}" is named twice'
+        if backend != "lm_eval" and task not in EVAL_TASKS:
+            near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
+            hint = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{hint}'
+    code = [task for task in tasks if task in CODE]
+    if code and backend == "lm_eval":
+        yield (
+            "eval.tasks",
+            f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit",
+        )
+    elif code and not allow_code_execution:
+        yield (
+            "eval.allow_code_execution",
+            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a process of its "
+            "own without network, in an empty folder, with limits on time, memory and processes (docs/evaluation.md)",
+        )
 
 
 def _names(get: Get) -> Iterator[Problem]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +29,7 @@ from sftkit.config import LogConfig, RunConfig, TrainConfig
 from sftkit.data.collate import WHOLE, Part
 from sftkit.errors import ConfigError, Stopped
 from sftkit.hardware import device_name
+from sftkit.mirror import dashboard_name
 from sftkit.parallel import set_gradient_sync
 from sftkit.status import note_progress, report
 from sftkit.stopping import SIGNALS, Stopping, end_process, say
@@ -177,7 +177,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
-        log_with="wandb" if log.wandb != "off" and find_spec("wandb") else None,
+        log_with=dashboard_name(log),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.anatomy import decoder, head, logit_softcap, vocab_size
-from sftkit.attention import (
-    dense_kernels,
-    documents_of,
-    mixes_tokens,
-    plain_attention,
-    short_windows,
-    use_document_attention,
-)
-from sftkit.compilation import begin_step, run_eagerly, uses_cuda_graphs
+from sftkit.anatomy import decoder, head, logit_softcap
+from sftkit.attention import dense_kernels, documents_of, use_document_attention
+from sftkit.compilation import begin_step, uses_cuda_graphs
 from sftkit.config import LossConfig
-from sftkit.data.collate import Batch, collate
+from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
-from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
 from sftkit.loss import LossSums, linear_nll
 from sftkit.optim import apply_clipping, clip_coefficient, squared_norm
 from sftkit.runtime import Runtime
-from sftkit.tensor_parallel import whole_rows
-
-log = logging.getLogger(__name__)
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -81,55 +67,6 @@ class ModelWithLoss(torch.nn.Module):
         hidden = outputs.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
         return hidden
-
-
-def verify_logits(model: ModelWithLoss, backend: str, device: torch.device) -> None:
-    """Two documents and padding in one row through our forward pass, and each document alone through the model's own,
-    must give the same logits; sliding windows are made shorter than the documents for it.
-
-    Raises:
-        ConfigError: they do not, or the model does not take our arguments: this architecture does something that our
-            attention or head leaves out, or mixes the tokens of a row outside attention.
-    """
-    orig_model, name = model.orig_model, type(model.orig_model).__name__
-    mixer = mixes_tokens(orig_model)
-    if mixer:
-        raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
-    was_training = orig_model.training
-    orig_model.eval()
-    try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows():
-            difference = _logits_difference(model, backend, device)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
-    finally:
-        orig_model.train(was_training)
-    if not difference < 0.05:
-        raise ConfigError(
-            f"{name} is not supported: the logits of its own forward pass and sftkit's differ by {difference:.0%}, so it "
-            "does more than attend within documents, project and soft-cap"
-        )
-    if getattr(orig_model.config.get_text_config(), "output_router_logits", False):
-        log.warning("%s: the router's auxiliary loss (output_router_logits) is not part of training here", name)
-
-
-def _logits_difference(model: ModelWithLoss, backend: str, device: torch.device) -> float:
-    """Relative, over all tokens of two documents of 8 and 5 tokens. The reference kernel stands in for sdpa, which has one."""
-    sizes = (8, 5)
-    examples = Examples.of(np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(sizes) + 2), sizes)
-    batch = collate(examples, ((0, 1),), 16, 0, max_docs=3, max_doc_length=8).to(device)
-    projection, softcap = head(model.orig_model), logit_softcap(model.orig_model)
-    ours = projection(model.hidden_states(batch, "reference" if backend == "sdpa" else backend)).float()
-    ours = ours if softcap is None else softcap * torch.tanh(ours / softcap)
-    with plain_attention(model.orig_model):
-        alone = [
-            model.orig_model(input_ids=ids, use_cache=False).logits.float()
-            for ids in batch.input_ids[:, : sum(sizes)].split(sizes, 1)
-        ]
-    theirs = torch.cat(alone, 1)
-    return float((ours[:, : sum(sizes)] - theirs).norm() / theirs.norm())
 
 
 class GradientSum:

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the record; the console and wandb mirror it. Rank 0 only, and never an error into training."""
+"""metrics.jsonl is the record; the console and a dashboard mirror it. Rank 0 only, and never an error into training."""
 
 from __future__ import annotations
 
@@ -6,46 +6,44 @@ import json
 import logging
 import math
 import os
-import threading
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sftkit.compilation import RecompileError
 from sftkit.config import LogConfig
+from sftkit.errors import NonFiniteError
+from sftkit.mirror import Mirror, first_line, open_dashboard
 from sftkit.runtime import Runtime
 
 log = logging.getLogger(__name__)
-FINISH_SECONDS = 30.0
-
-
-def wandb_mode(setting: str | None) -> str:
-    """online, offline or off: the setting, or online where wandb finds a key, offline where not, off without wandb."""
-    if setting is not None:
-        return setting
-    try:
-        import wandb
-    except ImportError:
-        return "off"
-    mode = os.environ.get("WANDB_MODE")
-    if mode in ("online", "offline"):
-        return mode
-    if mode in ("disabled", "dryrun"):
-        return "off" if mode == "disabled" else "offline"
-    try:
-        has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False, verify=False)
-    except Exception as error:
-        log.warning("wandb does not log in (%s): offline", first_line(error))
-        has_key = False
-    return "online" if has_key else "offline"
+Kind = Literal["recompile", "graph_break", "nonfinite", "spike", "checkpoint_fallback", "starvation"]
+ALERTS: dict[Kind, tuple[str, str]] = {
+    "recompile": ("recompile after the warm-up", "WARN"),
+    "graph_break": ("graph break", "WARN"),
+    "nonfinite": ("loss or gradient norm not finite", "ERROR"),
+    "spike": ("spike of loss or gradient norm", "WARN"),
+    "checkpoint_fallback": ("resumed from an older checkpoint", "WARN"),
+    "starvation": ("training waits for data", "WARN"),
+}
+"Kind of event -> (title, level) of the alert on the dashboard."
+STARVED_PCT, STARVED_LINES = 20.0, 3
+SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
+RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
+TABLE_ROWS, TABLE_CHARACTERS = 1000, 2000
+"A table on the dashboard has the newest rows, with so much of each text; samples.jsonl has all of both."
+CONSOLE_VALUES = 8
 
 
 class Tracker:
-    """Writes one line per logged step: file, console, wandb."""
+    """Writes one line per logged step, evaluation and event: file, console, dashboard."""
 
     def __init__(
         self,
@@ -56,42 +54,24 @@ class Tracker:
         first_step: int = 0,
         run_id: str | None = None,
     ) -> None:
-        """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the wandb run is continued."""
-        self._rt, self._run_dir = rt, run_dir
+        """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
+        continued."""
+        self._rt, self._run_dir, self._step = rt, run_dir, first_step
         self.run_id = run_id
-        "of the wandb run, None without one; on the main rank"
-        self._mode = wandb_mode(logging_config.wandb) if rt.is_main else "off"
-        self._wandb: Any = None
-        self._wandb_dir = run_dir / "wandb"
-        self._lost = False  # a call has failed: the record on the server ends there
+        "of the run on the dashboard, None without one; on the main rank"
+        self._mirror: Mirror | None = None
         self._progress: Progress | None = None
         self._task: Any = None
+        self._lines = self._starved_lines = 0
+        self._told: set[tuple[Kind, str]] = set()
         if not rt.is_main:
             return
         for name in ("metrics.jsonl", "evals.jsonl", "samples.jsonl"):
             drop_rows_after(run_dir / name, first_step)
-        if self._mode != "off":
-            self._start_wandb(logging_config.project, config)
-
-    def _start_wandb(self, project: str, config: dict[str, Any]) -> None:
-        name = "-".join(self._run_dir.parts[-2:])
-        for mode in dict.fromkeys((self._mode, "offline")):
-            try:
-                import wandb
-
-                settings = wandb.Settings(init_timeout=20, console="off", silent=True)
-                init = {"mode": mode, "dir": str(self._run_dir), "name": name, "settings": settings}
-                init |= {"id": self.run_id, "resume": "allow"} if self.run_id else {}
-                self._rt.accelerator.trackers.clear()  # one that did not start would be started again
-                self._rt.accelerator.init_trackers(project, config, {"wandb": init})
-                self._wandb = self._rt.accelerator.get_tracker("wandb", unwrap=True)
-                self._wandb.define_metric("*", step_metric="step")
-                self._wandb_dir, self.run_id = Path(self._wandb.dir).parent, str(self._wandb.id)
-                self._mode = mode
-                return
-            except Exception as error:
-                log.warning("wandb %s does not start (%s); metrics.jsonl is kept all the same", mode, first_line(error))
-        self._mode = "off"
+        drop_rows_after(run_dir / "events.jsonl", sys.maxsize)  # what happened, happened: only a broken line goes
+        dashboard = open_dashboard(logging_config, run_dir, run_id, config, rt.accelerator)
+        if dashboard is not None:
+            self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
 
     def __enter__(self) -> Tracker:
         return self
@@ -99,28 +79,12 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._wandb is not None:
-            finished = self._finish_wandb(exit_code=0 if kind is None else 1)
-            if not finished or self._mode == "offline":
-                self._rt.say(f"wandb: the run is kept on disk; upload it with `wandb sync {self._wandb_dir}`")
-
-    def _finish_wandb(self, exit_code: int) -> bool:
-        """Whether wandb has ended in time. A server that is down must not hold the process: it is given 30 seconds."""
-        problems: list[str] = ["no answer in time"]
-
-        def finish() -> None:
-            try:
-                self._wandb.finish(exit_code=exit_code)
-                problems.clear()
-            except Exception as failure:
-                problems[:] = [first_line(failure)]
-
-        thread = threading.Thread(target=finish, name="wandb finish", daemon=True)
-        thread.start()
-        thread.join(FINISH_SECONDS)
-        if problems:
-            log.warning("wandb does not finish: %s", problems[0])
-        return not problems and not self._lost
+        if isinstance(error, NonFiniteError):
+            self._record("nonfinite", self._step, first_line(error))  # the console has the whole error
+        if isinstance(error, RecompileError):
+            self._record("recompile", self._step, first_line(error))
+        if self._mirror is not None and (said := self._mirror.finish(exit_code=0 if kind is None else 1)):
+            self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """A live bar with ETA on a terminal; plain lines need nothing."""
@@ -140,6 +104,8 @@ class Tracker:
         self._task = self._progress.add_task("training", total=total_steps, completed=step)
 
     def advance(self, step: int) -> None:
+        """A step has been launched."""
+        self._step = step
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -152,22 +118,62 @@ class Tracker:
             self._rt.say(text)
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
-        """One training line."""
+        """One training line; an event if training has waited for data in this one and the two before."""
         self._append("metrics.jsonl", step, values)
         self.say(train_line(step, total_steps, values))
+        wait = values["perf/data_wait_pct"] or 0.0
+        self._lines += 1
+        starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
+        self._starved_lines = self._starved_lines + 1 if starved else 0
+        if self._starved_lines == STARVED_LINES:
+            self.event(
+                "starvation",
+                step,
+                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
+                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk",
+            )
 
-    def log_evals(self, step: int, values: dict[str, float | None], samples: list[dict[str, Any]]) -> None:
-        """One evaluation: metrics, and prompts with answers."""
+    def log_evals(self, step: int, values: dict[str, float | None], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One evaluation.
+
+        Args:
+            values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in evals/step-NNNNNN/results.json.
+            samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
+        """
+        if not self._rt.is_main:
+            return
+        results = read_results(self._run_dir / "evals" / f"step-{step:06d}" / "results.json")
         if values:
             self._append("evals.jsonl", step, values)
-            parts = (
-                f"{k.removeprefix('val/').removeprefix('eval/')} {v:.3f}" for k, v in values.items() if v is not None
-            )
-            self.say(f"  evaluation at step {step}: {'  '.join(parts)}")
-        if samples and self._rt.is_main:
+            self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
+        if samples:
             self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+            self._table("samples", step, SAMPLE_COLUMNS, read_rows(self._run_dir / "samples.jsonl")[-TABLE_ROWS:])
+        if results:
+            self._table("eval/results", step, RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
-    def _write(self, name: str, rows: list[dict[str, Any]]) -> None:
+    def event(self, kind: Kind, step: int, text: str) -> None:
+        """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
+        if self._rt.is_main:
+            self.say(f"step {step}: {text}" if not text.startswith("step ") else text)
+            self._record(kind, step, text)
+
+    def new_events(self, kind: Kind, step: int, texts: Sequence[str]) -> None:
+        """Those of a list of all so far that were not told yet, each text once."""
+        for text in texts:
+            if (kind, text) not in self._told:
+                self._told.add((kind, text))
+                self.event(kind, step, text)
+
+    def _record(self, kind: Kind, step: int, text: str) -> None:
+        if not self._rt.is_main:
+            return
+        self._write("events.jsonl", [{"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}])
+        if self._mirror is not None:
+            title, level = ALERTS[kind]
+            self._mirror.alert(title, step, shortened(text), level)
+
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append lines; a full disk costs them, not the run, whose checkpoint may still find room."""
         try:
             with (self._run_dir / name).open("a") as file:
@@ -179,14 +185,13 @@ class Tracker:
         if not self._rt.is_main:
             return
         self._write(name, [{"step": step, "time": round(time.time(), 3), **values}])
-        if self._wandb is None or self._lost:
-            return
-        try:
-            self._wandb.log({"step": step, **{k: v for k, v in values.items() if v is not None}})
-        except Exception as error:
-            if not self._lost:
-                log.warning("wandb does not take a row (%s); metrics.jsonl is kept all the same", first_line(error))
-            self._lost = True
+        if self._mirror is not None:
+            self._mirror.row(step, values)
+
+    def _table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._mirror is not None:
+            cells = [[shortened(row.get(column)) for column in columns] for row in rows]
+            self._mirror.table(name, step, columns, cells)
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
@@ -203,8 +208,23 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> 
         f"{values['perf/step_seconds']:7.3f} s/step",
         f"wait {values['perf/data_wait_pct']:4.1f}%",
         f"pad {values['data/padding_pct']:4.1f}%",
-        f"mem {values['perf/peak_memory_gib']:5.1f} GiB",
+        f"mem {number(values['mem/peak_gib'], '5.1f')} GiB",
         f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
+    ]
+    return "  ".join(parts)
+
+
+def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:
+    """An evaluation on one line: all values of a few, else of each task the one that stands for it, and the means."""
+    shown = {name: value for name, value in values.items() if not name.endswith(("/low", "/high"))}
+    if results or len(shown) > CONSOLE_VALUES:
+        means = ("val/loss", "val/bpb", "eval/centred_mean", "eval/families/acc")
+        shown = {name: shown[name] for name in means if name in shown}
+        shown |= {f"eval/{result['task']}": result["value"] for result in results}
+    parts = [
+        f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
+        for name, value in shown.items()
+        if value is not None
     ]
     return "  ".join(parts)
 
@@ -218,7 +238,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if row_step(line) <= step]
+    kept = [line for line in lines_of(path) if row_step(line) <= step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)
@@ -226,7 +246,12 @@ def drop_rows_after(path: Path, step: int) -> None:
 
 def has_row(path: Path, step: int) -> bool:
     """Whether a file of rows has one of this step."""
-    return path.exists() and any(row_step(line) == step for line in path.read_text().splitlines())
+    return path.exists() and any(row_step(line) == step for line in lines_of(path))
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
+    return [line for line in path.read_text().split("\n") if line]
 
 
 def row_step(line: str) -> float:
@@ -237,5 +262,25 @@ def row_step(line: str) -> float:
         return math.inf
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
+    try:
+        lines = lines_of(path)
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if row_step(line) < math.inf]
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What an evaluation wrote of its tasks; nothing where it had none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return []
+
+
+def shortened(value: Any) -> Any:
+    """A text as long as a table or an alert shows it; anything else as it is."""
+    if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
+        return value[: TABLE_CHARACTERS - 1] + "…"
+    return value

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sftkit import compile_debug, proof
 from sftkit.agreement import agree, data_identity
 from sftkit.checkpoint import Checkpoints
 from sftkit.compilation import step_contract
@@ -32,7 +33,8 @@ from sftkit.tracker import Tracker, has_row
 from sftkit.warmup import prepare_step
 from sftkit.watchdog import watched
 
-Evaluate = Callable[[], tuple[dict[str, float | None], list[dict[str, Any]]]]
+Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
+"step -> (metrics, sample answers)"
 
 
 @dataclass
@@ -80,7 +82,7 @@ def train(
         model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
             `evaluate` and `checkpoints` see.
         plan: how memory is spent, for the warm-up and for the message when it runs out.
-        evaluate: (metrics, sample answers) of orig_model; every rank calls it.
+        evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
         resumed: what Checkpoints.resume returned.
 
     Raises:
@@ -101,27 +103,32 @@ def train(
     watch = CompileWatch()
     with watched(status, cfg.run, rt.stopping):
         status.at(step, "warm-up")
-        compiled, warm_up_seconds = prepare_step(
-            cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker
-        )
+        prepared = prepare_step(cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker)
+        rows = [*prepared.proof, proof.mask_row(batches.examples), proof.resume_row(step, checkpoints.resumed_from)]
+        if rt.is_main:
+            proof.write(checkpoints.run_dir, rows)
+        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
+        for problem in checkpoints.passed_over:
+            tracker.event("checkpoint_fallback", step, problem)
         rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
         stopped = rt.stop_requested()
         # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
         if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
             status.at(step, "evaluation")
-            evals, samples, stopped = _evaluated(evaluate)
+            with watch.evaluating():
+                evals, samples, stopped = _evaluated(evaluate, step)
             evals_at_start = {} if step else evals
             tracker.log_evals(step, evals, samples)
             checkpoints.evaluated(step, evals)
 
         orig_model.train()
-        meter = Meter(orig_model, cfg.loss, rt)
+        meter = Meter(orig_model, cfg.loss, batches, rt)
         meter.total_tokens = resumed.get("tokens", 0)
-        health = Health(cfg.numerics, rt, status, batches, cfg.log.every)
+        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = checkpoints.run_dir / f"step-{step:06d}"
-        on_recompile = cfg.compile.on_recompile if compiled else "warn"
+        on_recompile = cfg.compile.on_recompile if prepared.compiled else "warn"
         with (
             step_contract(on_recompile, watch.graph_break_reasons()),
             explained(plan, cfg, batches.layout),
@@ -139,7 +146,8 @@ def train(
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 wish = rt.stopping.wanted()
-                outcome = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt, stop=wish)
+                with meter.syncs.watching():
+                    outcome = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt, stop=wish)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
                 tracker.advance(step)
@@ -159,8 +167,10 @@ def train(
                     health_metrics, spikes = health.read()
                     metrics |= health_metrics
                     tracker.log_metrics(step, total_steps, metrics)
+                    tracker.new_events("recompile", step, watch.recompile_kinds())
+                    tracker.new_events("graph_break", step, watch.graph_break_reasons())
                     for spike in spikes:
-                        tracker.say(spike)
+                        tracker.event("spike", step, spike)
                     collect(1)
 
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
@@ -173,30 +183,36 @@ def train(
                     folder = checkpoints.save(step, state, wait=last or stopped)
                 if evaluates and not stopped:
                     status.at(step, "evaluation")
-                    evals, samples, stopped = _evaluated(evaluate)
+                    with watch.evaluating():
+                        evals, samples, stopped = _evaluated(evaluate, step)
                     if not stopped:
                         tracker.log_evals(step, evals, samples)
                         checkpoints.evaluated(step, evals)
                     else:
                         folder = checkpoints.save(step, state, wait=True)  # only waits if it is there or on its way
                     collect()
-                meter.paused(time.perf_counter() - pausing)
+                if saves or evaluates or stopped:
+                    meter.paused(time.perf_counter() - pausing)
+        rows.append(proof.shapes_row(meter.shapes, batches.layout))
+        rows += proof.compile_rows(prepared.compiled, watch)
+        logits = proof.logits_of(orig_model)
         status.at(step, "checkpoint")
         checkpoints.finish()
+        if rt.is_main:
+            proof.write(checkpoints.run_dir, rows, logits)
+        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:
             status.write_end(stopped, number)
 
-    for reason in watch.recompile_reasons():
-        tracker.say(f"recompile after warm-up: {reason}")
     watch.close()
     return Trained(
         step=step,
         total_steps=total_steps,
         tokens=meter.total_tokens,
         train_seconds=meter.total_step_seconds,
-        warm_up_seconds=warm_up_seconds,
-        compiled=compiled,
+        warm_up_seconds=prepared.seconds,
+        compiled=prepared.compiled,
         stopped=stopped,
         metrics=metrics,
         evals=evals,
@@ -229,9 +245,9 @@ def completed(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def _evaluated(evaluate: Evaluate) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
+def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
     """(metrics, samples, whether a stop was asked for meanwhile: then there are none)."""
     try:
-        return *evaluate(), False
+        return *evaluate(step), False
     except Stopped:
         return {}, [], True

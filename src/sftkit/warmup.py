@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -12,17 +13,31 @@ from sftkit import compile_cache
 from sftkit.adamw import AdamW
 from sftkit.anatomy import vocab_size
 from sftkit.attention_choice import eager_backend
-from sftkit.compilation import warm_up
+from sftkit.compilation import run_eagerly, warm_up
 from sftkit.compile_watch import CompileWatch
 from sftkit.config import Config
-from sftkit.data.collate import warm_up_batch
+from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.pack import Layout
+from sftkit.document_check import check_documents
 from sftkit.hardware import peak_memory_gib
 from sftkit.memory import MemoryPlan, compare, explained, reserve_optimizer_state
 from sftkit.optim import warm_up_optimizer
+from sftkit.parallel import let_go
+from sftkit.proof import Row, compiled_row, document_rows
 from sftkit.runtime import Runtime
-from sftkit.step import ModelWithLoss, forward_backward, verify_logits
+from sftkit.step import ModelWithLoss, forward_backward
 from sftkit.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to run."""
+
+    compiled: bool
+    seconds: float
+    "what the warm-up took"
+    proof: list[Row]
+    "what was checked on the way"
 
 
 def prepare_step(
@@ -35,24 +50,22 @@ def prepare_step(
     plan: MemoryPlan,
     watch: CompileWatch,
     tracker: Tracker,
-) -> tuple[bool, float]:
+) -> Prepared:
     """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
-    graph is built and a run that does not fit ends here. Weights, gradients and random state are as before.
-
-    Returns:
-        (whether the step is compiled, seconds)
-    """
+    graph is built and a run that does not fit ends here. Weights, gradients and random state are as before."""
     started = time.perf_counter()
     objective = rt.accelerator.unwrap_model(model)
     assert isinstance(objective, ModelWithLoss)
-    verify_logits(objective, eager_backend(objective.backend, orig_model), rt.device)
+    eager = eager_backend(objective.backend, orig_model)
+    check = check_documents(objective, eager, rt.device)
     orig_model.train()
-    run_shape = shape_runner(rt, model, orig_model, layout)
+    losses: dict[tuple[int, int], float] = {}
+    run_shape = shape_runner(rt, model, orig_model, layout, losses)
     with explained(plan, cfg, layout):
         with reserve_optimizer_state(optimizer, plan, rt.device):
             compiled = warm_up(model, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded)
         if not compiled:
-            objective.backend = eager_backend(objective.backend, orig_model)
+            objective.backend = eager
         if isinstance(optimizer, AdamW):
             optimizer.compile = compiled
         warm_up_optimizer(optimizer)
@@ -63,23 +76,56 @@ def prepare_step(
         tracker.say(compare(plan, peak_memory_gib(rt.device)))
     if compiled:
         compile_cache.keep(cfg, orig_model, layout, rt)
-    return compiled, seconds
+    proof = document_rows(check, orig_model.dtype)
+    if compiled and not has_dropout(orig_model):
+        batch = heaviest(rt, orig_model, layout, *layout.shapes[-1])
+        proof.append(compiled_row(losses[layout.shapes[-1]], eager_loss(objective, batch, eager), orig_model.dtype))
+    else:
+        proof.append(compiled_row(None, None, orig_model.dtype))
+    return Prepared(compiled, seconds, proof)
+
+
+def has_dropout(orig_model: PreTrainedModel) -> bool:
+    """Whether two training passes of the same batch differ."""
+    layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in orig_model.modules())
+    return layers or bool(getattr(orig_model.config.get_text_config(), "attention_dropout", 0.0))
+
+
+def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
+    """Objective per target of this rank's part of a batch, by the plain Python of the model."""
+    with torch.no_grad(), run_eagerly():
+        loss = float(model(batch, backend).loss) / max(batch.num_targets, 1)
+    let_go(model.orig_model)
+    return loss
+
+
+def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
+    """This rank's part of the heaviest batch of a shape, on the device."""
+    slots = layout.max_docs(rows, row_length)
+    return warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, rt.part).to(rt.device)
 
 
 def shape_runner(
-    rt: Runtime, model: torch.nn.Module, orig_model: PreTrainedModel, layout: Layout
+    rt: Runtime,
+    model: torch.nn.Module,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    losses: dict[tuple[int, int], float],
 ) -> Callable[[int, int], None]:
     """A function that runs the heaviest batch of a shape, forward and backward; replicas do without communication, pieces
-    of a model as in a step of several micro-batches, if the run's have several."""
+    of a model as in a step of several micro-batches, if the run's have several.
+
+    Args:
+        losses: filled with the objective per target of each shape.
+    """
 
     def run_shape(rows: int, row_length: int) -> None:
-        slots = layout.max_docs(rows, row_length)
-        batch = warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, rt.part)
-        batch = batch.to(rt.device)
+        batch = heaviest(rt, orig_model, layout, rows, row_length)
         syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
         for sync in syncs:
             with rt.gradient_sync(model, sync):
-                float(forward_backward(model, batch, batch.num_targets, rt)[0])
+                total = float(forward_backward(model, batch, batch.num_targets, rt)[0])
+                losses[rows, row_length] = total / max(batch.num_targets, 1)
 
     return run_shape
 

@@ -76,7 +76,7 @@ def measured(lines: Sequence[Line], steps: Steps, world_size: int = 1) -> dict[s
         "mfu": of("perf/mfu"),
         "data_wait_pct": of("perf/data_wait_pct"),
         "padding_pct": of("data/padding_pct"),
-        "peak_memory_gib": max((line["perf/peak_memory_gib"] for line in lines), default=None),
+        "peak_memory_gib": max((line["mem/peak_gib"] for line in lines), default=None),
         "compile": {key.removeprefix("compile/"): last[key] for key in last if key.startswith("compile/")},
         "losses": {str(line["step"]): line["train/loss"] for line in lines},
         "grad_norms": {str(line["step"]): line["train/grad_norm"] for line in lines},

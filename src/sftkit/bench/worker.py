@@ -40,6 +40,8 @@ class NoCheckpoints:
     """In the place of `Checkpoints`: nothing is saved."""
 
     run_dir: Path
+    resumed_from: Path | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def last_save(self) -> dict[str, float]:
@@ -71,7 +73,7 @@ class Witness(Tracker):
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         super().log_metrics(step, total_steps, values)
-        peak = values["perf/peak_memory_gib"]
+        peak = values["mem/peak_gib"]
         if peak is not None:
             self.peak_memory_gib = max(peak, self.peak_memory_gib or 0.0)
         self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
@@ -137,7 +139,7 @@ def run(job: Job) -> dict[str, Any]:
             optimizer,
             batches,
             plan,
-            evaluate=lambda: ({}, []),
+            evaluate=lambda _: ({}, []),
             checkpoints=cast(Checkpoints, NoCheckpoints(job.folder)),
             tracker=tracker,
             resumed={"step": 0},

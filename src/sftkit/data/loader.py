@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,6 +39,8 @@ class StepBatches:
     "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
     documents: tuple[int, ...] = ()
     "indices of the documents in this rank's rows"
+    source_tokens: tuple[int, ...] = (0,)
+    "document tokens of the global batch by source"
 
     def pin_memory(self) -> StepBatches:
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
@@ -65,7 +68,13 @@ class _Steps(Dataset[StepBatches]):
             attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
+            source_tokens=tuple(self._source_tokens(docs, lengths)),
         )
+
+    def _source_tokens(self, docs: list[int], lengths: np.ndarray) -> list[int]:
+        sources = self.examples.source[docs]
+        found = np.bincount(sources, weights=lengths, minlength=len(self.examples.source_names))
+        return found.astype(np.int64).tolist()
 
     def _collated(self, rows: tuple[tuple[int, ...], ...], row_length: int, max_docs: int) -> Batch:
         return collate(self.examples, rows, row_length, self.pad_id, max_docs, self.layout.max_doc_length, self.part)

@@ -1,0 +1,101 @@
+"""Every name in metrics.jsonl and evals.jsonl: its unit and what stands for a whole run. Formulas: docs/metrics.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Summary = Literal["last", "min", "max", "mean"]
+
+GROUPS = ("compile", "shape", "health", "train", "val", "eval", "perf", "mem", "data", "ckpt")
+"What stands before the first slash, in the order in which a person should look."
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One documented name; <words> in it stand for any source, task, metric, phase or number."""
+
+    name: str
+    unit: str
+    summary: Summary = "last"
+    "which value of its curve stands for the run"
+
+    @property
+    def group(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def is_pattern(self) -> bool:
+        return "<" in self.name
+
+
+METRICS = (
+    Metric("compile/graphs", "graphs", "max"),
+    Metric("compile/recompiles", "graphs", "max"),
+    Metric("compile/graph_breaks", "graphs", "max"),
+    Metric("compile/seconds", "s", "max"),
+    Metric("compile/seconds/<phase>", "s", "max"),
+    Metric("compile/cache_hits", "hits", "max"),
+    Metric("shape/id", "index"),
+    Metric("shape/undeclared", "micro-batches", "max"),
+    Metric("shape/<rows>x<length>", "micro-batches", "max"),
+    Metric("health/spikes", "steps", "max"),
+    Metric("health/skipped_steps", "steps", "max"),
+    Metric("health/nonfinite_steps", "steps", "max"),
+    Metric("health/rank_skew_pct", "%", "mean"),
+    Metric("train/loss", "nats per target"),
+    Metric("train/objective", "nats per target"),
+    Metric("train/token_accuracy", "0 to 1"),
+    Metric("train/entropy", "nats per target"),
+    Metric("train/grad_norm", "-"),
+    Metric("train/lr", "-"),
+    Metric("train/epoch", "epochs"),
+    Metric("val/loss", "nats per target", "min"),
+    Metric("val/bpb", "bits per byte", "min"),
+    Metric("val/<source>/loss", "nats per target", "min"),
+    Metric("val/<source>/bpb", "bits per byte", "min"),
+    Metric("eval/centred_mean", "up to 1", "max"),
+    Metric("eval/families/acc", "0 to 1", "max"),
+    Metric("eval/<task>/low", "as the task"),
+    Metric("eval/<task>/high", "as the task"),
+    Metric("eval/<task>/<metric>", "0 to 1", "max"),
+    Metric("perf/tok_per_sec", "tokens/s", "mean"),
+    Metric("perf/tok_per_sec_per_gpu", "tokens/s", "mean"),
+    Metric("perf/target_tok_per_sec", "tokens/s", "mean"),
+    Metric("perf/target_tok_per_sec_per_gpu", "tokens/s", "mean"),
+    Metric("perf/mfu", "0 to 1", "mean"),
+    Metric("perf/step_seconds", "s", "mean"),
+    Metric("perf/step_p50_seconds", "s", "mean"),
+    Metric("perf/step_p95_seconds", "s", "mean"),
+    Metric("perf/data_wait_pct", "%", "mean"),
+    Metric("perf/host_syncs", "waits", "max"),
+    Metric("mem/peak_gib", "GiB", "max"),
+    Metric("mem/reserved_gib", "GiB", "max"),
+    Metric("mem/alloc_retries", "retries", "max"),
+    Metric("mem/ooms", "errors", "max"),
+    Metric("data/padding_pct", "%", "mean"),
+    Metric("data/target_pct", "%", "mean"),
+    Metric("data/dropped_rows", "rows"),
+    Metric("data/truncated_rows", "rows"),
+    Metric("data/share/<source>", "0 to 1", "mean"),
+    Metric("ckpt/block_seconds", "s", "max"),
+    Metric("ckpt/write_seconds", "s", "max"),
+    Metric("ckpt/bytes", "bytes"),
+)
+
+_WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
+_EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
+
+
+def regex(metric: Metric) -> str:
+    """The names that a pattern stands for, as a regular expression without its anchors."""
+    return re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], metric.name)
+
+
+@cache
+def find(name: str) -> Metric | None:
+    """What a name in metrics.jsonl or evals.jsonl is; None for one that is not documented."""
+    patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
+    return _EXACT.get(name) or next(patterns, None)

@@ -1,0 +1,91 @@
+"""How long single steps take on the device, and how often the host waits for it inside them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+SYNC = "called a synchronizing CUDA operation"
+"Part of what torch warns of in its sync debug mode (c10/cuda/CUDAFunctions.cpp)."
+
+
+class StepClock:
+    """Marks the end of each step without waiting for it: on a GPU by events in its stream, else by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[torch.cuda.Event | float] = []
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        """The next step starts here: at first, and after whatever was no training."""
+        self._settle()
+        self._marks = [self._now()]
+
+    def step_ended(self) -> None:
+        """The step has been launched."""
+        self._marks.append(self._now())
+
+    def read(self) -> list[float]:
+        """Seconds of each step since the last call. The device must have finished them."""
+        self._settle()
+        self._marks = self._marks[-1:]
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _settle(self) -> None:
+        """Turn marks into seconds; before a pause this waits for the last step, as the pause itself does."""
+        for before, after in zip(self._marks[:-1], self._marks[1:], strict=True):
+            if isinstance(after, float):
+                self._seconds.append(after - before)  # type: ignore[operator]
+            else:
+                after.synchronize()
+                self._seconds.append(before.elapsed_time(after) / 1000)  # type: ignore[union-attr]
+
+
+def percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
+    """(median, 95th percentile); None without a step."""
+    if not seconds:
+        return None, None
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return float(p50), float(p95)
+
+
+class SyncCounter:
+    """Counts how often the host waits for the GPU, from torch's own sync debug mode."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.count: int | None = 0 if device.type == "cuda" else None
+        "None: there is no device to wait for"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count inside. Every other warning is passed on."""
+        if self.count is None:
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.filterwarnings("always", message=SYNC)
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        for warning in seen:
+            if SYNC in str(warning.message):
+                self.count += 1
+            else:
+                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
