@@ -1,0 +1,94 @@
+"""What a run's files say, for the judge. Reads files only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, as its own files tell it."""
+
+    error: str | None
+    "why it did not finish; then the rest may be missing"
+    lines: list[Line]
+    "metrics.jsonl"
+    evals: Line
+    "the last evaluation, without step and time"
+    summary: dict[str, Any]
+    status: dict[str, Any]
+    proof: dict[str, Any]
+    environment: dict[str, Any]
+    rank_errors: list[str]
+
+    def timed(self, warm_up: int) -> list[Line]:
+        """The windows after so many steps."""
+        return [line for line in self.lines if line["step"] > warm_up]
+
+    def speeds(self, warm_up: int) -> list[float]:
+        """Useful tokens/s of each timed window."""
+        return [line["perf/tok_per_sec"] for line in self.timed(warm_up)]
+
+    def losses(self, warm_up: int) -> dict[int, float]:
+        """Step -> training loss of the window that ends there, after the warm-up."""
+        return {line["step"]: line["train/loss"] for line in self.timed(warm_up) if line["train/loss"] is not None}
+
+    def last(self, name: str) -> float | None:
+        """The last logged value."""
+        return self.lines[-1].get(name) if self.lines else None
+
+    def most(self, name: str) -> float | None:
+        """The largest logged value."""
+        return max((line[name] for line in self.lines if line.get(name) is not None), default=None)
+
+    def proof_row(self, name: str) -> dict[str, Any] | None:
+        """A row of proof.json by its name."""
+        return next((row for row in self.proof.get("rows", []) if row["name"] == name), None)
+
+
+def measure(folder: Path, error: str | None) -> Measured:
+    """Read what a run left in its folder; `error`: how its process ended, if not well."""
+    evals = rows(folder / "evals.jsonl")
+    return Measured(
+        error=error,
+        lines=rows(folder / "metrics.jsonl"),
+        evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
+        summary=read(folder / "summary.json"),
+        status=read(folder / "run_status.json"),
+        proof=read(folder / "proof.json"),
+        environment=read(folder / "environment.json"),
+        rank_errors=sorted(path.name for path in (folder / "rank-errors").glob("*")),
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file; {} if it is not there or cut short."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def rows(path: Path) -> list[Line]:
+    """The whole lines of a JSON-lines file."""
+    found = []
+    for line in path.read_text().split("\n") if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median, and the extremes in brackets."""
+    if not values:
+        return "-"
+    return f"{format(median(values), form)} ({format(min(values), form)} to {format(max(values), form)})"
