@@ -1,36 +1,43 @@
-"""Exact match on the held-out built-in tasks, per family. Pure: whoever asks the model brings the answers."""
+"""The held-out built-in task families as an evaluation task: exact match, per family and over all."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from sftkit.data import builtin
+from sftkit.evals.task import Answer, Marks, Question, Task
+
+NAME = "families"
+MAX_NEW_TOKENS = 32
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation that waits for the assistant, and the one right answer."""
-
-    family: str
-    messages: list[dict[str, Any]]
-    answer: str
-
-
-def heldout(max_per_family: int | None = None) -> list[Prompt]:
-    """The first `max_per_family` held-out prompts of each family (null: all), always the same ones."""
-    prompts: dict[str, list[Prompt]] = {family: [] for family in builtin.FAMILIES}
+def heldout(max_per_family: int | None = None) -> list[builtin.Task]:
+    """The first `max_per_family` held-out instances of each family (null: all), always the same ones."""
+    found: dict[str, list[builtin.Task]] = {family: [] for family in builtin.FAMILIES}
     for task in builtin.tasks("heldout"):
-        prompts[task.family].append(Prompt(task.family, task.messages[:-1], task.answer))
-    return [prompt for of_family in prompts.values() for prompt in of_family[:max_per_family]]
+        found[task.family].append(task)
+    return [task for of_family in found.values() for task in of_family[:max_per_family]]
 
 
-def score(prompts: Sequence[Prompt], answers: Sequence[str]) -> dict[str, float]:
-    """Share of answers equal to the right one, white space around them aside: one per family, and their "mean"."""
-    is_right: dict[str, list[bool]] = defaultdict(list)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        is_right[prompt.family].append(answer.strip() == prompt.answer)
-    scores = {family: sum(marks) / len(marks) for family, marks in is_right.items()}
-    return scores | {"mean": sum(scores.values()) / len(scores)} if scores else {}
+def load(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
+    """Conversations that wait for the assistant, each with the one right answer; `source` says of which family."""
+    questions = tuple(
+        Question(
+            id=f"{task.family}-{i}",
+            prompt=task.messages[:-1],
+            max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
+            target=task.answer,
+            source={"family": task.family},
+        )
+        for i, task in enumerate(heldout(max_per_family))
+    )
+    settings = {"shots": 0, "format": "chat", "split": "heldout", "data": "builtin:tasks"}
+    return Task(NAME, questions, judge, metric="acc", chance=0.0, settings=settings)
+
+
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Marks]:
+    """1 for an answer that is the right one, white space around it aside."""
+    return [
+        {"acc": float(answer.text.strip() == question.target)}
+        for question, answer in zip(questions, answers, strict=True)
+    ]

@@ -1,13 +1,15 @@
-"""What is evaluated in the loop and after: validation loss, generative tasks, sample answers."""
+"""What is evaluated in the loop and after: validation loss, tasks, sample answers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config import EvalConfig, SourceConfig
@@ -15,12 +17,62 @@ from sftkit.data import chat, sources
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import families
+from sftkit.evals import families, harness, results, scoring, tasks
+from sftkit.evals.results import Evaluated
+from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Task
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
 from sftkit.parallel import let_go
+from sftkit.recipe_checks import eval_problems
 from sftkit.runtime import Runtime
 from sftkit.step import ModelWithLoss
+
+log = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 32
+"Longest sample answer where eval.max_new_tokens does not say."
+
+
+def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> tuple[Task[Any, Any], ...]:
+    """The tasks of eval.tasks that sftkit runs itself, rows and all; the main rank reads first.
+
+    Raises:
+        ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
+    """
+    problems = [
+        f"{key}: {what}" for key, what in eval_problems(config.tasks, config.backend, config.allow_code_execution)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if elsewhere := _of_lm_eval(config):
+        harness.check(elsewhere, config, rt)
+    if any(task in tasks.CODE for task in config.tasks):
+        from sftkit.evals.sandbox import check_sandbox
+
+        if problem := check_sandbox():
+            raise ConfigError(f"eval.tasks: {problem}")
+    with rt.main_first():
+        loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
+    for task in loaded:
+        if not task.examples:
+            raise DataError(f"eval.tasks: {task.name} has no examples")
+        asks_in_chat = not isinstance(task.examples[0].prompt, str)
+        if asks_in_chat and not tokenizer.chat_template:
+            raise ConfigError(
+                f"eval.tasks: {task.name} asks through a chat template, and the tokenizer has none: set "
+                "model.chat_template, or eval.format to completion where the task has it"
+            )
+    return loaded
+
+
+def _of_lm_eval(config: EvalConfig) -> list[str]:
+    return [name for name in config.tasks if name != families.NAME] if config.backend == "lm_eval" else []
+
+
+def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
+    if name == families.NAME:
+        return families.load(config.max_examples, config.max_new_tokens)
+    return tasks.load(name, config.data, config.shots, config.format, config.max_examples)
 
 
 @dataclass(frozen=True)
@@ -36,69 +88,123 @@ class Suite:
     validation: Mapping[str, Examples] = field(default_factory=dict)
     layout: Layout | None = None
     sample_rows: Sequence[Row] = ()
+    run_dir: Path | None = None
+    "where evals/step-NNNNNN/ gets every example of the tasks; None: nowhere"
+    tasks: tuple[Task[Any, Any], ...] | None = None
+    "what load_tasks gives for the config, if it was called before"
 
     def __post_init__(self) -> None:
-        if self.config.tasks and not self.tokenizer.chat_template:
-            raise ConfigError("eval.tasks: the tokenizer has no chat template to ask with; set model.chat_template")
+        _ = self.asked  # whatever is wrong with the tasks is said now
 
-    def evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """(val/* of every validation source and eval/<task>/acc of every task, sample answers); every rank calls it."""
+    @cached_property
+    def asked(self) -> list[tuple[Task[Any, Any], list[Any]]]:
+        """Each task with the tokens of its examples: pairs of `scoring.encode`, or prompts."""
+        loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
+        return [(task, self._encoded(task)) for task in loaded]
+
+    def _encoded(self, task: Task[Any, Any]) -> list[Any]:
+        if isinstance(task.examples[0], Choices):
+            return scoring.encode(task.examples, self.tokenizer)
+        prompts = [
+            (scoring.prompt_text(q.prompt, self.tokenizer), not isinstance(q.prompt, str)) for q in task.examples
+        ]
+        return scoring.encode_texts(prompts, self.tokenizer)
+
+    def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """(val/* of every validation source and eval/* of every task, sample answers); every rank calls it.
+
+        With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
+        """
         try:
-            return self._evaluate()
+            values: dict[str, float | None] = {}
+            if self.validation and self.model is not None and self.layout is not None:
+                pad_id = int(self.tokenizer.pad_token_id or 0)
+                values |= validate(self.model, self.validation, self.layout, pad_id, self.rt)
+            found = self.run_tasks()
+            if found and step is not None and self.run_dir is not None and self.rt.is_main:
+                self._write(self.run_dir / "evals" / f"step-{step:06d}", found)
+            return values | results.values_of([one.result for one in found]), self.samples()
         finally:
             let_go(self.orig_model)
 
-    def _evaluate(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        values: dict[str, float | None] = {}
-        if self.validation and self.model is not None and self.layout is not None:
-            pad_id = int(self.tokenizer.pad_token_id or 0)
-            values |= validate(self.model, self.validation, self.layout, pad_id, self.rt)
-        if "families" in self.config.tasks:
-            values |= self.families()[0]
-        return values, self.samples()
+    def _write(self, folder: Path, found: list[Evaluated]) -> None:
+        """A full disk costs the details, not the run."""
+        try:
+            results.write(folder, found)
+        except OSError as error:
+            log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
 
-    def families(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Exact match on held-out instances, (eval/<family>/acc and their mean eval/families/acc, every example)."""
-        prompts = families.heldout(self.config.max_examples)
-        answers = self.answer([chat.render_prompt(p.messages, self.tokenizer) for p in prompts])
-        scores = families.score(prompts, answers)
-        values: dict[str, float | None] = {
-            f"eval/{'families' if name == 'mean' else name}/acc": value for name, value in scores.items()
-        }
-        return values, [{**asdict(p), "given": given} for p, given in zip(prompts, answers, strict=True)]
+    def run_tasks(self) -> list[Evaluated]:
+        """The result and the examples of every task, on every rank."""
+        found = [self._run(task, encoded) for task, encoded in self.asked]
+        if elsewhere := _of_lm_eval(self.config):
+            found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
+        return found
 
-    def answer(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Greedy answers, the prompts shared out over the ranks; tensor-parallel ranks of a group decode the same ones.
+    def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
+        given: Sequence[Likelihoods | Answer]
+        settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
+        if isinstance(task.examples[0], Choices):
+            given = scoring.score(
+                self.orig_model,
+                self.tokenizer,
+                task.examples,
+                batch_size=self.config.batch_size,
+                rt=self.rt,
+                encoded=encoded,
+            )
+        else:
+            most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
+            settings["max_new_tokens"] = max(most)
+            given = self.answers(
+                encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
+            )
+        return results.evaluated(task, given, self._judged(task, given), settings)
 
-        Every rank has as many as the one with most: sharded weights are gathered in each forward pass, and all ranks ask
-        for a stop between batches.
-        """
-        alike = self.rt.topology.tensor
-        index, count = self.rt.rank // alike, self.rt.world_size // alike
-        mine = list(prompts[index::count])
-        most = -(-len(prompts) // count)
-        filler = [list(prompts[0])] * (most - len(mine)) if prompts else []
-        answers = generate(
+    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[Marks]:
+        """The main rank's marks on every rank; whatever goes wrong there is raised on all, who would wait for good."""
+
+        def judge() -> list[Marks] | Exception:
+            try:
+                return task.judge(task.examples, given)
+            except Exception as error:
+                return error
+
+        marks = self.rt.from_main(judge)
+        if isinstance(marks, Exception):
+            raise marks
+        return marks
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        most: Sequence[int],
+        stop_texts: Sequence[Sequence[str]] | None = None,
+        groups: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        """Greedy answers to tokenized prompts of at most so many tokens each; a prompt that leaves no room for its answer
+        loses its beginning."""
+        longest = scoring.max_length(self.orig_model, self.tokenizer)
+        room = [max(longest - n, 1) for n in most]
+        return generate(
             self.orig_model,
             self.tokenizer,
-            mine + filler,
+            [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)],
             stop_ids=chat.end_of_turn_ids(self.tokenizer),
-            max_new_tokens=self.config.max_new_tokens,
+            max_new_tokens=most,
             batch_size=self.config.batch_size,
-            in_step=self.rt.topology.sharded,
-            between=self.rt.check_stop,
-        )[: len(mine)]
-        if self.rt.world_size == 1:
-            return answers
-        pairs = dict(gather_object([(index + i * count, answer) for i, answer in enumerate(answers)]))
-        return [answer for _, answer in sorted(pairs.items())]
+            stop_texts=stop_texts,
+            groups=groups,
+            rt=self.rt,
+        )
 
     def samples(self) -> list[dict[str, Any]]:
-        """Prompt, reference and answer of each sample row."""
+        """Prompt, reference, answer of each sample row, and why the answer ended."""
         prompts = [sample_prompt(row, self.tokenizer) for row in self.sample_rows]
-        answers = self.answer([ids for ids, _, _ in prompts])
+        most = self.config.max_new_tokens or SAMPLE_TOKENS
+        answers = self.answers([ids for ids, _, _ in prompts], [most] * len(prompts))
         return [
-            {"prompt": shown, "reference": reference, "answer": answer}
+            {"prompt": shown, "reference": reference, "answer": answer.text, "stop": answer.stop}
             for (_, shown, reference), answer in zip(prompts, answers, strict=True)
         ]
 

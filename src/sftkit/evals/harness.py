@@ -1,0 +1,127 @@
+"""lm-evaluation-harness as a backend: any task that it has, on the model at hand, with results in the same files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config import EvalConfig
+from sftkit.errors import ConfigError
+from sftkit.evals.results import Evaluated, Result, Z
+from sftkit.kv_cache import plain_forward
+from sftkit.runtime import Runtime
+
+
+def check(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
+    """Refuse what cannot work before a model is loaded.
+
+    Raises:
+        ConfigError: no lm_eval here, several processes, an unknown task, a setting that it does not take.
+    """
+    if rt.world_size > 1:
+        raise ConfigError(
+            f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
+            "evaluate the checkpoint afterwards with python scripts/evaluate.py PATH TASK --backend lm_eval"
+        )
+    if config.data is not None:
+        raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
+    if config.max_new_tokens is not None:
+        raise ConfigError("eval.max_new_tokens: lm_eval's tasks have their own: set it to null, or use backend sftkit")
+    known = task_manager().all_tasks
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f' Did you mean "{near[0]}"?' if near else ""
+            raise ConfigError(f'eval.tasks: lm_eval has no task "{name}".{hint} `lm_eval ls tasks` lists them')
+
+
+def task_manager() -> Any:
+    """lm_eval's list of its tasks."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): pip install 'sftkit[eval]', or use backend sftkit"
+        ) from None
+    return TaskManager()
+
+
+def evaluate(
+    names: Sequence[str], config: EvalConfig, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Evaluated]:
+    """Hand the model to lm_eval; the first metric that a task names stands for it.
+
+    Raises:
+        ConfigError: a task that cannot be run: its data are not there, or it runs code that the model writes.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with plain_forward(orig_model):
+        try:
+            found = simple_evaluate(
+                model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
+                tasks=list(names),
+                num_fewshot=config.shots,
+                limit=config.max_examples,
+                apply_chat_template=config.format == "chat",
+                fewshot_as_multiturn=config.format == "chat",
+                task_manager=task_manager(),
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}"
+            ) from error
+    assert found is not None
+    return [_evaluated(name, found, config) for name in found["samples"]]
+
+
+def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
+    """One of lm_eval's results in the form of ours."""
+    metrics: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for key, value in found["results"][name].items():
+        metric, comma, way = key.partition(",")
+        if not comma or not isinstance(value, int | float):
+            continue
+        is_error = metric.endswith("_stderr")
+        label = metric.removesuffix("_stderr") + ("" if way == "none" else f"_{way}")
+        (errors if is_error else metrics)[label] = float(value)
+    metric = next(iter(metrics))
+    value, stderr = metrics[metric], errors.get(metric)
+    settings = {
+        "backend": "lm_eval",
+        "lm_eval": found.get("config", {}).get("lm_eval_version") or _version(),
+        "task_version": found["versions"].get(name),
+        "shots": found["n-shot"].get(name),
+        "format": config.format,
+        "max_examples": config.max_examples,
+    }
+    result = Result(
+        task=name,
+        metric=metric,
+        value=value,
+        stderr=stderr,
+        low=None if stderr is None else value - Z * stderr,
+        high=None if stderr is None else value + Z * stderr,
+        chance=None,
+        examples=found["n-samples"][name]["effective"],
+        settings=settings,
+        metrics=metrics,
+    )
+    return Evaluated(result, [_record(sample) for sample in found["samples"][name]])
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def _record(sample: dict[str, Any]) -> dict[str, Any]:
+    kept = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter", "doc")
+    marks = {metric: sample.get(metric) for metric in sample.get("metrics", ())}
+    return {"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": marks}

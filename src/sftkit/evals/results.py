@@ -1,0 +1,163 @@
+"""What an evaluation found: values with confidence intervals, and every example, as a table and as files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sftkit.checkpoint import replace_text
+from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Question, Task
+
+Z = 1.959964
+"Standard errors on each side of a 95 % interval."
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A task's value and what it takes to judge and repeat it."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    "standard error; None: one example, or not known"
+    low: float | None
+    "of the 95 % interval"
+    high: float | None
+    chance: float | None
+    "what guessing gives; None: not known"
+    examples: int
+    settings: dict[str, Any]
+    metrics: dict[str, float]
+    "every metric of the task; <metric>/<family>: of the examples of one family"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A result and one record for each of its examples."""
+
+    result: Result
+    records: list[dict[str, Any]]
+
+
+def evaluated(
+    task: Task[Any, Any], given: Sequence[Likelihoods | Answer], marks: Sequence[Marks], settings: dict[str, Any]
+) -> Evaluated:
+    """The result of a task from the marks of its examples; `settings` are added to the task's own."""
+    flat: dict[str, list[float]] = defaultdict(list)
+    for example, mark in zip(task.examples, marks, strict=True):
+        for name, value in mark.items():
+            values = list(value) if isinstance(value, Sequence) else [value]
+            flat[name] += values
+            if family := example.source.get("family"):
+                flat[f"{name}/{family}"] += values
+    metrics = {name: sum(values) / len(values) for name, values in flat.items() if values}
+    value, stderr, low, high = interval(flat[task.metric])
+    result = Result(
+        task=task.name,
+        metric=task.metric,
+        value=value,
+        stderr=stderr,
+        low=low,
+        high=high,
+        chance=task.chance,
+        examples=len(task.examples),
+        settings={**task.settings, **settings},
+        metrics=metrics,
+    )
+    return Evaluated(result, [record(*row) for row in zip(task.examples, given, marks, strict=True)])
+
+
+def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
+    """(mean, standard error, low, high) with the 95 % interval: Wilson's for marks of 0 and 1, which keeps within [0, 1] and
+    does not vanish where all marks agree; else that of the normal distribution."""
+    n = len(marks)
+    mean = sum(marks) / n
+    stderr = math.sqrt(sum((mark - mean) ** 2 for mark in marks) / (n - 1) / n) if n > 1 else None
+    if set(marks) <= {0.0, 1.0}:
+        centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+        half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
+        return mean, stderr, max(centre - half, 0.0), min(centre + half, 1.0)
+    half = Z * (stderr or 0.0)
+    return mean, stderr, mean - half, mean + half
+
+
+def centred_mean(results: Sequence[Result]) -> float | None:
+    """Mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no task with a known chance."""
+    parts = [(r.value - r.chance) / (1 - r.chance) for r in results if r.chance is not None and r.chance < 1]
+    return sum(parts) / len(parts) if parts else None
+
+
+def values_of(results: Sequence[Result]) -> dict[str, float | None]:
+    """As they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>, eval/centred_mean."""
+    values: dict[str, float | None] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            metric, _, family = name.partition("/")
+            values[f"eval/{family or result.task}/{metric}"] = value
+        values |= {f"eval/{result.task}/low": result.low, f"eval/{result.task}/high": result.high}
+    return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
+
+
+def record(example: Choices | Question, given: Likelihoods | Answer, marks: Marks) -> dict[str, Any]:
+    """A line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
+    row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
+    if isinstance(example, Choices):
+        assert isinstance(given, Likelihoods)
+        row |= {"continuations": example.continuations, "gold": example.gold, "loglikelihoods": given.sums}
+        row |= {"greedy": given.greedy, "tokens": given.tokens}
+    else:
+        assert isinstance(given, Answer)
+        row |= {"answer": given.text, "stop": given.stop, "tokens": given.tokens, "target": example.target}
+    return row | {"marks": marks, "source": example.source}
+
+
+def write(folder: Path, found: Sequence[Evaluated]) -> None:
+    """<task>.jsonl of every task, then results.json; each file is replaced as a whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in found:
+        lines = "".join(f"{_json(row)}\n" for row in one.records)
+        replace_text(folder / f"{one.result.task}.jsonl", lines)
+    rows = [asdict(one.result) for one in found]
+    replace_text(folder / RESULTS, json.dumps(_finite(rows), indent=1, ensure_ascii=False, default=str))
+
+
+def _json(row: dict[str, Any]) -> str:
+    return json.dumps(_finite(row), ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no nan: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each task and metric, and the centred mean."""
+    lines = [("task", "metric", "value", "95 % interval", "chance", "examples")]
+    for r in results:
+        for name, value in sorted(r.metrics.items(), key=lambda item: item[0] != r.metric):
+            first = name == r.metric
+            span = f"{r.low:.3f} to {r.high:.3f}" if first and r.low is not None and r.high is not None else ""
+            chance = f"{r.chance:.3f}" if first and r.chance is not None else ""
+            lines.append(
+                (r.task if first else "", name, f"{value:.3f}", span, chance, f"{r.examples}" if first else "")
+            )
+    mean = centred_mean(results)
+    if mean is not None:
+        lines.append(("centred mean", "", f"{mean:.3f}", "", "", ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(6)]
+    padded = [
+        [text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))]
+        for line in lines
+    ]
+    return "\n".join("  " + "  ".join(line).rstrip() for line in padded)

@@ -1,0 +1,271 @@
+"""The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
+
+Letters: N positions whose next token is asked for, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.anatomy import head, positions
+from sftkit.attention import mixes_tokens
+from sftkit.batching import Batch, gathered, plan, shared_prefixes, turns
+from sftkit.data import conversation
+from sftkit.data.template import render, special_tokens_of, template_of
+from sftkit.data.types import Row as DataRow
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.task import Choices, Likelihoods, Message
+from sftkit.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.runtime import Runtime
+
+MOST_POSITIONS = 32_768
+"Positions of a batch, padding included."
+MOST_TARGETS = 1024
+"Positions of a batch with logits, which take V numbers each."
+CHUNK = 256
+"Positions whose fp32 log-probabilities exist at a time."
+DEFAULT_LENGTH = 2048
+"Longest input where neither model nor tokenizer says."
+
+Pair = tuple[np.ndarray, np.ndarray]
+"int32 token ids of a context and of a continuation."
+
+
+def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text before the answer: the prompt itself, or its messages in the chat template.
+
+    Raises:
+        ConfigError: messages, and the tokenizer has no chat template. DataError: what is no conversation.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    row = DataRow("prompt", messages=[dict(message) for message in prompt])
+    messages = conversation.validated(row, special_tokens_of(tokenizer))
+    return render(tokenizer, template_of(tokenizer), messages, None, add_generation_prompt=True)[0]
+
+
+def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What stands before a continuation without a context: the beginning of the sequence, or its end where there is none."""
+    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if token is None:
+        raise ConfigError("the tokenizer has neither a bos nor an eos token, so a prompt cannot be empty")
+    return int(token)
+
+
+def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """int32 ids of each (text, is_rendered); the tokenizer adds its special tokens to texts that are not rendered by a chat
+    template and do not begin with the bos token."""
+    bos = tokenizer.decode([prefix_token(tokenizer)]) if _has_prefix_token(tokenizer) else None
+    found: dict[tuple[str, bool], np.ndarray] = {}
+    for adds in (True, False):
+        wanted = [
+            key for key in dict.fromkeys(texts) if adds != (key[1] or (bos is not None and key[0].startswith(str(bos))))
+        ]
+        if wanted:
+            encoded = tokenizer([text for text, _ in wanted], add_special_tokens=adds, verbose=False)["input_ids"]
+            found |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
+    return [found[key] for key in texts]
+
+
+def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
+
+
+def encode(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
+    """The tokens of each context and continuation of each example.
+
+    The whole is tokenized at once and cut after as many tokens as the context has alone; white space at the end of a
+    context that no chat template has made belongs to the continuation.
+
+    Raises:
+        DataError: a continuation without tokens.
+    """
+    cuts: list[list[tuple[str, str, bool]]] = []
+    for example in examples:
+        rendered = not isinstance(example.prompt, str)
+        text = prompt_text(example.prompt, tokenizer)
+        context = text if rendered else text.rstrip()
+        space = text[len(context) :]
+        cuts.append([(context, space + continuation, rendered) for continuation in example.continuations])
+    texts = [(context, rendered or not context) for cut in cuts for context, _, rendered in cut]
+    wholes = [(context + rest, rendered or not context) for cut in cuts for context, rest, rendered in cut]
+    encoded = encode_texts([*texts, *wholes], tokenizer)
+    ids, at = [], 0
+    for example, cut in zip(examples, cuts, strict=True):
+        pairs = []
+        for context, _, _ in cut:
+            pairs.append(_cut(encoded[at], encoded[at + len(texts)], context, tokenizer))
+            if not len(pairs[-1][1]):
+                raise DataError(f"{example.id}: the continuation {cut[len(pairs) - 1][1]!r} has no tokens")
+            at += 1
+        ids.append(pairs)
+    return ids
+
+
+def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    if context:
+        return context_ids, whole[len(context_ids) :]
+    first = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
+    return (whole[:1], whole[1:]) if len(whole) and whole[0] == first[0] else (first, whole)
+
+
+def max_length(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The most tokens that the model reads at once."""
+    longest = positions(orig_model)
+    if longest is None and tokenizer.model_max_length < 10**9:
+        longest = int(tokenizer.model_max_length)
+    return longest or DEFAULT_LENGTH
+
+
+@dataclass(frozen=True)
+class Row:
+    """One input of the model and what is asked of it: several continuations may end in the same input."""
+
+    ids: np.ndarray
+    "int32 [T]: context and continuation without its last token"
+    asked: dict[tuple[int, int], np.ndarray]
+    "(example, continuation) -> its tokens, int32, which follow the last len() positions"
+
+    @property
+    def targets(self) -> int:
+        return max(map(len, self.asked.values()))
+
+
+def rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[Row], list[int]]:
+    """(inputs, the example that each is of), cut on the left to `longest` tokens."""
+    rows: list[Row] = []
+    owners: list[int] = []
+    for i, pairs in enumerate(encoded):
+        same: dict[bytes, Row] = {}
+        for k, (context, continuation) in enumerate(pairs):
+            if len(continuation) > longest:
+                raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
+            ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
+            row = same.get(ids.tobytes())
+            if row is None:
+                row = same[ids.tobytes()] = Row(ids, {})
+                rows.append(row)
+                owners.append(i)
+            row.asked[i, k] = continuation
+    return rows, owners
+
+
+def score(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Choices],
+    *,
+    batch_size: int = 64,
+    rt: Runtime | None = None,
+    encoded: Sequence[Sequence[Pair]] | None = None,
+) -> list[Likelihoods]:
+    """What the model gives the continuations of each example; every rank calls it and has all of them.
+
+    Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin with
+    is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
+
+    Args:
+        encoded: what `encode` gives for the examples, if it is there already.
+    """
+    encoded = encode(examples, tokenizer) if encoded is None else encoded
+    rows, owners = rows_of(encoded, max_length(orig_model, tokenizer))
+    groups = ["" if mixes_tokens(orig_model) else examples[i].group for i in owners]
+    prefixes = shared_prefixes([row.ids for row in rows], [len(row.ids) - row.targets for row in rows], groups)
+    batches = plan(
+        [len(row.ids) - len(prefix) for row, prefix in zip(rows, prefixes, strict=True)],
+        prefixes,
+        batch_size,
+        targets=[row.targets for row in rows],
+        most_positions=MOST_POSITIONS,
+        most_targets=MOST_TARGETS,
+    )
+    in_step = rt is not None and rt.topology.sharded
+    found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}
+    prefix = SharedPrefix(orig_model)
+    with plain_forward(orig_model):
+        for batch, new_prefix in turns(batches, rt):
+            prefix.move_to(batch.prefix if batch else (), in_step and new_prefix)
+            if batch is not None:
+                for i, values in zip(batch.rows, _score_batch(orig_model, batch, rows, prefix), strict=True):
+                    found[i] = values
+            elif in_step:
+                empty_pass(orig_model)
+    by_example: list[dict[int, tuple[float, bool, int]]] = [{} for _ in examples]
+    for values in gathered(found, rt):
+        for (i, k), value in values:
+            by_example[i][k] = value
+    return [_likelihoods(values) for values in by_example]
+
+
+def _likelihoods(values: dict[int, tuple[float, bool, int]]) -> Likelihoods:
+    sums, greedy, tokens = zip(*(value for _, value in sorted(values.items())), strict=True)
+    return Likelihoods(sums, greedy, tokens)
+
+
+def _score_batch(
+    orig_model: PreTrainedModel, batch: Batch, rows: Sequence[Row], prefix: SharedPrefix
+) -> list[list[tuple[tuple[int, int], tuple[float, bool, int]]]]:
+    """((example, continuation), (log-likelihood, is it greedy, tokens)) of all that is asked of each row."""
+    chosen = [rows[i] for i in batch.rows]
+    skip = len(batch.prefix)
+    width = max(len(row.ids) for row in chosen) - skip
+    inputs = np.zeros((len(chosen), width), dtype=np.int64)
+    at: list[int] = []  # flat positions whose next token is asked for
+    pairs: list[tuple[int, int]] = []  # (index into `at`, token asked for)
+    for b, row in enumerate(chosen):
+        ids = row.ids[skip:]
+        inputs[b, : len(ids)] = ids
+        end = len(at) + row.targets
+        at += range(b * width + len(ids) - row.targets, b * width + len(ids))
+        for tokens in row.asked.values():
+            pairs += zip(range(end - len(tokens), end), tokens.tolist(), strict=True)
+    device = orig_model.device
+    cache = {"past_key_values": prefix.cache(len(chosen), width), "use_cache": True} if skip else {"use_cache": False}
+    with _head_at(orig_model, torch.tensor(at, device=device)):
+        logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache).logits
+    likelihoods, best = _next_token(logits, pairs)
+    results, start = [], 0
+    for row in chosen:
+        values = []
+        for key, tokens in row.asked.items():
+            part = slice(start, start + len(tokens))
+            is_greedy = [best[i] for i, _ in pairs[part]] == tokens.tolist()
+            values.append((key, (sum(likelihoods[part]), is_greedy, len(tokens))))
+            start += len(tokens)
+        results.append(values)
+    return results
+
+
+def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[list[float], list[int]]:
+    """(fp32 log-probability of each (position, token), the most likely token of each position) from logits [N, V]."""
+    which = torch.tensor(pairs, device=logits.device)
+    values = torch.zeros(len(pairs), device=logits.device)
+    best = []
+    for start in range(0, len(logits), CHUNK):
+        log_probs = F.log_softmax(logits[start : start + CHUNK].float(), dim=-1)
+        best.append(log_probs.argmax(-1))
+        inside = ((which[:, 0] >= start) & (which[:, 0] < start + CHUNK)).nonzero().squeeze(1)
+        values[inside] = log_probs[which[inside, 0] - start, which[inside, 1]]
+    return values.tolist(), torch.cat(best).tolist()
+
+
+@contextmanager
+def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
+    """Inside, the head projects these of the flattened positions only: logits are [N, V], with all that the model does to
+    them, and those of whole rows never exist."""
+
+    def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (inputs[0].flatten(0, -2).index_select(0, at), *inputs[1:])
+
+    hook = head(orig_model).register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()

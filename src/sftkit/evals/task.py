@@ -1,0 +1,87 @@
+"""What a task is: examples read from files, what the model is asked, and how its answers are judged. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+Message = dict[str, Any]
+Marks = dict[str, float | list[float]]
+"Metric -> the mark of one example, or its list of marks where an example is judged several times (IFEval's instructions)."
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Which of several continuations the model finds most likely."""
+
+    id: str
+    prompt: str | Sequence[Message]
+    "text that is continued as it is; or messages, put through the chat template up to where the assistant begins"
+    continuations: tuple[str, ...]
+    "with the space that belongs before them, if any"
+    gold: tuple[int, ...]
+    "indices of the right ones; most tasks have one"
+    lengths: tuple[int, ...]
+    "characters of each choice that acc_norm divides its log-likelihood by"
+    group: str = ""
+    "examples of a group begin with the same few-shot text"
+    source: dict[str, Any] = field(default_factory=dict)
+    "what is kept of the row in the per-example output"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something to answer in free text, greedily."""
+
+    id: str
+    prompt: str | Sequence[Message]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    "texts that end an answer and are cut off; the end of turn and the end of sequence always do"
+    target: Any = None
+    "what the judge needs: a number, tests, rules"
+    group: str = ""
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """What the model gives the continuations of one `Choices`."""
+
+    sums: tuple[float, ...]
+    "log-likelihood of each continuation in nats, summed over its tokens"
+    greedy: tuple[bool, ...]
+    "whether each token of it is the most likely one"
+    tokens: tuple[int, ...]
+    "its length in tokens"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to one `Question`."""
+
+    text: str
+    stop: str
+    "why it ended: end_of_turn | stop_text | length"
+    tokens: int
+
+
+Asked = TypeVar("Asked", Choices, Question)
+Given = TypeVar("Given", Likelihoods, Answer)
+
+
+@dataclass(frozen=True)
+class Task(Generic[Asked, Given]):
+    """A named set of examples with its judge."""
+
+    name: str
+    examples: tuple[Asked, ...]
+    judge: Callable[[Sequence[Asked], Sequence[Given]], list[Marks]]
+    "marks of every example, in order; called once for all, on one rank"
+    metric: str
+    "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
+    chance: float
+    "what guessing gives in that metric"
+    settings: dict[str, Any]
+    "shots, format, files and split: what someone needs to repeat it"

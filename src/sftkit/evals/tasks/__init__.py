@@ -1,0 +1,61 @@
+"""Published evaluation tasks by name: what each asks, where its rows are, how answers are judged. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from sftkit.errors import ConfigError
+from sftkit.evals.task import Task
+from sftkit.evals.tasks import data as rows
+
+_BUILDERS = {
+    "mmlu": "mmlu:build",
+    "arc_easy": "arc:arc_easy",
+    "arc_challenge": "arc:arc_challenge",
+    "hellaswag": "hellaswag:build",
+    "piqa": "short_answers:piqa",
+    "openbookqa": "arc:openbookqa",
+    "boolq": "short_answers:boolq",
+    "truthfulqa_mc1": "truthfulqa:truthfulqa_mc1",
+    "truthfulqa_mc2": "truthfulqa:truthfulqa_mc2",
+    "gsm8k": "gsm8k:build",
+    "humaneval": "humaneval:build",
+    "mbpp": "mbpp:build",
+    "ifeval": "ifeval:build",
+}
+"Task -> module of this package and its function build(read, shots, format, max_examples)."
+
+NAMES = tuple(_BUILDERS)
+CODE = ("humaneval", "mbpp")
+"Tasks that run what the model writes."
+FORMATS = ("completion", "chat")
+
+
+def load(
+    name: str,
+    data: str | None = None,
+    shots: int | None = None,
+    format: str = "completion",
+    max_examples: int | None = None,
+) -> Task[Any, Any]:
+    """The task of that name, with all its examples read.
+
+    `data`: a folder with the rows; None: the hub. `shots`: few-shot examples; None: the task's own number.
+    `format`: "completion" continues a text, "chat" asks through the chat template. `max_examples`: only so many; None: all.
+    A name or setting that cannot work is a ConfigError, rows that are missing or cannot be used are a DataError.
+    """
+    if name not in _BUILDERS:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f'. Did you mean "{close[0]}"?' if close else ""
+        raise ConfigError(f'eval.tasks: "{name}" is not one of {", ".join(NAMES)}{hint}')
+    if format not in FORMATS:
+        raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(FORMATS)}')
+    if shots is not None and shots < 0:
+        raise ConfigError(f"eval.shots: {shots} is less than 0")
+    module, function = _BUILDERS[name].split(":")
+    build = getattr(import_module(f"sftkit.evals.tasks.{module}"), function)
+    task: Task[Any, Any] = build(partial(rows.read, folder=data), shots, format, max_examples)
+    return task

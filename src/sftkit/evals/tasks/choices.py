@@ -1,0 +1,214 @@
+"""What the tasks with choices have in common: few-shot prompts, letters in a chat, accuracy.
+
+Prompts of format "completion" are those of lm-evaluation-harness, character by character, drawn shots included.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.task import Choices, Likelihoods, Marks, Message, Task
+from sftkit.evals.tasks.data import Read, Row, Split
+
+SHOTS_SEED = 1234
+"lm-evaluation-harness's fewshot_random_seed."
+
+DRAWN = {"completion": "random, seed 1234, anew for each example", "chat": "the first ones"}
+"Which shots: in a chat the same for all examples, so that the turns before them are computed once."
+
+ASK_FOR_LETTER = "Answer with the letter of the right option only."
+
+Choice = Task[Choices, Likelihoods]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row in the terms that all tasks with choices share."""
+
+    prompt: str
+    "format completion: the text that one of the choices continues, after a space"
+    question: str
+    "format chat: what stands above the lettered options"
+    choices: tuple[str, ...]
+    gold: tuple[int, ...]
+    "indices of the right ones"
+
+
+@dataclass(frozen=True)
+class Design:
+    """What makes one task with choices different from the others."""
+
+    name: str
+    examples: Split
+    shots: Split | None
+    "where shots come from; None: the task takes none"
+    item: Callable[[Row], Item]
+    metric: str
+    "format completion: the metric that stands for the task"
+    judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[Marks]]
+    "format completion; in a chat it is the letter's accuracy"
+    letter_metric: str = "acc"
+    letter_judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[Marks]] | None = None
+    "format chat; None: accuracy of the letter"
+    one_more: bool = False
+    "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
+    group: str = ""
+    "format completion without shots: what begins all prompts alike"
+
+
+def build(design: Design, read: Read, shots: int | None, format: str, max_examples: int | None) -> Choice:
+    """The task of a design. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+    rows = read(design.examples)
+    shots = shots or 0
+    pool = shot_rows(design.name, design.shots, read, shots, spare=int(design.one_more))
+    chosen = rows[:max_examples]
+    if format == "chat":
+        shown = [design.item(row) for row in pool[:shots]]
+        group = design.name if shots else ""
+        examples = [lettered(design.name, row, design.item(row), shown, group) for row in chosen]
+    else:
+        drawn = drawn_shots(pool, chosen, shots, design.one_more)
+        group = "" if shots else design.group
+        examples = [
+            continued(design.name, row, design.item(row), [design.item(shot) for shot in of_row], group)
+            for row, of_row in zip(chosen, drawn, strict=True)
+        ]
+    in_chat = format == "chat"
+    settings = settings_of(rows, pool, shots, format, first(max_examples), DRAWN[format])
+    return Task(
+        name=design.name,
+        examples=tuple(examples),
+        judge=(design.letter_judge or judge_acc) if in_chat else design.judge,
+        metric=design.letter_metric if in_chat else design.metric,
+        chance=chance(examples),
+        settings=settings,
+    )
+
+
+def settings_of(
+    rows: Sequence[Row], pool: Sequence[Row], shots: int, format: str, selection: str, drawn: str
+) -> dict[str, Any]:
+    """What someone needs to ask the same questions again."""
+    settings: dict[str, Any] = {"format": format, "shots": shots, "data": rows[0].origin, "rows": len(rows)}
+    settings["selection"] = selection
+    if shots:
+        settings |= {"shots_from": pool[0].origin, "shots_drawn": drawn}
+    return settings
+
+
+def first(max_examples: int | None) -> str:
+    return "all rows" if max_examples is None else f"the first {max_examples}"
+
+
+# ---- shots -----------------------------------------------------------------------------------------------------------
+
+
+def shot_rows(name: str, split: Split | None, read: Read, shots: int, spare: int = 0) -> list[Row]:
+    """The rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
+    if not shots:
+        return []
+    if split is None:
+        raise ConfigError(f"eval.shots: {shots}: {name} has a fixed prompt and takes no shots: leave it null or set 0")
+    pool = read(split)
+    if len(pool) < shots + spare:
+        raise ConfigError(
+            f"eval.shots: {shots}: {pool[0].origin} has rows for {len(pool) - spare} shots of {name} only"
+        )
+    return pool
+
+
+def drawn_shots(
+    pool: Sequence[Row], rows: Sequence[Row], shots: int, one_more: bool = False
+) -> Iterator[Sequence[Row]]:
+    """The shots of each row in turn, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
+    rng = random.Random(SHOTS_SEED)
+    for row in rows:
+        if not shots:
+            yield []
+        elif not one_more:
+            yield rng.sample(pool, shots)
+        else:
+            drawn = [shot for shot in rng.sample(pool, shots + 1) if shot != row][:shots]
+            yield drawn if len(drawn) == shots else rng.sample([shot for shot in pool if shot != row], shots)
+
+
+# ---- what the model is asked -----------------------------------------------------------------------------------------
+
+
+def continued(
+    name: str, row: Row, item: Item, shots: Sequence[Item], group: str, preamble: str = "", kept: dict | None = None
+) -> Choices:
+    """Format completion: which choice continues the prompt best; shots stand before it with their first right choice."""
+    shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
+    return Choices(
+        id=f"{name}/{row.index}",
+        prompt=f"{preamble}{shown}{item.prompt}",
+        continuations=tuple(f" {choice}" for choice in item.choices),
+        gold=item.gold,
+        lengths=tuple(map(len, item.choices)),
+        group=group,
+        source=dict(row) if kept is None else kept,
+    )
+
+
+def lettered(name: str, row: Row, item: Item, shots: Sequence[Item], group: str) -> Choices:
+    """Format chat: which letter the assistant answers with; shots are earlier turns."""
+    if len(item.choices) > len(string.ascii_uppercase):
+        raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
+    messages: list[Message] = []
+    for shot in shots:
+        letter = string.ascii_uppercase[shot.gold[0]]
+        messages += [{"role": "user", "content": options(shot)}, {"role": "assistant", "content": letter}]
+    return Choices(
+        id=f"{name}/{row.index}",
+        prompt=(*messages, {"role": "user", "content": options(item)}),
+        continuations=tuple(string.ascii_uppercase[: len(item.choices)]),
+        gold=item.gold,
+        lengths=(1,) * len(item.choices),
+        group=group,
+        source=dict(row),
+    )
+
+
+def options(item: Item) -> str:
+    """The question, a line for each option, and what to answer with."""
+    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, item.choices, strict=False)]
+    return "\n".join([item.question, "", *lines, "", ASK_FOR_LETTER])
+
+
+# ---- how answers are judged ------------------------------------------------------------------------------------------
+
+
+def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+    """acc: 1 if a right choice is the most likely one, else 0."""
+    return [
+        {"acc": float(_best(likelihoods.sums) in example.gold)}
+        for example, likelihoods in zip(asked, given, strict=True)
+    ]
+
+
+def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+    """acc as above; acc_norm: the same with log-likelihoods divided by the characters of their choices."""
+    marks = judge_acc(asked, given)
+    for mark, example, likelihoods in zip(marks, asked, given, strict=True):
+        each = zip(likelihoods.sums, example.lengths, strict=True)
+        mark["acc_norm"] = float(
+            _best([nats / length if length else -math.inf for nats, length in each]) in example.gold
+        )
+    return marks
+
+
+def chance(examples: Sequence[Choices]) -> float:
+    """The accuracy of guessing, on average."""
+    return sum(len(example.gold) / len(example.continuations) for example in examples) / len(examples)
+
+
+def _best(scores: Sequence[float]) -> int:
+    """Index of the highest, the first one of equals."""
+    return max(range(len(scores)), key=scores.__getitem__)

@@ -1,0 +1,41 @@
+"""What the tasks that run code have in common: the sandbox, programs out of answers, pass@1."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sftkit.errors import ConfigError
+from sftkit.evals import sandbox
+from sftkit.evals.task import Marks
+
+BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+
+
+def require_sandbox(task: str) -> None:
+    """Refuse a task, before anything is loaded, where what the model writes cannot be run safely."""
+    if (missing := sandbox.check_sandbox()) is not None:
+        raise ConfigError(f'eval.tasks: "{task}" runs code that the model writes: {missing}')
+
+
+def code_of(answer: str) -> str:
+    """The first Python block of a chat answer, else its first block, else all of it; a block without end runs to the end."""
+    blocks = list(BLOCK.finditer(answer))
+    python = [block for block in blocks if block["language"].lower() in ("python", "python3", "py")]
+    return next((block["code"] for block in [*python, *blocks]), answer)
+
+
+def pass_at_1(jobs: Sequence[tuple[str, str]]) -> list[Marks]:
+    """1 for each (program, tests) whose tests end without an error."""
+    return [{"pass_at_1": float(verdict.passed)} for verdict in sandbox.run_many(jobs)]
+
+
+def settings() -> dict[str, Any]:
+    """Where the programs ran."""
+    return {
+        "python": f"{platform.python_version()}, the standard library alone",
+        "limits": asdict(sandbox.Limits()),
+    }

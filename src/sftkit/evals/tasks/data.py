@@ -1,0 +1,148 @@
+"""Rows of evaluation tasks, from a local folder or the hub, read through `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftkit.config import SourceConfig
+from sftkit.errors import ConfigError, DataError
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"Kind of file -> reader of `datasets`; .jsonl, .json and .csv also with .gz."
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of one data set: what its files are called in a folder, and where it is on the hub."""
+
+    files: tuple[str, ...]
+    "names without suffix, best first: gsm8k_test is found as gsm8k_test.jsonl.gz, gsm8k_test.parquet, ..."
+    hub: str
+    subset: str | None = None
+    split: str = "test"
+
+
+class Row(dict[str, Any]):
+    """A row that says where it is when a column is missing or is not what it must be: a DataError."""
+
+    def __init__(self, values: dict[str, Any], origin: str, index: int) -> None:
+        super().__init__(values)
+        self.origin = origin
+        "file, or hub id with subset and split"
+        self.index = index
+        "from 0 in its split"
+
+    @property
+    def where(self) -> str:
+        return f"{self.origin}: row {self.index}"
+
+    def __missing__(self, column: str) -> Any:
+        raise DataError(f'{self.where}: no column "{column}"; it has {", ".join(map(str, self))}')
+
+    def text(self, column: str) -> str:
+        """The text in a column."""
+        if not isinstance(value := self[column], str):
+            raise DataError(f'{self.where}: column "{column}": {value!r} is not a text')
+        return value
+
+    def texts(self, column: str) -> list[str]:
+        """The list of texts in a column, at least one."""
+        value = self[column]
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise DataError(f'{self.where}: column "{column}": {value!r} is not a list of texts')
+        return value
+
+    def number(self, column: str, below: int) -> int:
+        """The whole number in a column, 0 <= number < `below`; "2" and false count as numbers, as data sets write them."""
+        value = self[column]
+        number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
+        if not 0 <= number < below:
+            raise DataError(f'{self.where}: column "{column}": {value!r} is not a number from 0 to {below - 1}')
+        return number
+
+
+Read = Callable[[Split], list[Row]]
+"What a task's `build` gets: all rows of a split, at least one."
+
+
+def read(split: Split, folder: str | None) -> list[Row]:
+    """All rows of a split, from files of `folder`, or from the hub if it is None; at least one."""
+    values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder).expanduser())
+    if not values:
+        raise DataError(f"{origin}: it has no rows")
+    return [Row(value, origin, index) for index, value in enumerate(values)]
+
+
+def _from_folder(split: Split, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    files = _files(split, folder)
+    origin = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+    return _load(files), origin
+
+
+def _files(split: Split, folder: Path) -> list[Path]:
+    """The file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
+    if not folder.is_dir():
+        raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
+    present = sorted(path for path in folder.iterdir() if path.is_file() and _suffix(path) is not None)
+    for name in split.files:
+        exact = [path for path in present if _stem(path) == name]
+        parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _stem(path))]
+        samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _stem(path))]
+        found = exact or samples
+        if len(found) > 1 or (parts and found):
+            raise DataError(f"{folder}: which one is it? {_listed([*found, *parts])}: leave one there")
+        if found or parts:
+            return found or parts
+    looked_for = " or ".join(f"{name}{{{','.join(READERS)}}}" for name in split.files)
+    raise DataError(
+        f"eval.data {folder}: no file {looked_for} (also .gz, or with the number of rows: {split.files[0]}_1000.jsonl)"
+        f"; there is {_listed(present)}. The rows are those of {_hub_name(split)}"
+    )
+
+
+def _suffix(path: Path) -> str | None:
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    return suffix if suffix in READERS else None
+
+
+def _stem(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).stem
+
+
+def _listed(paths: list[Path]) -> str:
+    names = [path.name for path in paths]
+    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
+    return (", ".join(names[:30]) or "nothing") + more
+
+
+def _load(files: list[Path]) -> list[dict[str, Any]]:
+    """Rows of files of one kind. Streamed: nothing is copied into a cache."""
+    import datasets
+
+    kind = READERS[_suffix(files[0]) or ""]
+    try:
+        names = [str(file.resolve()) for file in files]
+        return list(datasets.load_dataset(kind, data_files=names, split="train", streaming=True))
+    except Exception as error:  # anything that datasets or pyarrow may raise on a broken file
+        raise DataError(f"{files[0]}: cannot be read as {kind}: {error}") from error
+
+
+def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
+    from sftkit.data import sources
+    from sftkit.data.readers import loads
+
+    source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
+    try:
+        rows = list(sources.opened(source).rows())
+    except (ConfigError, DataError) as error:
+        names = ", ".join(split.files)
+        raise type(error)(f"{error}. Or set eval.data to a folder with the rows, in files named {names}") from error
+    return [loads(row) if isinstance(row, bytes) else row for _, row in rows], _hub_name(split)
+
+
+def _hub_name(split: Split) -> str:
+    return f"{split.hub} ({f'subset {split.subset}, ' if split.subset else ''}split {split.split}) of the hub"

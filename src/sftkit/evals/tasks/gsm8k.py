@@ -1,0 +1,121 @@
+"""GSM8K: grade-school word problems, answered in free text that ends in a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sftkit.errors import DataError
+from sftkit.evals.task import Answer, Marks, Message, Question, Task
+from sftkit.evals.tasks import choices
+from sftkit.evals.tasks.data import Read, Row, Split
+
+HUB = "openai/gsm8k"
+TEST = Split(("gsm8k_test",), HUB, "main", "test")
+TRAIN = Split(("gsm8k_train",), HUB, "main", "train")
+SHOTS = 5
+"Format completion; in a chat none."
+MAX_NEW_TOKENS = {"completion": 256, "chat": 512}
+STOP = ("Question:", "</s>", "<|im_end|>")
+
+STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
+"A sign after a digit, letter or bracket is a minus between two numbers or a hyphen."
+
+
+def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
+    """Format completion is lm-evaluation-harness's gsm8k; chat asks the question and reads the answer's number."""
+    in_chat = format == "chat"
+    shots = (0 if in_chat else SHOTS) if shots is None else shots
+    rows = read(TEST)
+    pool = choices.shot_rows("gsm8k", TRAIN, read, shots)
+    chosen = rows[:max_examples]
+    drawn = [pool[:shots]] * len(chosen) if in_chat else choices.drawn_shots(pool, chosen, shots)
+    examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
+    return Task(
+        name="gsm8k",
+        examples=examples,
+        judge=judge_chat if in_chat else judge,
+        metric="exact_match",
+        chance=0.0,
+        settings=choices.settings_of(rows, pool, shots, format, choices.first(max_examples), choices.DRAWN[format]),
+    )
+
+
+def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
+    prompt: Any
+    if number_of(row.text("answer")) is None:
+        raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
+    if format == "chat":
+        turns = [_turns(shot) for shot in shots]
+        prompt = (*(message for turn in turns for message in turn), _turns(row)[0])
+    else:
+        prompt = "".join(f"{_asked(shot)} {shot.text('answer')}\n\n" for shot in shots) + _asked(row)
+    return Question(
+        id=f"gsm8k/{row.index}",
+        prompt=prompt,
+        max_new_tokens=MAX_NEW_TOKENS[format],
+        stop=() if format == "chat" else STOP,
+        target=row.text("answer"),
+        group="gsm8k" if format == "chat" and shots else "",
+        source=dict(row),
+    )
+
+
+def _asked(row: Row) -> str:
+    return f"Question: {row.text('question')}\nAnswer:"
+
+
+def _turns(row: Row) -> list[Message]:
+    return [{"role": "user", "content": row.text("question")}, {"role": "assistant", "content": row.text("answer")}]
+
+
+# ---- how answers are judged ------------------------------------------------------------------------------------------
+
+
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """exact_match: the number after ####; exact_match_flexible: the last number. As lm-evaluation-harness reads them."""
+    return [
+        {
+            "exact_match": float(_normal(strict(answer.text)) == _normal(question.target)),
+            "exact_match_flexible": float(_normal(flexible(answer.text)) == _normal(question.target)),
+        }
+        for question, answer in zip(asked, given, strict=True)
+    ]
+
+
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """exact_match: the number after ####, or the last number where there is no ####, has the right value."""
+    return [
+        {"exact_match": float(number_of(answer.text) == number_of(question.target))}
+        for question, answer in zip(asked, given, strict=True)
+    ]
+
+
+def strict(text: str) -> str:
+    """What lm-evaluation-harness's filter strict-match takes from an answer."""
+    found = STRICT.search(text)
+    return found[1].strip() if found else "[invalid]"
+
+
+def flexible(text: str) -> str:
+    """What its filter flexible-extract takes."""
+    found = FLEXIBLE.findall(text)
+    return next(part for part in found[-1] if part).strip() if found else "[invalid]"
+
+
+def _normal(text: str) -> str:
+    """As its exact_match compares them: no commas, no $, nothing before the marker, no full stop at the end."""
+    for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
+        text = re.sub(ignored, "", text)
+    return text.lower()
+
+
+def number_of(text: str) -> float | None:
+    """The value of the number after the last ####, or else of the last number; None if there is none."""
+    _, marker, after = text.rpartition("####")
+    marked = NUMBER.search(after) if marker else None
+    found = [marked[0]] if marked else NUMBER.findall(text)
+    return float(found[-1].replace(",", "").replace("$", "")) if found else None

@@ -1,0 +1,39 @@
+"""HellaSwag: which of four endings goes on from a description of everyday activity."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from sftkit.evals.tasks import choices
+from sftkit.evals.tasks.data import Row, Split
+
+HUB = "Rowan/hellaswag"
+
+
+def item(row: Row) -> choices.Item:
+    context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
+    start = cleaned(f"{row.text('activity_label')}: {context}")
+    endings = tuple(map(cleaned, row.texts("endings")))
+    question = f"Which ending continues this text best?\n\n{start}"
+    return choices.Item(start, question, endings, (row.number("label", len(endings)),))
+
+
+def cleaned(text: str) -> str:
+    """Without the brackets that WikiHow's markup left, exactly as lm-evaluation-harness cleans it."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+build = partial(
+    choices.build,
+    choices.Design(
+        name="hellaswag",
+        examples=Split(("hellaswag_validation",), HUB, None, "validation"),
+        shots=Split(("hellaswag_train",), HUB, None, "train"),
+        item=item,
+        metric="acc_norm",
+        judge=choices.judge_acc_norm,
+        one_more=True,
+    ),
+)

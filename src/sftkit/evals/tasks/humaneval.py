@@ -1,0 +1,73 @@
+"""HumanEval: 164 Python functions to complete from signature and docstring, judged by running their tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from sftkit.errors import ConfigError
+from sftkit.evals.task import Answer, Marks, Message, Question, Task
+from sftkit.evals.tasks import choices, code
+from sftkit.evals.tasks.data import Read, Row, Split
+
+TEST = Split(("humaneval_test", "humaneval"), "openai/openai_humaneval", split="test")
+STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+MAX_NEW_TOKENS = 1024
+ASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```\n"
+
+
+def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
+    """Format completion is lm-evaluation-harness's humaneval; chat asks as humaneval_instruct and runs the answer's code.
+
+    ConfigError where the sandbox does not work.
+    """
+    if shots:
+        raise ConfigError(f"eval.shots: {shots}: humaneval has no few-shot examples; set 0 or null")
+    code.require_sandbox("humaneval")
+    rows = read(TEST)
+    return Task(
+        name="humaneval",
+        examples=tuple(_question(row, format) for row in rows[:max_examples]),
+        judge=judge_chat if format == "chat" else judge,
+        metric="pass_at_1",
+        chance=0.0,
+        settings=choices.settings_of(rows, [], 0, format, choices.first(max_examples), "") | code.settings(),
+    )
+
+
+def _question(row: Row, format: str) -> Question:
+    prompt = row.text("prompt")
+    ask: tuple[Message, ...] = ({"role": "user", "content": ASK.format(prompt=prompt)},)
+    return Question(
+        id=row.text("task_id"),
+        prompt=ask if format == "chat" else prompt,
+        max_new_tokens=MAX_NEW_TOKENS,
+        stop=() if format == "chat" else STOP,
+        target={
+            "prompt": prompt,
+            "entry_point": row.text("entry_point"),
+            "tests": f"{row.text('test')}\ncheck({row.text('entry_point')})",
+        },
+        source=dict(row),
+    )
+
+
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """pass_at_1: the prompt with its completion passes the tests."""
+    pairs = zip(asked, given, strict=True)
+    return code.pass_at_1(
+        [(question.target["prompt"] + answer.text, question.target["tests"]) for question, answer in pairs]
+    )
+
+
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
+    pairs = zip(asked, given, strict=True)
+    return code.pass_at_1([(program(question, answer.text), question.target["tests"]) for question, answer in pairs])
+
+
+def program(question: Question, answer: str) -> str:
+    """The prompt, which is a function with only a docstring, then the code that defines it anew, or else its body."""
+    found = code.code_of(answer)
+    defines = re.search(rf"^(async )?def {re.escape(question.target['entry_point'])}\b", found, re.MULTILINE)
+    return question.target["prompt"] + ("\n\n" if defines else "") + found

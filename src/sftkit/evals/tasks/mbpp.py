@@ -1,0 +1,91 @@
+"""MBPP: 500 small Python functions described in a sentence, with tests to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.task import Answer, Marks, Message, Question, Task
+from sftkit.evals.tasks import choices, code
+from sftkit.evals.tasks.data import Read, Row, Split
+
+HUB = "google-research-datasets/mbpp"
+TEST = Split(("mbpp_test", "mbpp"), HUB, "full", "test")
+PROMPT = Split(("mbpp_prompt", "mbpp"), HUB, "full", "prompt")
+TEST_IDS = range(11, 511)
+SHOT_IDS = (2, 3, 4)
+MAX_NEW_TOKENS = {"completion": 256, "chat": 512}
+STOP = ("[DONE]",)
+
+
+def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
+    """Format completion is lm-evaluation-harness's mbpp; chat asks as mbpp_instruct, shots as earlier turns.
+
+    All tests of a row must pass, after its test_setup_code. ConfigError where the sandbox does not work.
+    """
+    shots = len(SHOT_IDS) if shots is None else shots
+    if shots > len(SHOT_IDS):
+        raise ConfigError(f"eval.shots: {shots}: mbpp has {len(SHOT_IDS)} few-shot examples, tasks 2, 3 and 4")
+    code.require_sandbox("mbpp")
+    rows = _of_ids(read(TEST), TEST_IDS)
+    pool = _of_ids(read(PROMPT), SHOT_IDS[:shots]) if shots else []
+    return Task(
+        name="mbpp",
+        examples=tuple(_question(row, pool, format) for row in rows[:max_examples]),
+        judge=judge_chat if format == "chat" else judge,
+        metric="pass_at_1",
+        chance=0.0,
+        settings=choices.settings_of(rows, pool, shots, format, choices.first(max_examples), "tasks 2, 3, 4")
+        | code.settings(),
+    )
+
+
+def _of_ids(rows: Sequence[Row], ids: Sequence[int]) -> list[Row]:
+    """The rows of these tasks: a file may hold all 974, numbered as they were published."""
+    found = [row for row in rows if row["task_id"] in ids]
+    if not found:
+        raise DataError(f"{rows[0].origin}: no row with a task_id from {min(ids)} to {max(ids)}")
+    return found
+
+
+def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
+    messages: list[Message] = []
+    for shot in shots:
+        answer = f"```python\n{shot.text('code')}\n```"
+        messages += [_ask(shot), {"role": "assistant", "content": answer}]
+    text = "".join(f"{_begin(shot)}{shot.text('code')}\n[DONE]\n\n" for shot in shots) + _begin(row)
+    return Question(
+        id=f"mbpp/{row['task_id']}",
+        prompt=(*messages, _ask(row)) if format == "chat" else text,
+        max_new_tokens=MAX_NEW_TOKENS[format],
+        stop=() if format == "chat" else STOP,
+        target="\n".join([row.text("test_setup_code"), *row.texts("test_list")]),
+        group="mbpp" if shots else "",
+        source=dict(row),
+    )
+
+
+def _begin(row: Row) -> str:
+    tests = "\n".join(row.texts("test_list"))
+    return (
+        f"You are an expert Python programmer, and here is your task: {row.text('text')} "
+        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+    )
+
+
+def _ask(row: Row) -> Message:
+    tests = "\n".join(row.texts("test_list"))
+    ask = f"You are an expert Python programmer, and here is your task:\n{row.text('text')}\nYour code should pass these tests:"
+    return {"role": "user", "content": f"{ask}\n{tests}"}
+
+
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """pass_at_1: what was written before [DONE] passes the tests."""
+    return code.pass_at_1([(answer.text, question.target) for question, answer in zip(asked, given, strict=True)])
+
+
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+    """pass_at_1: the code in the answer passes the tests."""
+    return code.pass_at_1(
+        [(code.code_of(answer.text), question.target) for question, answer in zip(asked, given, strict=True)]
+    )

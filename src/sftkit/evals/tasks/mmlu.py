@@ -1,0 +1,81 @@
+"""MMLU: 57 subjects, the answer is the letter of one of four options; shots are the subject's own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.task import Choices, Task
+from sftkit.evals.tasks import choices
+from sftkit.evals.tasks.data import Read, Row, Split
+
+HUB = "cais/mmlu"
+TEST = Split(("mmlu_test",), HUB, "all", "test")
+DEV = Split(("mmlu_dev",), HUB, "all", "dev")
+LETTERS = ("A", "B", "C", "D")
+
+
+def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.Choice:
+    """`max_examples` are spread evenly over the subjects, the first ones of each. acc is over all questions."""
+    shots = shots or 0
+    rows = read(TEST)
+    pool = read(DEV) if shots else []
+    shots_of = _shots_by_subject(rows, pool, shots)
+    examples = [_example(row, shots_of[row.text("subject")], format) for row in spread(rows, max_examples)]
+    selection = "all rows" if max_examples is None else f"{max_examples}, spread evenly over the subjects"
+    return Task(
+        name="mmlu",
+        examples=tuple(examples),
+        judge=choices.judge_acc,
+        metric="acc",
+        chance=choices.chance(examples),
+        settings=choices.settings_of(rows, pool, shots, format, selection, "the subject's first ones"),
+    )
+
+
+def spread(rows: Sequence[Row], max_examples: int | None) -> list[Row]:
+    """The first rows of every subject, as many of each as goes, in the order of the file."""
+    if max_examples is None or max_examples >= len(rows):
+        return list(rows)
+    seen: dict[str, int] = defaultdict(int)
+    order = []
+    for position, row in enumerate(rows):
+        order.append((seen[row.text("subject")], position))
+        seen[row.text("subject")] += 1
+    return [rows[position] for position in sorted(position for _, position in sorted(order)[:max_examples])]
+
+
+def _shots_by_subject(rows: Sequence[Row], pool: Sequence[Row], shots: int) -> dict[str, list[Row]]:
+    subjects = {row.text("subject") for row in rows}
+    of_subject: dict[str, list[Row]] = {subject: [] for subject in subjects}
+    for row in pool:
+        if (subject := row.text("subject")) in subjects and len(of_subject[subject]) < shots:
+            of_subject[subject].append(row)
+    for subject, found in sorted(of_subject.items()):
+        if len(found) < shots:
+            raise ConfigError(f"eval.shots: {shots}: {pool[0].origin} has {len(found)} rows of {subject}")
+    return of_subject
+
+
+def _example(row: Row, shots: Sequence[Row], format: str) -> Choices:
+    subject = row.text("subject")
+    if format == "chat":
+        return choices.lettered("mmlu", row, _chat_item(row), [_chat_item(shot) for shot in shots], subject)
+    topic = subject.replace("_", " ")
+    preamble = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
+    return choices.continued("mmlu", row, _item(row), [_item(shot) for shot in shots], subject, preamble)
+
+
+def _item(row: Row) -> choices.Item:
+    """The options stand in the prompt; what continues it is a letter."""
+    options = _chat_item(row)
+    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options.choices, strict=True))
+    return choices.Item(f"{options.question}\n{lines}\nAnswer:", options.question, LETTERS, options.gold)
+
+
+def _chat_item(row: Row) -> choices.Item:
+    question, options = row.text("question").strip(), row.texts("choices")
+    if len(options) != len(LETTERS):
+        raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')
+    return choices.Item("", question, tuple(options), (row.number("answer", len(LETTERS)),))

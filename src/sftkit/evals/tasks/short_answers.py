@@ -1,0 +1,49 @@
+"""PIQA (which of two ways works) and BoolQ (yes or no about a passage)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sftkit.evals.tasks import choices
+from sftkit.evals.tasks.data import Row, Split
+
+PIQA, SUPER_GLUE = "baber/piqa", "aps/super_glue"
+
+
+def piqa_item(row: Row) -> choices.Item:
+    goal = row.text("goal")
+    options = row.text("sol1"), row.text("sol2")
+    return choices.Item(f"Question: {goal}\nAnswer:", goal, options, (row.number("label", 2),))
+
+
+def boolq_item(row: Row) -> choices.Item:
+    """The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false, true) as in BoolQ itself."""
+    question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
+    column = "answer" if "answer" in row else "label"
+    return choices.Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
+
+
+piqa = partial(
+    choices.build,
+    choices.Design(
+        name="piqa",
+        examples=Split(("piqa_validation",), PIQA, None, "validation"),
+        shots=Split(("piqa_train",), PIQA, None, "train"),
+        item=piqa_item,
+        metric="acc_norm",
+        judge=choices.judge_acc_norm,
+        one_more=True,
+    ),
+)
+boolq = partial(
+    choices.build,
+    choices.Design(
+        name="boolq",
+        examples=Split(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
+        shots=Split(("boolq_train",), SUPER_GLUE, "boolq", "train"),
+        item=boolq_item,
+        metric="acc",
+        judge=choices.judge_acc,
+        one_more=True,
+    ),
+)
