@@ -71,7 +71,7 @@ def main() -> None:
     checkpoints.check_space(checkpoint_bytes(orig_model, plan))
     resumed = checkpoints.resume(resume, cfg.train.resume_changes)
     samples = sample_rows(cfg.data.val, tokenize, cfg.eval.samples)
-    suite = Suite(cfg.eval, orig_model, tokenizer, rt, model, validation, layout, samples)
+    suite = Suite(cfg.eval, orig_model, tokenizer, rt, model, validation, layout, samples, run_dir)
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), resumed["step"], resumed.get("tracker")) as tracker:
         trained = train(
             cfg,

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,9 @@ from sftkit.data.loader import Batches
 from sftkit.data.types import Row
 from sftkit.distribute import distribute
 from sftkit.errors import ConfigError
+from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
+from sftkit.evals.task import Choices, Likelihoods, Marks, Task
 from sftkit.model import load_model
 from sftkit.optim import build_optimizer
 from sftkit.parallel import Sharding, let_go
@@ -165,6 +167,28 @@ SAMPLES = [
 ]
 
 
+def choices_task() -> Task[Choices, Likelihoods]:
+    """Questions of two groups, each with continuations of several lengths."""
+    shots = "How many days are in a week? seven\n\nWhat is the capital of France? Paris\n\n"
+    words = ("sea shells", "Berlin", "a user", "one, two, three", "the shore", "a tool", "turns")
+    examples = tuple(
+        Choices(
+            word,
+            f"{shots[5 * (i % 2) :]}What is {word}?",
+            (" A", " seven", " the sea shore"),
+            (0,),
+            (1, 5, 13),
+            f"{i % 2}",
+        )
+        for i, word in enumerate(words)
+    )
+
+    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+        return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(asked, given, strict=True)]
+
+    return Task("words", examples, judge, "acc", 1 / 3, {})
+
+
 def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
     """What an evaluation finds, and training with and without one in the middle."""
     counts = [0]
@@ -173,22 +197,27 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         counts[0] += 1
 
     plain = job.again().steps(0, 4)
-    config = EvalConfig(batch_size=2, max_new_tokens=12, max_examples=1)
+    config = EvalConfig(tasks=("families",), batch_size=2, max_new_tokens=12, max_examples=1)
     suite = job.suite(tokenizer, config, SAMPLES)
     hook = job.orig_model.model.register_forward_pre_hook(count)
     values, answers = suite.evaluate()
     whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
-    one_by_one = replace(suite, config=replace(config, batch_size=1))  # so that ranks are done after different tokens
-    scores, examples = one_by_one.families()
+    # Batches of one, so that ranks are done after different tokens.
+    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, 12), choices_task()))
+    given, scored = one_by_one.run_tasks()
+    together = replace(one_by_one, config=replace(config, batch_size=8)).run_tasks()[1]
     fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
     hook.remove()
     let_go(job.orig_model)
     trained = job.steps(0, 2)
     suite.evaluate()
+    sums = [row["loglikelihoods"] for one in (scored, together) for row in one.records]
     return {
-        "values": values | scores,
+        "values": values | results.values_of([given.result, scored.result]),
         "answers": [sample["answer"] for sample in answers],
-        "given": [example["given"] for example in examples],
+        "given": [[record["answer"], record["stop"]] for record in given.records],
+        "likelihoods": [value for row in sums for value in row],
+        "predictions": [row.index(max(row)) for row in sums],
         "fewer": [sample["answer"] for sample in fewer],
         "forwards": counts[0],
         "whole": whole,

@@ -17,6 +17,8 @@ FORBIDDEN = {
     "topology.py": ("torch", "transformers", "accelerate"),
     "chain.py": ("torch", "transformers", "accelerate"),
     "train.py": ("wandb", "sftkit.evals", "sftkit.data.sources"),
+    "report": ("torch", "transformers", "accelerate", "wandb"),
+    "validate/run.py": ("torch", "transformers", "accelerate"),
     "step.py": ("sftkit.train", "sftkit.evals", "sftkit.tracker"),
     "data": ("accelerate", "wandb", "sftkit.model", "sftkit.runtime", "sftkit.train", "sftkit.evals"),
 }

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, tiny_llama
+from helpers import tiny_llama
 
 from sftkit.anatomy import count_parameters, positions, train_flops
 from sftkit.config import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.generate import generate, stream, until_stop
+from sftkit.generate import stream
 from sftkit.hardware import peak_flops_by_name
 from sftkit.model import from_scratch, inherit, load_model, load_tokenizer
 
@@ -100,31 +100,6 @@ def counted_without(model: torch.nn.Module, tokens: int, targets: int) -> float:
         p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name
     )
     return 6.0 * (inside * tokens + model.lm_head.weight.numel() * targets)
-
-
-def test_batched_answers_equal_those_one_by_one(tokenizer) -> None:
-    model = tiny_llama().eval()
-    prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
-    settings = {"stop_ids": [3], "max_new_tokens": 6}
-    together = generate(model, tokenizer, prompts, batch_size=3, **settings)
-    alone = [generate(model, tokenizer, [prompt], batch_size=1, **settings)[0] for prompt in prompts]
-    assert together == alone
-    assert max(max(p) for p in prompts) < VOCAB_SIZE
-
-
-def test_answers_end_before_the_first_stop_token() -> None:
-    assert until_stop([4, 5, 1, 6, 2], [1, 2]) == [4, 5]
-    assert until_stop([4, 5], [1]) == [4, 5]
-
-
-def test_greedy_answers_ignore_the_penalties_in_a_models_generation_config(tokenizer) -> None:
-    model = tiny_llama().eval()
-    settings = {"stop_ids": [3], "max_new_tokens": 8, "batch_size": 1}
-    plain = generate(model, tokenizer, [[5, 6, 7]], **settings)
-    model.generation_config.repetition_penalty = 5.0
-    model.generation_config.do_sample = True
-    assert generate(model, tokenizer, [[5, 6, 7]], **settings) == plain
-    assert model.generation_config.repetition_penalty == 5.0
 
 
 def test_a_generation_config_with_sampling_values_can_be_saved(tmp_path: Path, tokenizer) -> None:

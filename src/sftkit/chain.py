@@ -13,7 +13,8 @@ from sftkit.recipe import read_config
 from sftkit.status import read_status
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
-EVALUATION = "evaluation.json"
+EVALUATION = "evals/final"
+"Folder in the run of the last stage with what scripts/evaluate.py found of its checkpoint."
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
@@ -36,15 +37,13 @@ def evaluate_command(sft: Config) -> list[str]:
     """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
     limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
     out = str(Path(sft.run.dir) / EVALUATION)
-    return [sys.executable, "scripts/evaluate.py", sft.run.dir, "--out", out, *limit]
+    return [sys.executable, "scripts/evaluate.py", sft.run.dir, "families", "--out", out, *limit]
 
 
 def summary(runs: dict[str, Path], seconds: float) -> str:
     """What the chain did, for a person."""
     trained = {stage: json.loads((run_dir / "summary.json").read_text()) for stage, run_dir in runs.items()}
-    evaluation = json.loads((runs["sft"] / EVALUATION).read_text())
-    after = evaluation["scores"]["eval/families/acc"]
-
+    families = json.loads((runs["sft"] / EVALUATION / "results.json").read_text())[0]
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
 
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
@@ -67,11 +66,12 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: graphs(s["metrics"])),
         "",
-        f"  held-out accuracy, mean of families, {len(evaluation['examples'])} instances: {before} before SFT, {after:.3f} after",
+        f"  held-out accuracy, mean of families, {families['examples']} instances: {before} before SFT, "
+        f"{families['value']:.3f} after (95 % interval {families['low']:.3f} to {families['high']:.3f})",
         *(
-            f"    {name.split('/')[1]:<26}{value:6.3f}"
-            for name, value in evaluation["scores"].items()
-            if name != "eval/families/acc"
+            f"    {name.removeprefix('acc/'):<26}{value:6.3f}"
+            for name, value in families["metrics"].items()
+            if name.startswith("acc/")
         ),
         "",
         *sample_lines(trained["sft"]["samples"]),

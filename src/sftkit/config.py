@@ -269,7 +269,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2)] = 2
     "Newest checkpoints kept."
     best: str | None = None
-    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names ending in /acc, else lower."
+    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, else lower."
     pin_every: Positive | None = None
     "Checkpoints at multiples of this many steps are kept for good, as are those with a file named PINNED; null: none."
 

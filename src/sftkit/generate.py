@@ -1,99 +1,179 @@
-"""Batched decoding on the eager `orig_model`, through transformers' own generate."""
+"""Greedy answers in batches on the eager `orig_model`, and one answer as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers.cache_utils import Cache
 
-from sftkit.attention import plain_attention
-from sftkit.compilation import run_eagerly
+from sftkit.attention import mixes_tokens, windows
+from sftkit.batching import gathered, plan, shared_prefixes, turns
 from sftkit.data import chat
-from sftkit.tensor_parallel import whole_rows
+from sftkit.evals.task import Answer
+from sftkit.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.runtime import Runtime
+
+KEPT_SHARE = 0.75
+"When no more of a batch's rows than this go on, the others are taken out of the cache."
+
+
+@dataclass
+class _Row:
+    """A prompt that is being answered."""
+
+    index: int
+    most: int
+    "tokens of its answer at most"
+    stop_texts: tuple[str, ...]
+    tokens: list[int] = field(default_factory=list)
+    stop: str = ""
+    "why it ended; empty: it goes on"
+
+    def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        """The next token of the answer."""
+        if self.stop:
+            return
+        if token in stop_ids:
+            self.stop = "end_of_turn"
+            return
+        self.tokens.append(token)
+        # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
+        last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
+        if self.stop_texts and all(
+            cut_at(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
+        ):
+            self.stop = "stop_text"
+        if not self.stop and len(self.tokens) == self.most:
+            self.stop = "length"
+
+    def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
+        text = text_of(self.tokens, tokenizer)
+        return Answer(text[: cut_at(text, self.stop_texts)], self.stop, len(self.tokens))
+
+
+def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of an answer, without special tokens."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def cut_at(text: str, stop_texts: Sequence[str]) -> int | None:
+    """Where the first of the stop texts begins, None if none occurs."""
+    return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
 
 
 def generate(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[int]],
     *,
     stop_ids: Sequence[int],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     batch_size: int,
-    temperature: float = 0.0,
-    in_step: bool = False,
-    between: Callable[[], object] = lambda: None,
-) -> list[str]:
-    """Answers to tokenized prompts, greedy at temperature 0, in the order given; without special tokens.
+    stop_texts: Sequence[Sequence[str]] | None = None,
+    groups: Sequence[str] | None = None,
+    rt: Runtime | None = None,
+) -> list[Answer]:
+    """Greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and has all of them.
 
-    Prompts are sorted by length so that little is padded; padding is on the left and masked.
+    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. What the prompts of
+    a group begin with is computed once. Batches follow from the arguments, not from the number of ranks, which all run
+    equally many passes if the model is sharded.
 
     Args:
-        in_step: ranks go on until all have finished a batch, as sharded weights need; all have equally many prompts.
-        between: called before each batch; may raise.
+        max_new_tokens: of every prompt, or one number for each.
+        stop_texts: texts of each prompt that end its answer and are cut off.
+        groups: names of groups of prompts that begin alike; "" is none.
+
+    Raises:
+        Stopped: a stop was asked for; between batches.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers = [""] * len(prompts)
-    with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(), _greedy(orig_model):
-        for start in range(0, len(order), batch_size):
-            between()
-            chosen = order[start : start + batch_size]
-            output = _generate_batch(
-                orig_model, tokenizer, [prompts[i] for i in chosen], stop_ids, max_new_tokens, temperature, in_step
-            )
-            for i, ids in zip(chosen, output, strict=True):
-                answers[i] = str(tokenizer.decode(until_stop(ids, stop_ids), skip_special_tokens=True))
-    return answers
+    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    stops = [tuple(texts) for texts in stop_texts] if stop_texts is not None else [()] * len(prompts)
+    # Padding lies between a prefix and its rows, and windows count it.
+    may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
+    names = list(groups) if groups is not None and may_share else [""] * len(prompts)
+    ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
+    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
+    batches = plan([len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)], prefixes, batch_size)
+    together = rt if rt is not None and rt.topology.sharded else None
+    prefix = SharedPrefix(orig_model)
+    found: dict[int, Answer] = {}
+    with plain_forward(orig_model):
+        for batch, new_prefix in turns(batches, rt):
+            prefix.move_to(batch.prefix if batch else (), together is not None and new_prefix)
+            rows = [_Row(i, most[i], stops[i]) for i in batch.rows] if batch else []
+            decoding = _Decoding(orig_model, rows, [ids[row.index] for row in rows], prefix)
+            while decoding.goes_on(together):
+                for row, token in decoding.step():
+                    row.take(token, stop_ids, tokenizer)
+            found |= {row.index: row.answer(tokenizer) for row in rows}
+    return gathered(found, rt)
 
 
-@contextmanager
-def _greedy(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside: no dropout, and not the model's own defaults, whose penalties and sampling would not be greedy."""
-    was_training, defaults = orig_model.training, orig_model.generation_config
-    orig_model.eval()
-    orig_model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        orig_model.train(was_training)
-        orig_model.generation_config = defaults
+class _Decoding:
+    """A batch while it is decoded: rows that go on, their cache and their next tokens."""
 
+    def __init__(
+        self, orig_model: PreTrainedModel, rows: list[_Row], prompts: Sequence[np.ndarray], prefix: SharedPrefix
+    ) -> None:
+        self.rows = rows
+        self._orig_model = orig_model
+        if not rows:
+            return
+        skip, device = len(prefix.ids), orig_model.device
+        width, most = max(map(len, prompts)) - skip, max(row.most for row in rows)
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + most), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            pad = width - (len(prompt) - skip)
+            ids[i, pad:] = prompt[skip:]
+            mask[i, skip : skip + pad] = 0
+        self._next = torch.from_numpy(ids).to(device)
+        self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
+        self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        self._seen = skip
+        self._cache: Cache = prefix.cache(len(rows), width + most)
 
-def _generate_batch(
-    orig_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    stop_ids: Sequence[int],
-    max_new_tokens: int,
-    temperature: float,
-    in_step: bool,
-) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    pad = tokenizer.pad_token_id
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=orig_model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=orig_model.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    output = orig_model.generate(  # type: ignore[operator]
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(stop_ids),
-        pad_token_id=pad,
-        use_cache=True,
-        synced_gpus=in_step,
-        **sampling,
-    )
-    return output[:, longest:].tolist()
+    def goes_on(self, together: Runtime | None) -> bool:
+        """Whether this rank has rows to go on with, or any rank of those that work in step."""
+        going = any(not row.stop for row in self.rows)
+        return going if together is None else together.any_rank(going)
 
+    def step(self) -> list[tuple[_Row, int]]:
+        """Rows that go on, perhaps some that have ended, and the next token of each."""
+        self._drop_ended()
+        if not self.rows:
+            empty_pass(self._orig_model)
+            return []
+        start, end = self._seen, self._seen + self._next.shape[1]
+        logits = self._orig_model(
+            input_ids=self._next,
+            attention_mask=self._mask[:, :end],
+            position_ids=self._positions[:, start:end],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        self._seen = end
+        self._next = logits[:, -1].float().argmax(-1, keepdim=True)
+        return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
 
-def until_stop(ids: list[int], stop_ids: Sequence[int]) -> list[int]:
-    """The tokens before the first stop token."""
-    stops: Iterator[int] = (i for i, token in enumerate(ids) if token in stop_ids)
-    return ids[: next(stops, len(ids))]
+    def _drop_ended(self) -> None:
+        """Take rows that have ended out of the batch, once they are many enough to pay for moving the others."""
+        going = [i for i, row in enumerate(self.rows) if not row.stop]
+        if going and len(going) > KEPT_SHARE * len(self.rows):
+            return
+        if going:
+            index = torch.tensor(going, device=self._orig_model.device)
+            self._cache.reorder_cache(index)  # type: ignore[arg-type]
+            self._next, self._mask, self._positions = (x[index] for x in (self._next, self._mask, self._positions))
+        self.rows = [self.rows[i] for i in going]
 
 
 def stream(

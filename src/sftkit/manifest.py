@@ -194,9 +194,9 @@ def write_best(run_dir: Path, best: Best) -> None:
 
 
 def is_better(new: Best, old: Best | None) -> bool:
-    """Accuracies (names ending in /acc) are better when higher, everything else when lower; nan is never better."""
+    """Metrics of tasks (eval/*) are better when higher, everything else when lower; nan is never better."""
     if math.isnan(new.value):
         return False
     if old is None or old.metric != new.metric:
         return True
-    return new.value > old.value if new.metric.endswith("/acc") else new.value < old.value
+    return new.value > old.value if new.metric.startswith("eval/") else new.value < old.value

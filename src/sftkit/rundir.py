@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sftkit.agreement import agree, identity, neighbours
 from sftkit.checkpoint import replace_text, set_aside
 from sftkit.hardware import environment
 from sftkit.launch import check_launcher
 from sftkit.model import LATEST
+from sftkit.report import write_report
 from sftkit.runtime import Runtime
 from sftkit.status import RunStatus, open_status
 from sftkit.stopping import end_process
@@ -56,7 +56,7 @@ def _end_of_signal(status: RunStatus, number: int) -> NoReturn:
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
-    """summary.json and the closing lines on the console."""
+    """summary.json, the report and the closing lines on the console."""
     if not rt.is_main:
         return
     file = run_dir / "summary.json"
@@ -74,25 +74,13 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
         f"{trained.train_seconds:.0f} s in steps"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
-    rt.say(f"checkpoint: {where}\n")
+    rt.say(f"checkpoint: {where}")
+    try:
+        rt.say(f"report: {write_report(run_dir)}\n")
+    except Exception as error:  # a page must not fail a run
+        rt.say(f"no report: {type(error).__name__}: {error}\n")
 
 
 def _finished(summary: Path) -> bool:
     """Whether an earlier start of the run has ended with its last evaluation."""
     return summary.exists() and not json.loads(summary.read_text())["stopped"]
-
-
-def report_families(
-    path: str, values: dict[str, float | None], examples: list[dict[str, Any]], out: str | None, rt: Runtime
-) -> None:
-    """Scores as a table on the console, and with every example in the JSON file `out`."""
-    if not rt.is_main:
-        return
-    counts = Counter(example["family"] for example in examples)
-    print(f"\n{path}: exact match on held-out instances")
-    for name, value in values.items():
-        family = name.split("/")[1]
-        count = counts.get(family, len(examples))
-        print(f"  {'mean of families' if family == 'families' else family:<20} {value:6.3f}  of {count}")
-    if out is not None:
-        replace_text(Path(out), json.dumps({"path": path, "scores": values, "examples": examples}, indent=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from sftkit.errors import ConfigError
@@ -45,7 +44,6 @@ def _question(row: Row, format: str) -> Question:
         stop=() if format == "chat" else STOP,
         target={
             "prompt": prompt,
-            "entry_point": row.text("entry_point"),
             "tests": f"{row.text('test')}\ncheck({row.text('entry_point')})",
         },
         source=dict(row),
@@ -67,7 +65,5 @@ def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks
 
 
 def program(question: Question, answer: str) -> str:
-    """The prompt, which is a function with only a docstring, then the code that defines it anew, or else its body."""
-    found = code.code_of(answer)
-    defines = re.search(rf"^(async )?def {re.escape(question.target['entry_point'])}\b", found, re.MULTILINE)
-    return question.target["prompt"] + ("\n\n" if defines else "") + found
+    """The prompt, a function with only a docstring, then the code, which defines it anew or is its body."""
+    return f"{question.target['prompt']}\n\n{code.code_of(answer)}"

@@ -1,0 +1,110 @@
+"""Read what a run left behind: files may be missing, cut short by a kill, or written by another version."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+_LARGEST_NUMBER = 1e100
+"no axis with more fits in a float; NaN is not below it either"
+_LARGEST_HEADER = 100 * 2**20
+
+
+def number(value: Any) -> float | None:
+    """A number that can be drawn, or None for everything else; true and false are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < _LARGEST_NUMBER else None
+
+
+def clean(value: Any) -> Any:
+    """The same value as strict JSON: NaN and infinities, which JSON has not, become null."""
+    if isinstance(value, dict):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def dicts(value: Any) -> Rows:
+    """The dictionaries of a list; empty for anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A dictionary as it is; empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
+    """A file's JSON, null where it cannot be read; `notes` then says why, unless the file is `optional` and not there."""
+    try:
+        return clean(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        if not optional:
+            notes.append(f"{path.name} is not there")
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({type(error).__name__}); it may be cut short")
+    return None
+
+
+def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
+    """The JSON objects of a file of lines; lines that are none (a kill cuts the last one) are counted in `notes`."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        if not optional:
+            notes.append(f"{path.name} is not there")
+        return []
+    rows: Rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(clean(row))
+    if lost := sum(bool(line.strip()) for line in lines) - len(rows):
+        notes.append(f"{path.name}: {lost} lines cannot be read and are left out")
+    return rows
+
+
+def checkpoint(run_dir: Path) -> Path | None:
+    """The step directory that LATEST names; None without one. The name may not lead out of the run."""
+    try:
+        name = (run_dir / "LATEST").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    folder = run_dir / name
+    return folder if name.startswith("step-") and Path(name).name == name and folder.is_dir() else None
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in the safetensors files of a folder, read off their headers; None if there are none or one is damaged."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (size,) = struct.unpack("<Q", stream.read(8))
+                header = mapping(json.loads(stream.read(size)) if size <= _LARGEST_HEADER else None)
+            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+            return None
+    return total or None
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that readers see the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""HTML and SVG from Python. What is not markup already is escaped, so text from data can never become markup."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+_VOID = ("meta", "br", "col")
+
+
+class Html(str):
+    """Markup made by `el`, which leaves it as it is; every other text is escaped there."""
+
+    __slots__ = ()
+
+
+def el(name: str, /, *children: Any, **attributes: Any) -> Html:
+    """An element. Children are markup, text, numbers, lists of those, or None; attributes that are None are left out.
+
+    `class_` is the attribute class, `aria_label` aria-label and so on.
+    """
+    words = (
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    opening = f"<{name}{''.join(words)}>"
+    return Html(opening) if name in _VOID else Html(f"{opening}{join(*children)}</{name}>")
+
+
+def join(*children: Any) -> Html:
+    """Several children as one piece of markup."""
+    return Html("".join(_markup(child) for child in children))
+
+
+def _markup(child: Any) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Html):
+        return child
+    if isinstance(child, list | tuple):
+        return join(*child)
+    return escape(str(child))
