@@ -30,7 +30,7 @@ def main(out: str) -> None:
     compile_model(model, compile, activation_memory_budget=1.0)
     wrapped = rt.prepare(model)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
-    run_shape = shape_runner(rt, wrapped, orig_model, layout)
+    run_shape = shape_runner(rt, wrapped, orig_model, layout, {})
     warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
     rows = []
     for step in batches.steps(0, 6):

@@ -92,7 +92,7 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
     check_documents(model, "reference", rt.device)
     watch = CompileWatch()
-    warm_up(wrapped, shape_runner(rt, wrapped, orig_model, layout), layout.shapes, compile, rt.any_rank)
+    warm_up(wrapped, shape_runner(rt, wrapped, orig_model, layout, {}), layout.shapes, compile, rt.any_rank)
     watch.warm_up_done()
     rows, flags = [], []
     for step in batches.steps(0, 6):

@@ -77,13 +77,14 @@ class SyncCounter:
             yield
             return
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.filterwarnings("always", message=SYNC)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            warnings.filterwarnings("always", message=SYNC)
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
         for warning in seen:
             if SYNC in str(warning.message):
                 self.count += 1

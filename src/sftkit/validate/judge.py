@@ -149,29 +149,30 @@ def distance(a: Mapping[int, float], b: Mapping[int, float]) -> float | None:
 
 def evaluations(trio: Trio) -> tuple[bool, str]:
     """Validation losses within the difference of two seeds; task scores within the baseline's 95 % interval."""
+    wanted = {
+        name: limits(name, trio)
+        for name, value in trio.eager.evals.items()
+        if name.startswith("val/") and value is not None
+    }
+    got = dict(trio.compiled.evals)
+    for result in trio.eager.results:
+        wanted[result["task"]] = (result["value"], result["low"], result["high"])
+    got |= {result["task"]: result["value"] for result in trio.compiled.results}
     problems, shown = [], []
-    for name, value in trio.eager.evals.items():
-        got, other = trio.compiled.evals.get(name), trio.other_seed.evals.get(name)
-        if value is None or name.endswith(("/low", "/high")):
-            continue
-        low, high = limits(name, value, other, trio.eager.evals)
-        text = f"{name} {got:.4f} against {value:.4f}" if got is not None else f"{name} is missing"
+    for name, (value, low, high) in wanted.items():
+        found = got.get(name)
+        text = f"{name} {found:.4f} against {value:.4f}" if found is not None else f"{name} is missing"
         shown.append(text)
-        if got is None or not low <= got <= high:
+        if found is None or not low <= found <= high:
             problems.append(f"{text}, allowed {low:.4f} to {high:.4f}")
-    if not shown:
-        return False, "nothing was evaluated"
-    return not problems, "; ".join(problems or shown[:3]) + (f"; {len(shown)} values" if len(shown) > 3 else "")
+    return bool(shown) and not problems, "; ".join(problems or shown) or "nothing was evaluated"
 
 
-def limits(name: str, value: float, other: float | None, evals: Mapping[str, float | None]) -> tuple[float, float]:
-    """What a metric of the compiled run may be."""
-    task = name.rpartition("/")[0]
-    low, high = evals.get(f"{task}/low"), evals.get(f"{task}/high")
-    if low is not None and high is not None:
-        return low, high
+def limits(name: str, trio: Trio) -> tuple[float, float, float]:
+    """(the baseline's value, the lowest and highest that a validation loss of the compiled run may be)."""
+    value, other = trio.eager.evals[name], trio.other_seed.evals.get(name)
     room = max(abs(other - value) if other is not None else 0.0, EVALUATION * abs(value))
-    return value - room, value + room
+    return value, value - room, value + room
 
 
 def checkpoint_logits(trio: Trio) -> tuple[bool, str]:
@@ -188,7 +189,11 @@ CRITERIA = (
     ("peak memory", memory, f"{100 * (MEMORY - 1):.0f} % above the baseline at most"),
     ("loss at the last step", loss_at_the_end, f"{100 * LOSS:.0f} % apart at most"),
     ("loss trajectory", loss_within_noise, "no further apart than two baseline seeds"),
-    ("evaluation", evaluations, "within the interval of the baseline"),
+    (
+        "evaluation",
+        evaluations,
+        f"tasks within the baseline's 95 % interval; losses within two seeds, or {100 * EVALUATION:.1f} %",
+    ),
     ("checkpoint loads", checkpoint_logits, "the same bits as the logits in the run"),
 )
 

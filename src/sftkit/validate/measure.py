@@ -21,6 +21,8 @@ class Measured:
     "metrics.jsonl"
     evals: Line
     "the last evaluation, without step and time"
+    results: list[dict[str, Any]]
+    "tasks of that evaluation: value, low and high of its 95 % interval"
     summary: dict[str, Any]
     status: dict[str, Any]
     proof: dict[str, Any]
@@ -58,6 +60,7 @@ def measure(folder: Path, error: str | None) -> Measured:
     return Measured(
         error=error,
         lines=rows(folder / "metrics.jsonl"),
+        results=last_results(folder / "evals"),
         evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
         summary=read(folder / "summary.json"),
         status=read(folder / "run_status.json"),
@@ -65,6 +68,12 @@ def measure(folder: Path, error: str | None) -> Measured:
         environment=read(folder / "environment.json"),
         rank_errors=sorted(path.name for path in (folder / "rank-errors").glob("*")),
     )
+
+
+def last_results(folder: Path) -> list[dict[str, Any]]:
+    """results.json of the newest evaluation; [] where no task was run."""
+    newest = max(folder.glob("step-*/results.json"), default=None)
+    return json.loads(newest.read_text()) if newest else []
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def run_row(case: Case, run: Measured, plan: Plan) -> dict[str, Any]:
         "recompiles": run.last("compile/recompiles"),
         "host_syncs": run.last("perf/host_syncs"),
         "evals": run.evals,
+        "results": [{k: v for k, v in result.items() if k != "settings"} for result in run.results],
         "proof": run.proof.get("rows", []),
     }
 
