@@ -5,6 +5,8 @@ python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed 
 
 Every run has the same data, seed and steps, processes of its own and empty compiler caches. One more eager run with
 another seed says how far apart two runs are anyway. Exit code 1 if any criterion fails.
+
+python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="YAML of the stage that is trained")
+    parser.add_argument("recipe", nargs="?", help="YAML of the stage that is trained")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
     parser.add_argument("--script", default="scripts/chat_sft.py", help="the stage (scripts/chat_sft.py)")
     parser.add_argument("--layouts", nargs="+", help="packed, bucketed, fixed, dynamic; default: the recipe's own")
@@ -26,31 +28,37 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10, help="first steps that count in no speed and no loss (10)")
     parser.add_argument("--window", type=int, default=5, help="steps between logged lines (5)")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds that one run may take (3600)")
+    parser.add_argument("--judge", type=Path, metavar="VALIDATION.json", help="train nothing: judge these earlier runs")
     parser.add_argument("--out", type=Path, help="a new folder (runs/validate/RECIPE-TIME)")
     args = parser.parse_intermixed_args()
+    if (args.recipe is None) == (args.judge is None):
+        parser.error("name a recipe, or earlier runs with --judge")
 
     from sftkit.errors import ConfigError
     from sftkit.recipe import fail, read_config
     from sftkit.validate.cases import Plan
     from sftkit.validate.page import markdown
-    from sftkit.validate.run import validate
+    from sftkit.validate.run import judge_again, validate
 
     try:
-        cfg = read_config(args.recipe, args.overrides, world_size=1)
-        plan = Plan(
-            recipe=args.recipe,
-            script=args.script,
-            layouts=tuple(dict.fromkeys(args.layouts or [cfg.data.layout])),
-            processes=tuple(sorted(set(args.processes))),
-            steps=args.steps,
-            warm_up=args.warm_up,
-            window=args.window,
-            overrides=tuple(args.overrides),
-            timeout_seconds=args.timeout,
-        )
-        name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
-        out = args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        result = validate(plan, out)
+        if args.judge:
+            result, out = judge_again(args.judge), args.judge.parent
+        else:
+            cfg = read_config(args.recipe, args.overrides, world_size=1)
+            plan = Plan(
+                recipe=args.recipe,
+                script=args.script,
+                layouts=tuple(dict.fromkeys(args.layouts or [cfg.data.layout])),
+                processes=tuple(sorted(set(args.processes))),
+                steps=args.steps,
+                warm_up=args.warm_up,
+                window=args.window,
+                overrides=tuple(args.overrides),
+                timeout_seconds=args.timeout,
+            )
+            name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
+            out = args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            result = validate(plan, out)
     except ConfigError as error:
         fail(str(error))
     print(f"\n{markdown(result)}\nresult: {out}/validation.html")

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from helpers import ROOT
 from sftkit.errors import ConfigError
 from sftkit.launch import Hardware
 from sftkit.recipe import read_config
-from sftkit.validate.cases import Case, Plan, cases, check_plan
+from sftkit.validate.cases import Plan, cases, check_plan
 from sftkit.validate.judge import Trio, judge, scaling
 from sftkit.validate.measure import Measured, measure
 from sftkit.validate.page import html, markdown
-from sftkit.validate.run import run_row
+from sftkit.validate.run import judged
 
 RECIPE = "recipes/smoke/base.yaml"
 PLAN = Plan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
@@ -132,22 +132,48 @@ def test_the_ratio_on_several_processes_must_be_similar() -> None:
     assert [v.ok for v in scaling([trio(), trio(4, compiled=run(118.0, compiled=True, world_size=4))])] == [False]
 
 
-def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) -> None:
-    bad = trio(**compiled(error="<script>alert(1)</script>"))
-    case = Case("packed", 1, "compiled", tmp_path, ("python", "--config_file", "x.yaml"), {})
-    result = {
-        "plan": {"recipe": RECIPE, "overrides": [], "script": "s.py", "steps": 30, "warm_up": 10, "window": 5},
-        "environment": {"device": "CPU", "packages": {"torch": "2"}, "python": "3", "git": "abc"},
-        "verdicts": [vars(v) for v in [*judge(trio()), *judge(replace(bad, processes=2))]],
-        "runs": [run_row(case, bad.compiled, PLAN), run_row(case, trio().compiled, PLAN)],
-        "passed": False,
+def result_of(one: Trio, error: str | None = None) -> dict[str, Any]:
+    """A result as it is written before it is judged."""
+    runs = {"eager": one.eager, "eager, other seed": one.other_seed, "compiled": replace(one.compiled, error=error)}
+    return {
+        "plan": vars(PLAN),
+        "runs": [
+            {"name": kind, "layout": "packed", "processes": 1, "kind": kind, "command": "accelerate launch <x>"}
+            | {"measured": asdict(found), "logits": dict(one.logits)}
+            for kind, found in runs.items()
+        ],
     }
+
+
+def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) -> None:
+    result = judged(result_of(trio(), error="<script>alert(1)</script>"))
     page, text = html(result), markdown(result)
     assert "<script>" not in page
-    assert "FAIL: 12 of 24 criteria" in page
-    assert text.count("| PASS |") == 12
+    assert "FAIL: 0 of 12 criteria" in page
     assert text.count("| FAIL |") == 12
-    assert json.loads(json.dumps(result))["runs"][1]["tok_per_sec"] == [165.0, 170.0, 175.0, 180.0]
+    good = judged(result_of(trio()))
+    assert "PASS: 12 of 12 criteria" in html(good)
+    assert markdown(good).count("| PASS |") == 12
+
+
+def test_earlier_runs_are_judged_again_from_their_json_alone(tmp_path: Path) -> None:
+    path = tmp_path / "validation.json"
+    path.write_text(json.dumps(result_of(trio())))
+    words = [sys.executable, "scripts/validate_compile.py", "--judge", str(path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["passed"] is True
+    assert "PASS: 12 of 12" in (tmp_path / "validation.html").read_text()
+    path.write_text(json.dumps(result_of(trio(**with_lines(**{"compile/recompiles": 1})))))
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 1
+    path.write_text("{}")
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 2
+
+
+def test_a_run_that_is_missing_fails_its_criteria() -> None:
+    result = result_of(trio())
+    del result["runs"][2]
+    assert not any(verdict["ok"] for verdict in judged(result)["verdicts"])
 
 
 def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> None:

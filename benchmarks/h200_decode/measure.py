@@ -83,7 +83,6 @@ def main(tokenizer_folder: str, questions: Path, out: Path) -> None:
             f"{name}: {speed:,.0f} new tokens/s ({seconds[0]:.2f} to {seconds[-1]:.2f} s for {count} prompts)",
             flush=True,
         )
-    out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from sftkit.validate.measure import spread
+from sftkit.validate.measure import Measured, spread
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5d636b; --line: #dfe2e6; --paper: #fff; --good: #176b3a;
@@ -18,16 +18,18 @@ body { margin: 0 auto; max-width: 1080px; padding: 28px 20px 60px; background: v
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 10px; }
 p { margin: 6px 0; } .soft { color: var(--soft); }
-.verdict { display: inline-block; font-weight: 650; padding: 2px 10px; border-radius: 5px; }
+.verdict { display: inline-block; white-space: nowrap; font-weight: 650; padding: 2px 10px; border-radius: 5px; }
 .PASS { color: var(--good); background: var(--good-back); } .FAIL { color: var(--bad); background: var(--bad-back); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
-th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+.criteria td:nth-child(2) { min-width: 170px; } .criteria td:nth-child(3) { overflow-wrap: anywhere; }
+.criteria td:nth-child(4) { min-width: 190px; }
 td.number { text-align: right; white-space: nowrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 10px 12px; white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: 12.5px; }
 @media (max-width: 640px) { .criteria thead { display: none; } .criteria tr { display: block; padding: 8px 0;
-  border-bottom: 1px solid var(--line); } .criteria td { display: block; border: 0; padding: 2px 0; } }
+  border-bottom: 1px solid var(--line); } .criteria td { display: block; border: 0; padding: 2px 0; } .criteria td:nth-child(4)::before { content: "wanted: "; } }
 @media print { body { max-width: none; padding: 0; font-size: 11px; } h2, tr { break-inside: avoid; } }
 """
 
@@ -56,7 +58,7 @@ def facts(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
     return [
         f"{plan['recipe']} {' '.join(plan['overrides'])}, {plan['script']}".replace(" ,", ","),
-        f"{env.get('device', 'unknown device')}; {versions}; Python {env.get('python')}; commit {env.get('git')}",
+        f"{env.get('device', 'unknown device')}; {versions}; Python {env.get('python')}; commit {env.get('git') or 'unknown'}",
         f"{plan['steps']} steps a run, each run in processes of its own with empty compiler caches; the first "
         f"{plan['warm_up']} steps are left out; medians of windows of {plan['window']} steps, extremes in brackets",
     ]
@@ -65,26 +67,28 @@ def facts(result: dict[str, Any]) -> list[str]:
 RUN_COLUMNS = ("run", "tokens/s", "step p50 (s)", "MFU", "peak GiB", "last loss", "warm-up (s)", "graphs", "recompiles")
 
 
-def run_cells(run: dict[str, Any]) -> list[str]:
+def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
     """A run in the table; a dash for what is not known."""
-    known = [value for value in run["mfu"] if value is not None]
-    steps = [value for value in run["step_p50_seconds"] if value is not None]
+    measured = Measured(**run["measured"])
+    if measured.error:
+        return [run["name"], measured.error, *["-"] * (len(RUN_COLUMNS) - 2)]
+
+    def windows(name: str, form: str) -> str:
+        return spread([line[name] for line in measured.timed(warm_up) if line.get(name) is not None], form)
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    if run["error"]:
-        return [run["name"], run["error"], *["-"] * (len(RUN_COLUMNS) - 2)]
     return [
         run["name"],
-        spread(run["tok_per_sec"], ",.0f"),
-        spread(steps, ".4f"),
-        spread(known, ".1%"),
-        number(run["peak_gib"], ".2f"),
-        number(list(run["losses"].values())[-1], ".4f"),
-        number(run["warm_up_seconds"], ".1f"),
-        number(run["graphs"], ".0f"),
-        number(run["recompiles"], ".0f"),
+        windows("perf/tok_per_sec", ",.0f"),
+        windows("perf/step_p50_seconds", ".4f"),
+        windows("perf/mfu", ".1%"),
+        number(measured.most("mem/peak_gib"), ".2f"),
+        number(measured.last("train/loss"), ".4f"),
+        number(measured.summary.get("warm_up_seconds"), ".1f"),
+        number(measured.last("compile/graphs"), ".0f"),
+        number(measured.last("compile/recompiles"), ".0f"),
     ]
 
 
@@ -94,11 +98,15 @@ def markdown(result: dict[str, Any]) -> str:
     for heading, rows in groups(result):
         cells = ([mark(v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
         lines += ["", f"## {heading}", "", *_table(("", "criterion", "found", "wanted"), cells)]
-    lines += ["", "## Runs", "", *_table(RUN_COLUMNS, map(run_cells, result["runs"])), "", "```"]
+    lines += ["", "## Runs", "", *_table(RUN_COLUMNS, _cells_of_runs(result)), "", "```"]
     return "\n".join([*lines, *(run["command"] for run in result["runs"]), "```", ""])
 
 
-def _table(columns: Sequence[str], rows: Iterator[list[str]] | map[list[str]]) -> list[str]:
+def _cells_of_runs(result: dict[str, Any]) -> Iterator[list[str]]:
+    return (run_cells(run, result["plan"]["warm_up"]) for run in result["runs"])
+
+
+def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
@@ -126,8 +134,7 @@ def html(result: dict[str, Any]) -> str:
     parts.append("<h2>Runs</h2><div class=wide><table><thead><tr>")
     parts += [f"<th>{escape(column)}" for column in RUN_COLUMNS]
     parts.append("</thead><tbody>")
-    for run in result["runs"]:
-        name, *cells = run_cells(run)
+    for name, *cells in _cells_of_runs(result):
         parts.append(f"<tr><td>{escape(name)}" + "".join(f"<td class=number>{escape(cell)}" for cell in cells))
     parts.append("</tbody></table></div><h2>Commands</h2><pre>")
     parts.append(escape("\n".join(run["command"] for run in result["runs"])))

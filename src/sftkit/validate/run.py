@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ LOGITS_TIMEOUT_SECONDS = 600
 
 
 def validate(plan: Plan, out: Path) -> dict[str, Any]:
-    """All runs, in processes of their own; out/validation.json, .md and .html are whole after each layout.
+    """All runs, in processes of their own, judged; out/validation.json, .md and .html.
 
     Raises:
         ConfigError: what is wrong with the recipe or the plan, before anything is run.
@@ -44,34 +43,64 @@ def validate(plan: Plan, out: Path) -> dict[str, Any]:
         "plan": asdict(plan),
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [],
-        "verdicts": [],
     }
-    measured: dict[str, Measured] = {}
     for number, case in enumerate(every, 1):
-        measured[case.name] = run_case(case, plan)
-        result["runs"].append(run_row(case, measured[case.name], plan))
-        print(f"[{number}/{len(every)}] {run_line(result['runs'][-1])}", flush=True)
-    result["verdicts"] = [asdict(verdict) for verdict in verdicts(plan, every, measured)]
-    result["environment"] = next((found.environment for found in measured.values() if found.environment), {})
-    result["passed"] = all(verdict["ok"] for verdict in result["verdicts"])
+        result["runs"].append(run_case(case, plan))
+        (out / "validation.json").write_text(json.dumps(result, indent=1))
+        print(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}", flush=True)
+    shutil.rmtree(out / "caches", ignore_errors=True)
+    return write(judged(result), out)
+
+
+def judge_again(path: Path) -> dict[str, Any]:
+    """Judge the runs of an earlier validation.json by today's criteria, and write the pages beside it anew.
+
+    Raises:
+        ConfigError: the file is not there, or holds no finished runs.
+    """
+    result = read(path)
+    if not result.get("runs") or not result.get("plan"):
+        raise ConfigError(f"--judge: {path} is no validation.json with runs")
+    return write(judged(result), path.parent)
+
+
+def judged(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with its verdicts."""
+    found = [asdict(verdict) for verdict in verdicts(result)]
+    environment: dict[str, Any] = next(
+        (run["measured"]["environment"] for run in result["runs"] if run["measured"]["environment"]), {}
+    )
+    return {**result, "verdicts": found, "environment": environment, "passed": all(v["ok"] for v in found)}
+
+
+def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The result as JSON, Markdown and a page."""
     for name, text in (
         ("validation.json", json.dumps(result, indent=1)),
         ("validation.md", markdown(result)),
         ("validation.html", html(result)),
     ):
         (out / name).write_text(text)
-    shutil.rmtree(out / "caches", ignore_errors=True)
     return result
 
 
-def run_case(case: Case, plan: Plan) -> Measured:
+def run_case(case: Case, plan: Plan) -> dict[str, Any]:
     """One training run; of a compiled one also the check of its checkpoint."""
     case.folder.parent.mkdir(parents=True, exist_ok=True)
     log = case.folder.with_suffix(".log")
     ended = run_logged(list(case.command), log, dict(case.environment), plan.timeout_seconds)
     if ended and ended.startswith("ended"):
         ended = first_failure(log, None) if case.processes > 1 else ended
-    return measure(case.folder, ended)
+    measured = measure(case.folder, ended)
+    return {
+        "name": case.name,
+        "layout": case.layout,
+        "processes": case.processes,
+        "kind": case.kind,
+        "command": shown(case.command, case.environment),
+        "measured": asdict(measured),
+        "logits": logits_row(case) if case.kind == "compiled" and not measured.error else {},
+    }
 
 
 def logits_row(case: Case) -> dict[str, Any]:
@@ -82,52 +111,40 @@ def logits_row(case: Case) -> dict[str, Any]:
     return read(out) or {"ok": False, "found": ended or "nothing was written"}
 
 
-def verdicts(plan: Plan, every: Sequence[Case], measured: dict[str, Measured]) -> list[Verdict]:
-    """Every criterion of every layout and number of processes."""
-    found: list[Verdict] = []
-    for layout in plan.layouts:
-        of_layout = {(case.processes, case.kind): case for case in every if case.layout == layout}
-        other_seed = measured[of_layout[plan.processes[0], "eager, other seed"].name]
-        trios = []
-        for count in plan.processes:
-            eager, compiled = (of_layout[count, kind] for kind in ("eager", "compiled"))
-            runs = measured[eager.name], measured[compiled.name], other_seed
-            logits = {} if runs[1].error else logits_row(compiled)
-            trios.append(Trio(layout, count, *runs, logits, plan.warm_up))
-            found += judge(trios[-1])
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    """Every criterion of every layout and number of processes that was run."""
+    plan, found = result["plan"], []
+    for layout in plan["layouts"]:
+        runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
+
+        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
+            missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
+            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
+
+        other_seed = measured(plan["processes"][0], "eager, other seed")
+        trios = [
+            Trio(
+                layout,
+                count,
+                eager=measured(count, "eager"),
+                compiled=measured(count, "compiled"),
+                other_seed=other_seed,
+                logits=runs.get((count, "compiled"), {}).get("logits", {}),
+                warm_up=plan["warm_up"],
+            )
+            for count in plan["processes"]
+        ]
+        for trio in trios:
+            found += judge(trio)
         found += scaling(trios)
     return found
 
 
-def run_row(case: Case, run: Measured, plan: Plan) -> dict[str, Any]:
-    """A run in the result: its command, speeds, losses and memory."""
-    return {
-        "name": case.name,
-        "layout": case.layout,
-        "processes": case.processes,
-        "kind": case.kind,
-        "command": shown(case.command, case.environment),
-        "error": run.error,
-        "tok_per_sec": run.speeds(plan.warm_up),
-        "step_p50_seconds": [line.get("perf/step_p50_seconds") for line in run.timed(plan.warm_up)],
-        "mfu": [line.get("perf/mfu") for line in run.timed(plan.warm_up)],
-        "losses": {str(line["step"]): line["train/loss"] for line in run.lines},
-        "peak_gib": run.most("mem/peak_gib"),
-        "padding_pct": run.last("data/padding_pct"),
-        "warm_up_seconds": run.summary.get("warm_up_seconds"),
-        "compile_seconds": run.last("compile/seconds"),
-        "graphs": run.last("compile/graphs"),
-        "recompiles": run.last("compile/recompiles"),
-        "host_syncs": run.last("perf/host_syncs"),
-        "evals": run.evals,
-        "results": [{k: v for k, v in result.items() if k != "settings"} for result in run.results],
-        "proof": run.proof.get("rows", []),
-    }
-
-
-def run_line(row: dict[str, Any]) -> str:
+def run_line(run: dict[str, Any], warm_up: int) -> str:
     """A run on the console."""
-    if row["error"]:
-        return f"{row['name']}: FAILED: {row['error']}"
-    last = list(row["losses"].values())[-1] if row["losses"] else float("nan")
-    return f"{row['name']}: {spread(row['tok_per_sec'], ',.0f')} tok/s, loss {last:.4f}, {row['peak_gib']:.2f} GiB"
+    measured = Measured(**run["measured"])
+    if measured.error:
+        return f"{run['name']}: FAILED: {measured.error}"
+    speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
+    shown_loss = "-" if loss is None else f"{loss:.4f}"
+    return f"{run['name']}: {spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.most('mem/peak_gib'):.2f} GiB"
