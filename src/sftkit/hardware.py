@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -102,6 +103,9 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
             packages[package] = version(package)
         except PackageNotFoundError:
             packages[package] = None
+    for package in ("triton", "flash-attn-4", "torchao"):  # where they are, they decide the speed
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
     return {
         "packages": packages,
         "python": platform.python_version(),

@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.report.charts import Series, interval_chart
 from sftkit.report.collect import is_part, latest
-from sftkit.report.files import Rows
+from sftkit.report.files import Rows, mapping
 from sftkit.report.markup import Html, el, join
 from sftkit.report.numbers import NONE, show
 from sftkit.report.pieces import badge, facts, figure, points, said, scroll, section, table
@@ -73,9 +73,27 @@ def proof(report: Report) -> Html:
                 role="table",
             )
         ),
+        facts(_made_with(report), "Made with"),
         facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
         lead="; ".join(words) + ".",
     )
+
+
+def _made_with(report: Report) -> dict[str, Any]:
+    """Hardware, commit and the versions that decide numbers and speed."""
+    found = report["environment"]
+    packages = mapping(found.get("packages"))
+    named = [
+        f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "sftkit") if packages.get(name)
+    ]
+    hardware = " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key))
+    made = {
+        "hardware": hardware,
+        "commit": found.get("git"),
+        "versions": ", ".join(named),
+        "Python": found.get("python"),
+    }
+    return {name: value for name, value in made.items() if value}
 
 
 def _proof_row(row: dict[str, Any], ok: bool | None) -> Html:
