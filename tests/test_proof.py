@@ -12,6 +12,8 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit import proof
 from sftkit.attention import use_document_attention
+from sftkit.compilation import RecompileError, step_contract
+from sftkit.compile_watch import CompileWatch
 from sftkit.config import LossConfig
 from sftkit.data.loader import Batches
 from sftkit.document_check import DocumentCheck, check_documents
@@ -19,7 +21,7 @@ from sftkit.metrics import Meter, ShapeCounts
 from sftkit.step import ModelWithLoss, StepOutcome
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
-GOOD = DocumentCheck(1e-6, loss=2.0, plain_loss=2.0, targets=13, leak=0.0, changed=1.0)
+GOOD = DocumentCheck("varlen", 1e-6, loss=2.0, plain_loss=2.0, targets=13, leak=0.0, changed=1.0)
 
 
 def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their_targets() -> None:
@@ -28,7 +30,7 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
     assert check.changed > 0.01
     assert check.loss == pytest.approx(check.plain_loss, rel=1e-5)
     assert check.targets == 13
-    assert all(row.ok for row in proof.document_rows(check, torch.float32))
+    assert all(row.ok for row in proof.document_rows(check, torch.float32, "reference"))
 
 
 @pytest.mark.parametrize(
@@ -36,12 +38,12 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
     [
         (replace(GOOD, leak=0.1), "Documents in a row do not see each other"),
         (replace(GOOD, changed=0.0), "Documents in a row do not see each other"),
-        (replace(GOOD, loss=2.01), "Loss is the mean over target tokens"),
+        (replace(GOOD, loss=2.01), "Loss equals plain cross entropy"),
         (replace(GOOD, logits_difference=0.5), "Same logits as the plain model"),
     ],
 )
 def test_each_document_check_fails_on_its_own_fault(found: DocumentCheck, name: str) -> None:
-    assert [row.name for row in proof.document_rows(found, torch.float32) if not row.ok] == [name]
+    assert [row.name for row in proof.document_rows(found, torch.float32, "varlen") if not row.ok] == [name]
 
 
 def test_a_compiled_step_that_computes_something_else_fails_and_one_that_was_not_run_is_not_known() -> None:
@@ -50,11 +52,71 @@ def test_a_compiled_step_that_computes_something_else_fails_and_one_that_was_not
     assert proof.compiled_row(None, None, torch.float32).ok is None
 
 
-def test_a_document_without_a_target_fails_the_mask() -> None:
+def test_isolation_is_not_known_of_a_backend_that_another_one_stood_in_for() -> None:
+    by_name = {row.name: row for row in proof.document_rows(GOOD, torch.float32, "flex")}
+    row = by_name["Documents in a row do not see each other"]
+    assert row.ok is None
+    assert "varlen stands in for flex" in row.found
+    leaking = proof.document_rows(replace(GOOD, leak=0.1), torch.float32, "flex")
+    assert [row.ok for row in leaking] == [True, True, False]
+
+
+def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:
     examples = make_examples(LENGTHS)
-    assert proof.mask_row(examples).ok
-    examples.is_target[examples.offsets[3] : examples.offsets[4]] = False
-    assert proof.mask_row(examples).ok is False
+    end = 2
+    assert proof.mask_row(examples, [end]).ok is False
+    examples.ids[examples.offsets[1:] - 1] = end
+    assert proof.mask_row(examples, [end]).ok
+    examples.is_target[examples.offsets[1] - 1] = False
+    assert proof.mask_row(examples, [end]).ok is False
+    examples.is_target[:] = True
+    examples.is_target[examples.offsets[:-1]] = False
+    assert proof.mask_row(examples, [end]).ok is None, "all tokens are learned: there is no mask"
+
+
+def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> None:
+    examples = make_examples(LENGTHS)
+    batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
+    meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
+    meter.start()
+    outcome = StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2))
+    for step in batches.steps(0, 2):
+        meter.add(step, outcome)
+    meter.read()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok
+    meter.add(replace(step, num_targets=step.num_targets + 1), outcome)
+    meter.read()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is False
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x * self.weight)
+
+
+@pytest.mark.parametrize("on_recompile", ["error", "warn"])
+def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str) -> None:
+    torch._dynamo.reset()
+    module = Scaled()
+    module.compile(backend="eager", dynamic=False)
+    watch = CompileWatch()
+    module(torch.zeros(2, 4)).sum().backward()
+    watch.warm_up_done()
+    error: BaseException | None = None
+    try:
+        with step_contract(on_recompile):
+            module(torch.zeros(3, 4)).sum().backward()
+    except RecompileError as caught:
+        error = caught
+    rows = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    watch.close()
+    assert (error is not None) == (on_recompile == "error")
+    assert rows["No recompiles after the warm-up"] is False
+    assert rows["The step is compiled"] is True
 
 
 @pytest.mark.parametrize("kind", ["packed", "bucketed", "dynamic"])

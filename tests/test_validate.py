@@ -187,7 +187,6 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
         "run.dir=out/runs/packed-1-compiled",
         "compile.enabled=false",
         "compile.enabled=true",
-        "compile.cache=null",
         "compile.on_recompile=warn",
     }
     assert len({case.environment["TORCHINDUCTOR_CACHE_DIR"] for case in every}) == len(every)
@@ -208,6 +207,13 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
 def test_a_plan_that_cannot_be_judged_is_refused_before_anything_runs(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_plan(replace(PLAN, **change), read_config(RECIPE, [], world_size=1), Hardware(0, 2))
+
+
+def test_float8_which_needs_compiling_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the eager baseline cannot train in float8"):
+        check_plan(
+            PLAN, read_config(RECIPE, ["train.fp8=rowwise", "train.precision=bf16"], world_size=1), Hardware(0, 2)
+        )
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:

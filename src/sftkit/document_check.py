@@ -30,6 +30,8 @@ TOLERANCE = 0.05
 class DocumentCheck:
     """Two documents and padding in one row, against each document alone."""
 
+    backend: str
+    "attention that it was made with"
     logits_difference: float
     "relative, ours against the plain model's"
     loss: float
@@ -89,6 +91,7 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> Docume
     other[:, : SIZES[0]] = (other[:, : SIZES[0]] + 1) % vocab_size(model.orig_model)
     moved = (model.hidden_states(replace(batch, input_ids=other), backend) - hidden).float().abs()
     return DocumentCheck(
+        backend=backend,
         logits_difference=float((ours - theirs).norm() / theirs.norm()),
         loss=float(sum(sums)) / len(targets),
         plain_loss=float(F.cross_entropy(theirs[0], targets)),

@@ -33,10 +33,13 @@ class Meter:
         self._clock = StepClock(rt.device)
         self.total_tokens = 0
         self.total_step_seconds = 0.0
+        self.seen_targets = self.planned_targets = 0
+        "of all logged steps: counted in the batches of all ranks; of the plan, which gradients are divided by"
         self._reset()
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._left_out = 0
+        self._own_targets = 0
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = torch.zeros(4, device=self._rt.device)
@@ -70,6 +73,7 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
+        self._own_targets += sum(batch.num_targets for batch in step_batches.micro_batches)
         self._positions += step_batches.num_positions
         self._pairs += step_batches.attention_pairs
         self._skew += step_batches.rank_skew - 1.0
@@ -83,6 +87,7 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """The window's metrics; every rank must call it. Waits for the device, once."""
         targets = self._targets - self._left_out
+        self.planned_targets += self._targets
         sums, waits, peaks = self._exchange()
         objective, nll, correct, entropy = (value / targets if targets else None for value in sums)
         seconds = time.perf_counter() - self._start - self._paused_seconds
@@ -122,11 +127,15 @@ class Meter:
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """(sums over ranks, in the order of LossSums; each rank's seconds of waiting for data; each rank's peak in GiB)."""
-        own = torch.zeros(2, self._rt.world_size)
-        own[:, self._rt.rank] = torch.tensor([self._wait_seconds, peak_memory_gib(self._rt.device)])
-        known = self._rt.sum(torch.cat([self._sums, own.flatten().to(self._sums.device)])).tolist()
         ranks = self._rt.world_size
-        return known[:4], known[4 : 4 + ranks], known[4 + ranks :]
+        own = torch.zeros(3, ranks)
+        own[:, self._rt.rank] = torch.tensor(
+            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_targets)]
+        )
+        known = self._rt.sum(torch.cat([self._sums, own.flatten().to(self._sums.device)])).tolist()
+        waits, peaks, targets = (known[4 + i * ranks : 4 + (i + 1) * ranks] for i in range(3))
+        self.seen_targets += round(sum(targets))
+        return known[:4], waits, peaks
 
     def _source_shares(self) -> dict[str, float | None]:
         """data/share/<source> of the window; nothing where there is one source."""

@@ -69,10 +69,11 @@ class SyncCounter:
     def __init__(self, device: torch.device) -> None:
         self.count: int | None = 0 if device.type == "cuda" else None
         "None: there is no device to wait for"
+        self._shown: set[tuple[str, str, int]] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count inside. Every other warning is passed on."""
+        """Count inside. Every other warning is passed on, once."""
         if self.count is None:
             yield
             return
@@ -86,7 +87,9 @@ class SyncCounter:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         for warning in seen:
-            if SYNC in str(warning.message):
+            known = (str(warning.message), warning.filename, warning.lineno)
+            if SYNC in known[0]:
                 self.count += 1
-            else:
+            elif known not in self._shown:
+                self._shown.add(known)
                 warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)

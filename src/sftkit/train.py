@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from sftkit.status import open_status
 from sftkit.step import optimizer_step
 from sftkit.stopping import Deadline, save_seconds
 from sftkit.tracker import Tracker, has_row
-from sftkit.warmup import prepare_step
+from sftkit.warmup import Prepared, prepare_step
 from sftkit.watchdog import watched
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
@@ -104,7 +104,12 @@ def train(
     with watched(status, cfg.run, rt.stopping):
         status.at(step, "warm-up")
         prepared = prepare_step(cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker)
-        rows = [*prepared.proof, proof.mask_row(batches.examples), proof.resume_row(step, checkpoints.resumed_from)]
+        ends = end_tokens(orig_model)
+        rows = [
+            *prepared.proof,
+            proof.mask_row(batches.examples, ends),
+            proof.resume_row(step, checkpoints.resumed_from),
+        ]
         if rt.is_main:
             proof.write(checkpoints.run_dir, rows)
         compile_debug.write_summary(checkpoints.run_dir, rt.rank)
@@ -130,6 +135,7 @@ def train(
         folder = checkpoints.run_dir / f"step-{step:06d}"
         on_recompile = cfg.compile.on_recompile if prepared.compiled else "warn"
         with (
+            proved(checkpoints.run_dir, rt, rows, lambda error: closing_rows(meter, batches, prepared, watch, error)),
             step_contract(on_recompile, watch.graph_break_reasons()),
             explained(plan, cfg, batches.layout),
             completed(checkpoints),
@@ -193,12 +199,11 @@ def train(
                     collect()
                 if saves or evaluates or stopped:
                     meter.paused(time.perf_counter() - pausing)
-        rows.append(proof.shapes_row(meter.shapes, batches.layout))
-        rows += proof.compile_rows(prepared.compiled, watch)
-        logits = proof.logits_of(orig_model)
         status.at(step, "checkpoint")
         checkpoints.finish()
+        logits = proof.logits_of(orig_model)
         if rt.is_main:
+            rows += closing_rows(meter, batches, prepared, watch, None)
             proof.write(checkpoints.run_dir, rows, logits)
         compile_debug.write_summary(checkpoints.run_dir, rt.rank)
         number = rt.agreed_signal() if stopped else None
@@ -243,6 +248,36 @@ def completed(checkpoints: Checkpoints) -> Iterator[None]:
     except NonFiniteError:
         checkpoints.finish()
         raise
+
+
+@contextmanager
+def proved(
+    run_dir: Path, rt: Runtime, rows: Sequence[proof.Row], closing: Callable[[BaseException], list[proof.Row]]
+) -> Iterator[None]:
+    """What ends training early still leaves a proof.json that says what went wrong."""
+    try:
+        yield
+    except BaseException as error:
+        if rt.is_main:
+            proof.write(run_dir, [*rows, *closing(error)])
+        raise
+
+
+def closing_rows(
+    meter: Meter, batches: Batches, prepared: Prepared, watch: CompileWatch, error: BaseException | None
+) -> list[proof.Row]:
+    """What is known when training ends; `error`: what ended it early."""
+    return [
+        proof.shapes_row(meter.shapes, batches.layout),
+        proof.divisor_row(meter.seen_targets, meter.planned_targets),
+        *proof.compile_rows(prepared.compiled, watch, error),
+    ]
+
+
+def end_tokens(orig_model: PreTrainedModel) -> list[int]:
+    """The tokens that end a turn or text, as generation knows them."""
+    ends = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:

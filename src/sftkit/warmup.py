@@ -56,7 +56,7 @@ def prepare_step(
     started = time.perf_counter()
     objective = rt.accelerator.unwrap_model(model)
     assert isinstance(objective, ModelWithLoss)
-    eager = eager_backend(objective.backend, orig_model)
+    backend, eager = objective.backend, eager_backend(objective.backend, orig_model)
     check = check_documents(objective, eager, rt.device)
     orig_model.train()
     losses: dict[tuple[int, int], float] = {}
@@ -76,7 +76,7 @@ def prepare_step(
         tracker.say(compare(plan, peak_memory_gib(rt.device)))
     if compiled:
         compile_cache.keep(cfg, orig_model, layout, rt)
-    proof = document_rows(check, orig_model.dtype)
+    proof = document_rows(check, orig_model.dtype, backend if compiled else eager)
     if compiled and not has_dropout(orig_model):
         batch = heaviest(rt, orig_model, layout, *layout.shapes[-1])
         proof.append(compiled_row(losses[layout.shapes[-1]], eager_loss(objective, batch, eager), orig_model.dtype))

@@ -74,6 +74,8 @@ def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
             problems.append(
                 f"--processes: {count} do not divide train.global_batch_size, {cfg.train.global_batch_size}"
             )
+    if cfg.train.fp8:
+        problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
     if not cfg.data.val and not cfg.eval.tasks:
         problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
     if not Path(plan.script).is_file():
@@ -107,13 +109,17 @@ def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | No
 
 
 def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
-    """Empty compiler caches of its own, so that the first compile is one; the first GPUs of those that are visible."""
+    """Empty compiler caches of its own, so that the first compile is one, but the user's cache of the hub; the first GPUs of
+    those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "XDG_CACHE_HOME": str(caches),
+        "HF_HOME": os.environ.get(
+            "HF_HOME", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface")
+        ),
         "CUDA_VISIBLE_DEVICES": ",".join(devices[:count]),
         **launch.env,
         **signal_env(os.environ),
@@ -137,12 +143,15 @@ def settings_of(plan: Plan, cfg: Config, layout: str, kind: str, folder: Path) -
         "train.resume=null",
         f"log.every={plan.window}",
         "log.wandb=off",
+        "log.tracker=none",
+        "compile.cache=null",
+        "compile.debug=[]",
         "checkpoint.every=null",
         "checkpoint.best=null",
         "checkpoint.pin_every=null",
         "eval.every=null",
         f"compile.enabled={str(compiled).lower()}",
-        *(["compile.on_recompile=warn"] if compiled else ["compile.cache=null"]),
+        *(["compile.on_recompile=warn"] if compiled else []),
     ]
 
 
