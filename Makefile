@@ -45,16 +45,16 @@ else
 	$(PY) scripts/run_chain.py recipes/default $(ARGS)
 endif
 
-eval: install ## score the newest run on the held-out tasks
+eval: install ## measure a run: make eval ARGS="runs/x/sft mmlu gsm8k --data DIR"; alone: the newest, held-out tasks
 	$(PY) scripts/evaluate.py $(ARGS)
 
 chat: install ## talk to the newest run
 	$(PY) scripts/chat.py $(ARGS)
 
-inspect: install ## look at a recipe's data before training: make inspect RECIPE=...
+inspect: install ## look at data and costs before training: make inspect RECIPE=... ARGS="--preview 5"
 	$(if $(RECIPE),,$(error make inspect needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/inspect_data.py $(RECIPE) $(ARGS)
 
-report: install ## a page about a run, from its files: make report ARGS=runs/default/sft
+report: install ## a page about a run: make report ARGS="runs/x/sft --against runs/y/sft"; alone: the newest
 	$(PY) scripts/report.py $(ARGS)
 
 validate: install ## does compiling pay, and change nothing? make validate RECIPE=... ARGS="--processes 1 4"
