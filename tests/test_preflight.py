@@ -103,7 +103,8 @@ class Prepared:
 
 def test_look_counts_rows_roles_lengths_and_targets(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [*CHATS, chat("Hi", "Hello", system="Be kind."), chat("word " * 100, "late"), {"messages": []}]
-    found = Prepared(tmp_path, tokenizer, rows, data__on_bad_row="skip").look()
+    prepared = Prepared(tmp_path, tokenizer, rows, data__on_bad_row="skip")
+    found = prepared.look()
     (source,) = found["sources"]
     assert source["rows"] == 23
     assert source["documents"] == 21
@@ -114,6 +115,8 @@ def test_look_counts_rows_roles_lengths_and_targets(tmp_path: Path, tokenizer: P
     assert len(found["lengths"]["edges"]) == len(found["lengths"]["counts"]) + 1
     assert found["target_pct"] == pytest.approx(100 * source["targets"] / source["tokens"])
     assert 5 < found["target_pct"] < 95
+    assert source["tokens"] == prepared.examples.lengths.sum()  # positions, as data/target_pct counts them
+    assert source["tokens"] == found["time"]["tokens"] / found["time"]["epochs"]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
     assert found["template_sha256"] == template
     assert found["end_of_turn_pct"] == 100.0
@@ -240,6 +243,9 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
     unknown = prepared.look()["time"]
     assert unknown["hours"] is None
     assert "hours unknown" in preflight.time_text(unknown)
+    assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
+    sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
+    assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]
     other = read_config(prepared.recipe, ["train.micro_batch_size=1"])
     earlier_run(tmp_path / "run.old-1", other, [7.0, 7.0])
     assert prepared.look()["time"]["hours"] is None

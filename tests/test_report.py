@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from huggingface_hub import ModelCard
 from made_run import CHECKS, TASKS, make_run, metrics, write_rows
 
 from sftkit.errors import ConfigError
-from sftkit.report import gather, newest_run, write_report
+from sftkit.report import gather, newest_run, report_of_folder, try_report, write_report
 from sftkit.report.charts import Series, line_chart
+from sftkit.report.files import read_rows
 from sftkit.report.page import SECTIONS
 from sftkit.report.settings import hub_datasets, origin
 
@@ -268,6 +270,142 @@ def test_model_card_without_evaluations_has_no_results(run: Path) -> None:
     card = ModelCard.load(run / "step-000300" / "README.md")
     assert card.data.eval_results is None
     assert "## Results" not in card.text
+
+
+def test_a_card_that_is_written_again_keeps_the_licence_that_was_put_there(run: Path) -> None:
+    write_report(run)
+    path = run / "step-000300" / "README.md"
+    assert "None is stated here" in path.read_text()
+    mine = "license: other\nlicense_name: my-own\nlicense_link: https://example.org/licence\nauthor: me\n"
+    path.write_text(path.read_text().replace("---\n", f"---\n{mine}", 1))
+    write_report(run)
+    write_report(run)
+    card = ModelCard.load(path)
+    assert (card.data.license, card.data.license_name) == ("other", "my-own")
+    assert card.data.license_link == "https://example.org/licence"
+    assert "my-own" in card.text
+    assert "None is stated here" not in card.text
+    path.write_text("---\nlicense: [broken\n---\n")
+    write_report(run)
+    assert ModelCard.load(path).data.license is None
+
+
+def final(run: Path, value: float, model: str | None = None) -> Path:
+    """What scripts/evaluate.py leaves in a run: one task with two parts."""
+    folder = run / "evals" / "final"
+    folder.mkdir(exist_ok=True)
+    numbers = {"value": value, "stderr": 0.01, "low": value - 0.02, "high": value + 0.02, "chance": 0.25}
+    metrics = {"acc_norm": value, "acc": value - 0.1, "acc_norm/maths": 0.125, "acc_norm/words": 0.875}
+    row = {"task": "arc_easy", "metric": "acc_norm", **numbers, "examples": 2376, "metrics": metrics}
+    (folder / "results.json").write_text(json.dumps([row | {"settings": {"model": model}}]))
+    return folder
+
+
+def test_the_final_evaluation_stands_for_the_model_on_page_and_card(run: Path) -> None:
+    write_report(run)
+    said: list[str] = []
+    report_of_folder(final(run, 0.777, f"{run}/step-000300"), said.append)
+    assert said == [f"report: {run}/report.html"]
+    report = json.loads((run / "report.json").read_text())
+    assert [(row["task"], row["value"]) for row in report["final"]] == [
+        ("arc_easy", 0.777),
+        ("maths", 0.125),
+        ("words", 0.875),
+    ]
+    text = read(run / "report.html").text
+    assert "arc_easyacc_norm0.77700.757 to 0.7970.252,376300, final" in text
+    assert text.count("300, final") == 3
+    card = ModelCard.load(run / "step-000300" / "README.md")
+    assert [(result.dataset_name, result.metric_value) for result in card.data.eval_results] == [("arc_easy", 0.777)]
+
+
+def test_a_final_evaluation_of_an_earlier_checkpoint_is_left_out_and_said(run: Path) -> None:
+    final(run, 0.777, "runs/x/sft/step-000200")
+    report = gather(run)
+    assert report["final"] == []
+    assert report["notes"] == ["evals/final: arc_easy is of runs/x/sft/step-000200, not of step 300, and is left out"]
+
+
+def test_results_outside_of_a_run_write_no_report(tmp_path: Path) -> None:
+    said: list[str] = []
+    report_of_folder(tmp_path / "evals", said.append)
+    assert (said, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_a_report_that_cannot_be_written_or_takes_long_only_says_so(tmp_path: Path, monkeypatch) -> None:
+    said: list[str] = []
+    try_report(tmp_path, said.append)
+    assert said[0].startswith("no report: ConfigError")
+    monkeypatch.setattr("sftkit.report.write_report", lambda _: time.sleep(1))
+    started = time.monotonic()
+    try_report(tmp_path, said.append, most_seconds=0.1)
+    assert time.monotonic() - started < 0.6
+    assert "takes more than" in said[1]
+
+
+def test_further_metrics_of_a_task_are_no_evaluations_of_their_own(run: Path) -> None:
+    row = {"step": 300, "eval/arc_easy/acc_norm": 0.4, "eval/arc_easy/acc": 0.3, "eval/arc_easy/low": 0.3}
+    with (run / "evals.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"eval/other/acc": 0.5}) + "\n")
+    found = {(row["task"], row["metric"]) for row in gather(run)["evaluations"] if row["step"] == 300}
+    assert ("arc_easy", "acc_norm") in found
+    assert ("other", "acc") in found
+    assert ("arc_easy", "acc") not in found
+    text = read(write_report(run)).text
+    assert "acc 0." in text  # folded away, with the settings
+    assert "centred mean" in text
+    assert "centred_mean" not in {
+        r.dataset_name for r in ModelCard.load(run / "step-000300/README.md").data.eval_results
+    }
+
+
+def test_rows_with_line_separators_in_a_text_are_read_whole(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\u2029four\x85five", "six\x0c\x1cseven"]
+    path, notes = tmp_path / "samples.jsonl", []
+    path.write_text("".join(json.dumps({"answer": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert [row["answer"] for row in read_rows(path, notes)] == texts
+    assert notes == []
+
+
+def test_the_newest_run_is_none_of_a_dashboard_and_none_that_was_set_aside(run: Path, tmp_path: Path) -> None:
+    for name in ("wandb/offline-run-1/files/config.yaml", "wandb/offline-run-1/files/run_status.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("{}")
+    aside = run.with_name("sft.old-1")
+    aside.mkdir()
+    (aside / "metrics.jsonl").touch()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "config.yaml").touch()
+    assert newest_run(tmp_path) == run
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from sftkit import status
+
+status.open_status(Path(sys.argv[1]), int(sys.argv[2]), 1).at(7, "step")
+try:
+    raise ValueError("the cheese is <gone>")
+except ValueError as error:  # as runtime.script ends every script
+    sys.exit(status.report(error))
+"""
+
+
+def test_a_run_that_fails_has_a_page_with_its_error_and_ends_with_its_own_code(run: Path) -> None:
+    def fail(rank: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", FAILING, str(run), str(rank)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+    done = fail(0)
+    assert done.returncode == 1, done.stderr
+    assert f"report: {run}/report.html" in done.stdout
+    page = read(run / "report.html")
+    assert "rank 0 failed at step 7 (step): ValueError: the cheese is <gone>" in page.text
+    assert "failed" in page.text[: page.text.index("the cheese")]
+    (run / "report.html").unlink()
+    assert fail(1).returncode == 1
+    assert not (run / "report.html").exists()  # the main rank writes it
 
 
 def test_base_model_is_found_through_the_runs_before(tmp_path: Path) -> None:

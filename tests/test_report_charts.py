@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from sftkit.report.charts import Series, histogram, line_chart
+from sftkit.report.charts import Series, histogram, interval_chart, line_chart
 from sftkit.report.collect import thin
 from sftkit.report.markup import el
 from sftkit.report.numbers import axis_texts, duration, log_ticks, show, ticks
@@ -47,6 +47,30 @@ def test_every_bar_of_the_histogram_says_its_range_and_count() -> None:
     assert drawing.count("<rect") == 3
     assert "64 to 128 tokens: 7" in drawing
     assert histogram([0, 1], [3, 4], {}, "tokens", "lengths") is None
+
+
+def test_a_value_below_zero_has_its_place_left_of_the_zero_of_the_axis() -> None:
+    def row(name: str, value: float) -> dict[str, object]:
+        return {"name": name, "value": value, "low": value - 0.1, "high": value + 0.1, "chance": 0.25}
+
+    def places(*values: float) -> list[float]:
+        drawing = str(interval_chart([row(f"task {value}", value) for value in values], "tasks"))
+        assert min(float(x) for x in re.findall(r'x1="([-\d.]+)"', drawing)) >= 138
+        return [float(x) for x in re.findall(r'cx="([\d.]+)"', drawing)]
+
+    for worst in (-0.04, -0.3, -1.5):
+        below, zero, above = places(worst, 0.0, 0.6)
+        assert 138 <= below < zero < above
+    assert places(0.0, 1.0) == [138.0, 340.0]  # without one the axis is that of shares
+
+
+def test_of_two_runs_no_line_shares_its_class_with_another() -> None:
+    points = [(step, float(step)) for step in range(1, 40)]
+    lines = [Series(f"{run} {i}", points, i, other) for run, other in (("a", False), ("b", True)) for i in range(2)]
+    drawing = str(line_chart(lines, "both"))
+    classes = re.findall(r'<g class="([^"]+)"', drawing)
+    assert sorted(classes) == ["other o0", "other o1", "s0 solid", "s1 solid"]
+    assert 'class="s1"' in str(line_chart(lines[:2], "one"))
 
 
 def test_numbers_read_well() -> None:

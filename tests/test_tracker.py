@@ -365,6 +365,18 @@ def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path)
     assert [row["prompt"] for row in read_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
 
 
+def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:
+    def names(first_step: int) -> list[str]:
+        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=first_step)
+        return sorted(path.name for path in (tmp_path / "evals").iterdir())
+
+    for name in ("step-000000", "step-000004", "step-000006", "final", "mine"):
+        (tmp_path / "evals" / name).mkdir(parents=True)
+        (tmp_path / "evals" / name / "results.json").write_text('[{"settings": {"model": "runs/x/step-000006"}}]')
+    assert names(first_step=6) == ["final", "mine", "step-000000", "step-000004", "step-000006"]
+    assert names(first_step=4) == ["mine", "step-000000", "step-000004"]
+
+
 def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None:
     tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")

@@ -168,19 +168,25 @@ def memory_text(found: dict[str, Any]) -> str:
     memory = found["memory"]
     if memory is None:
         return "unknown: the sizes of the model are"
-    parts = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in memory["parts_gib"].items() if gib >= 0.05)
+    least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {preflight.size_text(gib)}"
+        for name, gib in memory["parts_gib"].items()
+        if gib >= least > 0
+    )
     size = f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (--gpu-gib compares it with a GPU)"
-    return f"about {memory['estimated_gib']:.1f} GiB on one GPU{size}: {parts}; optimizer {memory['optimizer']}"
+    total = preflight.size_text(memory["estimated_gib"])
+    return f"about {total} on one GPU{size}: {parts}; optimizer {memory['optimizer']}"
 
 
 def disk_text(found: dict[str, Any]) -> str:
     """What checkpoints take at most, and what is free."""
     disk = found["disk"]
-    free = f"{disk['free_gib']:,.1f} GiB free in {disk['folder']}"
+    free = f"{preflight.size_text(disk['free_gib'])} free in {disk['folder']}"
     if disk["checkpoint_gib"] is None:
         return f"{free}; size of a checkpoint unknown"
     number = "one checkpoint" if disk["checkpoints"] == 1 else f"at most {disk['checkpoints']} checkpoints"
-    return f"{free}; {number} of {disk['checkpoint_gib']:.2f} GiB"
+    return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
 
 
 def histogram(lengths: dict[str, Any]) -> str:

@@ -32,6 +32,8 @@ DROPPED_PCT = 20.0
 TARGET_PCT = 5.0
 END_OF_TURN_PCT = 99.0
 PADDING_PCT = 50.0
+OVERLAP_PCT = 1.0
+"Of a validation source's documents; a few pieces of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
 "Beyond these a warning is due."
 
@@ -166,10 +168,20 @@ def time_text(time: dict[str, Any]) -> str:
     text = f"{time['steps']:,} steps, {time['epochs']:.2f} epochs, {time['tokens']:,} tokens"
     if time["hours"] is None:
         return f"{text}; hours unknown until a first run has measured the speed"
-    minutes = 60 * time["hours"]
-    hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else "a minute"
+    minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
+    hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.2g} s"
     measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"
     return f"{text}; about {hours} at {measured}"
+
+
+def size_text(gib: float) -> str:
+    """A size in the unit that suits it: 12.3 GiB, 41 MiB, 0.3 MiB."""
+    if gib >= 10 or gib == 0:
+        return f"{gib:,.1f} GiB"
+    if gib >= 0.5:
+        return f"{gib:.2f} GiB"
+    mib = 1024 * gib
+    return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"
 
 
 def own_layout(found: dict[str, Any]) -> dict[str, Any]:
@@ -195,8 +207,9 @@ def data_warnings(found: dict[str, Any]) -> list[str]:
             f"{found['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
             "remove them, or use repeat for a source that should"
         )
+    of_validation = {source["name"]: source["documents"] for source in found["validation"]}
     for name, count in found["validation_in_train"].items():
-        if count:
+        if count > OVERLAP_PCT / 100 * of_validation[name]:
             warnings.append(
                 f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too little "
                 "about new data. Take another split for data.val, or slices that do not overlap"
@@ -243,13 +256,13 @@ def machine_warnings(found: dict[str, Any]) -> list[str]:
     if memory and memory["fits"] is False:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(
-            f"a step is estimated at {memory['estimated_gib']:.1f} GiB, and the GPU has {memory['gpu_gib']:.1f} GiB: it may "
+            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} GiB: it may "
             f"run out of memory. What saves most: {advice}"
         )
     if disk["fits"] is False:
         warnings.append(
-            f"{disk['folder']} has {disk['free_gib']:.1f} GiB free, and {disk['checkpoints']} checkpoints of "
-            f"{disk['checkpoint_gib']:.1f} GiB need {disk['needed_gib']:.1f} GiB. Free some space, choose another run.dir, "
+            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and {disk['checkpoints']} checkpoints of "
+            f"{size_text(disk['checkpoint_gib'])} need {size_text(disk['needed_gib'])}. Free some space, choose another run.dir, "
             "or set checkpoint.every=null for the last one only"
         )
     return warnings

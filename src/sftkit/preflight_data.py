@@ -34,9 +34,12 @@ class RowSample:
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:
-    """For each source its name, what became of its rows, and its tokens and targets."""
+    """For each source its name, what became of its rows, and its tokens and targets.
+
+    Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
+    """
     sources, count = np.asarray(examples.source), len(examples.source_names)
-    tokens = np.bincount(sources, weights=np.diff(examples.offsets), minlength=count)
+    tokens = np.bincount(sources, weights=examples.lengths, minlength=count)
     learned = np.add.reduceat(examples.is_target, examples.offsets[:-1], dtype=np.int64)  # no document is empty
     targets = np.bincount(sources, weights=learned, minlength=count)
     facts = []

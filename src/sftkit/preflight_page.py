@@ -79,7 +79,7 @@ def _cards(found: dict[str, Any]) -> str:
         f"steps, {time['epochs']:.2f} epochs": f"{time['steps']:,}",
     }
     if found["memory"]:
-        cards["memory of a step"] = f"{found['memory']['estimated_gib']:.1f} GiB"
+        cards["memory of a step"] = preflight.size_text(found["memory"]["estimated_gib"])
     shown = (
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in cards.items()
     )

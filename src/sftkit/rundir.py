@@ -14,7 +14,7 @@ from sftkit.checkpoint import replace_text, set_aside
 from sftkit.hardware import environment
 from sftkit.launch import check_launcher
 from sftkit.model import LATEST
-from sftkit.report import write_report
+from sftkit.report import try_report
 from sftkit.runtime import Runtime
 from sftkit.status import RunStatus, open_status
 from sftkit.stopping import end_process
@@ -75,10 +75,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.say(f"checkpoint: {where}")
-    try:
-        rt.say(f"report: {write_report(run_dir)}\n")
-    except Exception as error:  # a page must not fail a run
-        rt.say(f"no report: {type(error).__name__}: {error}\n")
+    try_report(run_dir, rt.say)
 
 
 def _finished(summary: Path) -> bool:

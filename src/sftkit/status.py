@@ -179,7 +179,18 @@ def note_progress() -> None:
 
 
 def report(error: BaseException) -> int:
-    """Write down how the run failed and print it, the cause instead of its symptoms. Returns the exit code."""
+    """Write down how the run failed and print it, the cause instead of its symptoms; then the run's page, which shows the
+    error too. Returns the exit code."""
+    code = _tell(error)
+    if _current and _current[0].rank == 0:
+        with suppress(Exception):  # whatever becomes of the page, the run ends with its own error
+            from .report import try_report
+
+            try_report(_current[0].run_dir, say)
+    return code
+
+
+def _tell(error: BaseException) -> int:
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     expected = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
     prefix, cause = "", None

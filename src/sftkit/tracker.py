@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,7 @@ class Tracker:
             return
         for name in ("metrics.jsonl", "evals.jsonl", "samples.jsonl"):
             drop_rows_after(run_dir / name, first_step)
+        drop_evals_after(run_dir / "evals", first_step)
         drop_rows_after(run_dir / "events.jsonl", sys.maxsize)  # what happened, happened: only a broken line goes
         dashboard = open_dashboard(logging_config, run_dir, run_id, config, rt.accelerator)
         if dashboard is not None:
@@ -242,6 +244,16 @@ def drop_rows_after(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)
+
+
+def drop_evals_after(folder: Path, step: int) -> None:
+    """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
+    for path in folder.glob("*"):
+        final = read_results(path / "results.json") if path.name == "final" else []
+        names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
+        kind, _, digits = names[0].rpartition("/")[2].partition("-")
+        if kind == "step" and digits.isdecimal() and int(digits) > step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def has_row(path: Path, step: int) -> bool:

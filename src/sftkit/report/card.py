@@ -5,10 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from sftkit.report.collect import latest
+import yaml
+
+from sftkit.report.collect import is_part, latest
 from sftkit.report.details import SOURCES
 from sftkit.report.files import Rows, dicts, mapping, number
 from sftkit.report.numbers import duration, parameters, show
@@ -18,8 +21,27 @@ Report = dict[str, Any]
 _WORDS = {True: "PASS", False: "**FAIL**", None: "not known"}
 
 
-def model_card(report: Report) -> str:
-    """The card: header that the hub reads, then what, how, data, settings, checks, results and environment."""
+LICENCE = ("license", "license_name", "license_link")
+"Keys of the header that are yours: a card that is written again keeps them."
+
+
+def licence(card: Path) -> dict[str, str]:
+    """What the header of an earlier card says of the licence; empty without one that can be read."""
+    try:
+        _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
+        found = mapping(yaml.safe_load(header))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return {key: found[key] for key in LICENCE if isinstance(found.get(key), str)}
+
+
+def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
+    """The card: header that the hub reads, then what, how, data, settings, checks, results and environment.
+
+    Args:
+        kept: what `licence` has read from the card that this one replaces.
+    """
+    kept = kept or {}
     parts = [
         f"# {md(report['run']['name'])}",
         _what(report),
@@ -30,13 +52,21 @@ def model_card(report: Report) -> str:
         _proof(report),
         _results(report),
         _environment(report),
-        "## Licence\n\nNone is stated here. The licences of the base model and of the training data apply; "
-        "state yours as `license:` in the header of this file.",
+        _licence(kept),
     ]
-    return f"---\n{_header(report)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    return f"---\n{_header(report, kept)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _header(report: Report) -> str:
+def _licence(kept: Mapping[str, str]) -> str:
+    if kept:
+        return "## Licence\n\n" + ", ".join(code(text) for text in kept.values())
+    return (
+        "## Licence\n\nNone is stated here. The licences of the base model and of the training data apply; "
+        "state yours as `license:` in the header of this file, which a later report keeps."
+    )
+
+
+def _header(report: Report, kept: Mapping[str, str]) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     name = re.sub(r"[^\w.-]+", "-", report["run"]["name"])
@@ -50,6 +80,7 @@ def _header(report: Report) -> str:
             metric_name=row["metric"],
         )
         for row in _scores(report)
+        if not is_part(row) and row["task"] != "centred_mean"  # which no dataset is
     ]
     data = ModelCardData(
         library_name="transformers",
@@ -59,12 +90,16 @@ def _header(report: Report) -> str:
         tags=["sftkit"],
         model_name=name if results else None,
         eval_results=results or None,
+        license=kept.get("license"),
+        license_name=kept.get("license_name"),
+        license_link=kept.get("license_link"),
     )
     return data.to_yaml().strip()
 
 
 def _scores(report: Report) -> Rows:
-    return [row for row in latest(report["evaluations"]) if row["value"] is not None]
+    """The final evaluation, without one the newest of each task."""
+    return [row for row in latest(report["final"] or report["evaluations"]) if row["value"] is not None]
 
 
 def md(value: Any) -> str:

@@ -75,6 +75,7 @@ def line_chart(
         level: a dashed line across, such as chance.
     """
     shown = [one for one in series if any(value is not None for _, value in one.points)]
+    shown.sort(key=lambda one: one.other)  # dashes lie on solid lines, so that both are seen where they agree
     if not shown:
         return None
     steps = [step for one in shown for step, value in one.points if value is not None]
@@ -93,7 +94,7 @@ def line_chart(
         _grid(x, y, width, height),
         el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end"),
         across,
-        [_series(one, x, y) for one in sorted(shown, key=lambda one: not one.other)],  # the other run lies below
+        [_series(one, x, y, line_class(one, shown)) for one in shown],
     )
 
 
@@ -125,7 +126,14 @@ def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
     return join(parts)
 
 
-def _series(one: Series, x: Axis, y: Axis) -> Html:
+def line_class(one: Series, series: Sequence[Series]) -> str:
+    """The class of a line. Of two runs this one's lines are solid, the other's dashed and of hues that this has not."""
+    if one.other:
+        return f"other o{one.style % 2}"
+    return f"s{one.style % 6}" + (" solid" if any(each.other for each in series) else "")
+
+
+def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """The line, its intervals, and points that say their value when pointed at."""
     pieces: list[list[str]] = [[]]
     for step, value in one.points:
@@ -150,23 +158,32 @@ def _series(one: Series, x: Axis, y: Axis) -> Html:
     ]
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
     lines = [el("polyline", points=" ".join(piece)) for piece in pieces if len(piece) > 1]
-    return el("g", bars, lines, dots, class_=f"s{one.style % 6}" + (" other" if one.other else ""))
+    return el("g", bars, lines, dots, class_=kind)
 
 
 def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
-    """A row for each {"name", "value", "low", "high", "chance"}, all 0 to 1: interval, value and chance level."""
-    shown = [row for row in rows if row.get("value") is not None and 0 <= row["value"] <= 1]
+    """A row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
+
+    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is no share.
+    """
+    shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
     if not shown:
         return None
     left, pitch = 138.0, 24.0
     height = pitch * len(shown) + 30
-    x = Axis(0.0, 1.0, left, width - 60)
+    lowest = min(0.0, *(row["value"] for row in shown))
+    x = Axis(lowest * 1.05, 1.0, left, width - 60)
+    grid = ticks(lowest, 1.0, 5) if lowest else [0.0, 0.25, 0.5, 0.75, 1.0]
+
+    def at_most(value: float) -> float:
+        return x(min(max(value, x.low), x.high))
+
     parts = [
         join(
-            _line(x(v), 6, x(v), height - 24, "grid"),
-            el("text", show(v), x=x(v), y=height - 8, class_="tick", text_anchor="middle"),
+            _line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"),
+            el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"),
         )
-        for v in (0.0, 0.25, 0.5, 0.75, 1.0)
+        for v, text in zip(grid, axis_texts(grid), strict=True)
     ]
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
@@ -176,8 +193,8 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
                 "g",
                 el("title", interval_text(row)),
                 el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-                _line(x(_unit(row["low"])), at, x(_unit(row["high"])), at, "bar") if _has_interval(row) else None,
-                _line(x(_unit(row["chance"])), at - 7, x(_unit(row["chance"])), at + 7, "chance")
+                _line(at_most(row["low"]), at, at_most(row["high"]), at, "bar") if _has_interval(row) else None,
+                _line(at_most(row["chance"]), at - 7, at_most(row["chance"]), at + 7, "chance")
                 if row.get("chance") is not None
                 else None,
                 el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
@@ -197,10 +214,6 @@ def interval_text(row: dict[str, Any]) -> str:
 
 def _has_interval(row: dict[str, Any]) -> bool:
     return row.get("low") is not None and row.get("high") is not None
-
-
-def _unit(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
 
 
 def histogram(

@@ -15,7 +15,11 @@ from sftkit.report.settings import changed, differences, hub_datasets, origin, r
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
+Found = dict[tuple[float, str, str], dict[str, Any]]
+"""(step, task, metric) -> an evaluation."""
 MARKS_OF_A_RUN = ("config.yaml", "run_status.json", "metrics.jsonl")
+FINAL = "evals/final"
+"Folder in the run with what scripts/evaluate.py has found of its last checkpoint."
 _BUCKETS = 160
 _MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
@@ -31,7 +35,7 @@ def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     report = _run(run_dir)
     if against is not None:
         other = _run(against)
-        kept = ("run", "headline", "curves", "last", "evaluations", "config")
+        kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
     return report
@@ -52,10 +56,22 @@ def newest_run(root: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    found = [path for name in MARKS_OF_A_RUN for path in root.glob(f"**/{name}") if ".old-" not in str(path)]
+    marks = ("run_status.json", "metrics.jsonl")  # other programs, wandb among them, write a config.yaml too
+    found = [path for name in marks for path in root.glob(f"**/{name}") if not _is_left_over(path.relative_to(root))]
     if not found:
         raise ConfigError(f"{root}/: no run there; make one (make smoke, make sft) or name a run directory")
     return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a file is of an earlier run that was set aside, or of a dashboard's own folder."""
+    return any(part == "wandb" or ".old-" in part for part in path.parts)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that a folder such as evals/final is in; None if it is in none."""
+    parents = folder.absolute().parents
+    return next((path for path in parents if any((path / name).is_file() for name in MARKS_OF_A_RUN[1:])), None)
 
 
 def _run(run_dir: Path) -> dict[str, Any]:
@@ -75,6 +91,8 @@ def _run(run_dir: Path) -> dict[str, Any]:
     full = _curves(metrics) | _curves(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = number(environment.get("world_size"))
+    digits = re.fullmatch(r"step-(\d{1,12})", folder.name) if folder else None
+    last_step = float(digits.group(1)) if digits else number(status.get("step")) or 0.0
     return {
         "run": {
             "name": "/".join(run_dir.resolve().parts[-2:]),
@@ -95,6 +113,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
         "curves": {name: thin(points) for name, points in full.items()},
         "last": last,
         "evaluations": evaluations(run_dir, evals, notes),
+        "final": final_evaluation(run_dir, last_step, notes),
         "samples": _samples(samples),
         "preflight": preflight,
         "events": events,
@@ -183,11 +202,12 @@ def headline(curves: dict[str, Curve], last: dict[str, float | None]) -> Rows:
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
     """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
-    found: dict[tuple[float, str, str], dict[str, Any]] = {}
+    found: Found = {}
+    told: set[tuple[float, str, str]] = set()
     for path in sorted(run_dir.glob("evals/step-*/results.json")):
-        digits = re.fullmatch(r"step-(\d+)", path.parent.name)
+        digits = re.fullmatch(r"step-(\d{1,12})", path.parent.name)
         for row in dicts(read_json(path, notes)) if digits else []:
-            _keep(found, float(digits.group(1)) if digits else 0.0, row)
+            told |= _keep_task(found, float(digits.group(1)) if digits else 0.0, row)
     for row in rows:
         step = number(row.get("step"))
         for name, value in row.items():
@@ -195,21 +215,48 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
             task, _, metric = rest.partition("/")
             if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
                 continue
-            if not metric and any(known[:2] == (step, task) for known in found):
+            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in found)):
                 continue
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
-            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds, known_wins=True)
-    return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1], key[2]))]
+            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+    return [found[key] for key in sorted(found)]
 
 
-def _keep(found: dict[Any, dict[str, Any]], step: float, row: dict[str, Any], known_wins: bool = False) -> None:
+def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
+    """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
+    found: Found = {}
+    for row in dicts(read_json(run_dir / FINAL / "results.json", notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or f"step-{last_step:06.0f}")
+        digits = re.search(r"step-(\d{1,12})/?$", model)
+        if digits and float(digits.group(1)) == last_step:
+            _keep_task(found, last_step, row)
+        else:
+            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
+    return [row | {"final": True} for _, row in sorted(found.items())]
+
+
+def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+    """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    if known_wins and (step, task, metric) in found:
-        return
+    found.pop((step, task, metric), None)
+    _keep(found, step, row)
+    told = set()
+    for name, value in mapping(row.get("metrics")).items():
+        kind, _, part = name.partition("/")
+        told.add((step, part or task, kind))
+        if part and kind == metric:
+            _keep(found, step, {"task": part, "metric": kind, "value": value})
+    return told
+
+
+def _keep(found: Found, step: float, row: dict[str, Any]) -> None:
+    """Add an evaluation, unless there is one of this step, task and metric."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
     others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
-    found[step, task, metric] = {"step": int(step), "task": task, "metric": metric} | numbers | others
+    made = {"step": int(step), "task": task, "metric": metric} | numbers | others
+    found.setdefault((step, task, metric), made)
 
 
 def latest(evaluation_rows: Rows) -> Rows:
@@ -220,6 +267,11 @@ def latest(evaluation_rows: Rows) -> Rows:
         return is_part(newest[key]), key[0] not in _MEANS, key
 
     return [newest[key] for key in sorted(newest, key=place)]
+
+
+def standing(report: dict[str, Any]) -> Rows:
+    """What stands for the model: its final evaluation, and the newest one of tasks that this has not."""
+    return latest([*report["evaluations"], *report["final"]])
 
 
 def is_part(row: dict[str, Any]) -> bool:

@@ -58,7 +58,8 @@ def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
 def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
     """The JSON objects of a file of lines; lines that are none (a kill cuts the last one) are counted in `notes`."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        # Not splitlines: a line separator such as U+2028 inside a text ends no row.
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         if not optional:
             notes.append(f"{path.name} is not there")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sftkit.report.charts import Series, is_log, line_chart
+from sftkit.report.charts import Series, is_log, line_chart, line_class
 from sftkit.report.files import Rows, number
 from sftkit.report.markup import Html, el, join
 from sftkit.report.numbers import NONE, show
@@ -129,7 +129,7 @@ def _legend(series: Sequence[Series], level: float | None) -> Html | None:
                 el("polyline", points="1,4 25,4"),
                 viewBox="0 0 26 8",
                 aria_hidden="true",
-                class_=f"s{one.style % 6}" + (" other" if one.other else ""),
+                class_=line_class(one, series),
             ),
             one.label,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.report.charts import Series, interval_chart
-from sftkit.report.collect import is_part, latest
+from sftkit.report.collect import is_part, standing
 from sftkit.report.files import Rows, mapping
 from sftkit.report.markup import Html, el, join
 from sftkit.report.numbers import NONE, show
@@ -118,7 +118,8 @@ def curves(report: Report) -> Html:
         name for name in report["curves"] if name.startswith("val/") and name.count("/") == 2 and name.endswith("/bpb")
     )
     names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MOST_SOURCES - 1])]
-    found.append(figure("Bits per byte", "validation", _series(report, names if len(bits) > 1 else names[:1])))
+    by_source = len(bits) > 1 and not report["against"]  # of two runs these are too many lines to tell apart
+    found.append(figure("Bits per byte", "validation", _series(report, names if by_source else names[:1])))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
         return section("curves", "Curves", lead="No line was logged.")
@@ -158,11 +159,10 @@ def _all_metrics(report: Report) -> Html | None:
 
 def evaluations(report: Report) -> Html:
     """The newest evaluation with intervals, how each task went over the steps, validation by source."""
-    rows: Rows = report["evaluations"]
-    newest = latest(rows)
+    newest = standing(report)
     tasks = [row["task"] for row in newest]
     named = [
-        row | {"name": f"{t} {row['metric']}" if tasks.count(t) > 1 else t}
+        row | {"name": f"{t} {row['metric']}" if tasks.count(t) > 1 else _task(t)}
         for t, row in zip(tasks, newest, strict=True)
     ]
     label = "Newest value of each task with its interval and the chance level"
@@ -202,11 +202,9 @@ def _evaluation_table(report: Report) -> Html:
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["evaluations"]:
         first.setdefault((row["task"], row["metric"]), row)
-    newest = latest(report["evaluations"])
-    other = report["against"] and {
-        (row["task"], row["metric"]): row for row in latest(report["against"]["evaluations"])
-    }
-    moved = any(first[row["task"], row["metric"]]["step"] != row["step"] for row in newest)
+    newest = standing(report)
+    other = report["against"] and {(row["task"], row["metric"]): row for row in standing(report["against"])}
+    moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
     head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
     head += (["first"] if moved else []) + (["other run"] if other else [])
     cells = []
@@ -215,11 +213,17 @@ def _evaluation_table(report: Report) -> Html:
         interval = (
             f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
         )
-        cell = [*key, _share(row["value"]), interval, row["chance"], row["examples"], row["step"]]
-        cell += [_share(first[key]["value"])] if moved else []
+        step = f"{show(row['step'])}, final" if row.get("final") else row["step"]
+        cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
+        cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [_share(other.get(key, {}).get("value"))] if other else []
         cells.append(cell)
     return table(head, cells, text=(1,))
+
+
+def _task(name: str) -> str:
+    """The name of a task as it is, and of the mean over tasks in words."""
+    return "centred mean" if name == "centred_mean" else name
 
 
 def _share(value: float | None) -> str:
@@ -239,7 +243,7 @@ def _over_steps(report: Report) -> list[Html]:
         if report["against"]:
             its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
             series.append(_eval_series(its, report["against"]["run"]["name"], True))
-        charts.append(figure(task, metric, series, level=chance))
+        charts.append(figure(_task(task), metric, series, level=chance))
     return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
 
 

@@ -102,7 +102,8 @@ svg .mark { stroke: var(--c1); stroke-width: 1.4; stroke-dasharray: 4 3; }
 .s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); } .s4 { --c: var(--c4); } .s5 { --c: var(--c5); }
 .s1 polyline { stroke-dasharray: 7 3; } .s2 polyline { stroke-dasharray: 2 4; } .s3 polyline { stroke-dasharray: 9 3 2 3; }
 .s4 polyline { stroke-dasharray: 4 2; } .s5 polyline { stroke-dasharray: 1 3; }
-.other { opacity: .6; } .other polyline { stroke-width: 3.2; }
+.solid polyline { stroke-dasharray: none; } .other polyline { stroke-dasharray: 7 5; stroke-linecap: butt; }
+.o0 { --c: var(--c4); } .o1 { --c: var(--c2); }
 .narrow { display: none; }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 8px 36px; align-items: start; }
 .two > * { min-width: 0; }
