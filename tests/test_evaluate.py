@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, cpu_runtime
+from helpers import cpu_runtime
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sftkit.config import EvalConfig
+from sftkit.config import EvalConfig, SourceConfig
 from sftkit.data import builtin
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.evals import families, harness, results
-from sftkit.evals.loading import check_arguments
 from sftkit.evals.results import Result, centred_mean, interval, values_of
 from sftkit.evals.suite import Suite, load_tasks
 from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
+from sftkit.manifest import Best, higher_is_better, is_better
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
@@ -73,6 +70,36 @@ def test_the_interval_of_other_marks_is_normal() -> None:
     mean, stderr, low, high = interval([0.2, 0.4, 0.9])
     assert stderr is not None
     assert (mean - low, high - mean) == pytest.approx((1.959964 * stderr, 1.959964 * stderr))
+
+
+def test_the_interval_of_shares_keeps_within_0_and_1() -> None:
+    _, _, low, high = interval([0.99, 1.0, 0.6])
+    assert 0 < low < high == 1.0
+    assert interval([0.01, 0.0, 0.4])[2] == 0.0
+    assert interval([1.2, 3.0, 0.1])[2] < 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [
+        ("eval/mmlu/acc", True),
+        ("eval/gsm8k/exact_match_strict-match", True),
+        ("eval/centred_mean", True),
+        ("eval/wikitext/word_perplexity", False),
+        ("eval/lambada/perplexity", False),
+        ("eval/wikitext/bits_per_byte", False),
+        ("eval/wmt/ter_best", False),
+        ("eval/wmt/bleu", True),
+        ("eval/interest/acc", True),
+        ("val/loss", False),
+        ("val/bpb", False),
+    ],
+)
+def test_more_is_better_for_tasks_but_not_for_measures_of_error(metric: str, higher: bool) -> None:
+    assert higher_is_better(metric) == higher
+    assert is_better(Best("b", metric, 2.0), Best("a", metric, 1.0)) == higher
+    assert is_better(Best("b", metric, 1.0), Best("a", metric, 2.0)) != higher
+    assert not is_better(Best("b", metric, float("nan")), None)
 
 
 def test_the_centred_mean_is_0_for_guessing_and_leaves_out_what_has_no_chance_level() -> None:
@@ -127,6 +154,59 @@ def test_predictions_do_not_depend_on_the_batch_size(model, tokenizer) -> None:
         assert a["marks"] == b["marks"]
 
 
+def test_answers_that_leave_no_room_for_the_prompt_are_refused_before_anything_runs(model, tokenizer) -> None:
+    task = question_task()
+    for settings, tasks in (({"max_new_tokens": 256}, (task,)), ({"max_new_tokens": 300}, ())):
+        with pytest.raises(ConfigError, match=r"max_new_tokens: answers of (256|300) tokens .*leave no room.*say 128"):
+            Suite(EvalConfig(**settings), model, tokenizer, cpu_runtime(), tasks=tasks)
+    long = replace(task, examples=tuple(replace(q, max_new_tokens=256) for q in task.examples))
+    with pytest.raises(ConfigError, match=r"256 tokens \(then\)"):
+        Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(long,))
+
+
+def test_prompts_that_lose_their_beginning_are_counted(model, tokenizer, caplog) -> None:
+    long = "sea shells on the shore " * 100
+    asked, answered = choices_task(), question_task()
+    asked = replace(asked, examples=(replace(asked.examples[0], prompt=long), *asked.examples[1:]))
+    answered = replace(answered, examples=(*answered.examples, replace(answered.examples[0], prompt=long)))
+    suite = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(asked, answered, choices_task()))
+    assert [found.result.settings["prompts_cut"] for found in suite.run_tasks()] == [1, 1, 0]
+    assert "then: 1 prompts are longer than the model reads" in caplog.text
+
+
+def test_results_say_what_was_evaluated_and_with_what(model, tokenizer) -> None:
+    suite = Suite(EvalConfig(batch_size=3), model, tokenizer, cpu_runtime(), tasks=(choices_task(),), model_name="x/y")
+    (found,) = suite.run_tasks()
+    settings = found.result.settings
+    assert (settings["model"], settings["dtype"], settings["batch_size"]) == ("x/y", "float32", 3)
+    assert settings["device"].startswith("CPU")
+    assert settings["torch"] == torch.__version__
+    assert {"transformers", "sftkit", "git", "shots", "max_examples"} <= settings.keys()
+
+
+def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> None:
+    rows = [{"goal": f"go {i}", "sol1": "walk", "sol2": "sit", "label": i % 2} for i in range(6)]
+    for name in ("piqa_validation", "piqa_train"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"question": "Why?", "mc1_targets": {"choices": ["a", "b"], "labels": [1, 0]}}
+    (tmp_path / "truthfulqa.jsonl").write_text(json.dumps(row))
+    config = EvalConfig(tasks=("piqa", "truthfulqa_mc1", "families"), shots=2, data=str(tmp_path))
+    found = load_tasks(config, tokenizer, cpu_runtime())
+    assert [task.settings["shots"] for task in found] == [2, 0, 0]
+    with pytest.raises(ConfigError, match=r"shots: 2: no task here takes shots \(truthfulqa_mc1\)"):
+        load_tasks(replace(config, tasks=("truthfulqa_mc1",)), tokenizer, cpu_runtime())
+
+
+def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("sftkit.data.hub.hub_answers", lambda: False)
+    monkeypatch.setattr(
+        "sftkit.evals.tasks.data.SourceConfig", lambda path, **_: SourceConfig(path="no-one/" + path[-4:])
+    )
+    with pytest.raises(ConfigError, match=r"Set eval\.data to a folder with the rows of .*piqa_validation") as error:
+        load_tasks(EvalConfig(tasks=("piqa",)), tokenizer, cpu_runtime())
+    assert "data.train" not in str(error.value)
+
+
 def test_an_error_of_a_judge_is_raised(model, tokenizer) -> None:
     def judge(asked, given):
         raise ValueError("no such rule")
@@ -178,49 +258,6 @@ def test_without_lm_eval_its_backend_names_the_extra(tokenizer, monkeypatch) -> 
         load_tasks(EvalConfig(tasks=("winogrande",), backend="lm_eval"), tokenizer, cpu_runtime())
 
 
-def test_arguments_of_the_script_are_checked_first(tmp_path: Path) -> None:
-    good = Namespace(
-        path=str(tmp_path), out=str(tmp_path / "a" / "b"), max_examples=None, batch_size=1, max_new_tokens=1
-    )
-    check_arguments(good)
-    assert (tmp_path / "a" / "b").is_dir()
-    for change, text in (
-        ({"path": "mmlu"}, "mmlu is a task: name the model before it"),
-        ({"batch_size": 0}, "--batch-size 0: must be 1 or more"),
-        ({"out": "/dev/null/x"}, "no folder can be made there"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            check_arguments(Namespace(**{**vars(good), **change}))
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model, tokenizer) -> Path:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path
-
-
-def script(*words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "scripts/evaluate.py", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
-
-
-def test_the_script_evaluates_any_model_folder_on_local_rows(folder: Path) -> None:
-    rows = [{"goal": f"go {i}", "sol1": "walk", "sol2": "sit", "label": i % 2} for i in range(6)]
-    (folder / "piqa_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = script(
-        str(folder / "model"), "piqa", "--data", str(folder), "--max-examples", "5", "--out", str(folder / "out")
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (found,) = json.loads((folder / "out" / "results.json").read_text())
-    assert (found["task"], found["examples"], found["chance"]) == ("piqa", 5, 0.5)
-    assert len((folder / "out" / "piqa.jsonl").read_text().splitlines()) == 5
-    for expected in ("95 % interval", "piqa", f"{found['value']:.3f}", "centred mean"):
-        assert expected in done.stdout
-
-
 def test_lm_eval_runs_a_task_of_its_own_and_leaves_the_same_files(
     tmp_path: Path, model, tokenizer, monkeypatch
 ) -> None:
@@ -240,6 +277,9 @@ target_delimiter: ""
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
     )
+    (tmp_path / "ours.yaml").write_text(
+        "group: ours\ntask: [our_words]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     manager = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr(harness, "task_manager", lambda: manager)
@@ -256,5 +296,9 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     (same,) = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(ours,)).run_tasks()
     assert values["eval/our_words/acc"] == found["value"] == same.result.value
     assert len((tmp_path / "evals" / "step-000001" / "our_words.jsonl").read_text().splitlines()) == 5
+    whole, part = Suite(replace(config, tasks=("ours",)), model, tokenizer, cpu_runtime()).run_tasks()
+    assert (whole.result.task, whole.result.value, whole.result.examples) == ("ours", found["value"], 5)
+    assert (whole.result.settings["subtasks"], whole.records) == (["our_words"], [])
+    assert part.result.task == "our_words"
     with pytest.raises(ConfigError, match=r'no task "our_word".* Did you mean "our_words"'):
         load_tasks(replace(config, tasks=("our_word",)), tokenizer, cpu_runtime())

@@ -11,6 +11,7 @@ import torch
 from helpers import tiny_llama, tiny_qwen3_with_windows
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
+from sftkit import kv_cache
 from sftkit.generate import generate
 
 NOTHING = [10**6]
@@ -129,6 +130,34 @@ def test_what_the_prompts_of_a_group_begin_with_is_computed_once(tokenizer) -> N
     assert seen[0] == (1, 40)
     assert [rows for rows, _ in seen[1:]] == [4, 4]
     assert all(positions <= 17 for _, positions in seen[1:])
+
+
+def test_the_keys_and_values_of_a_batch_have_a_bound_that_follows_from_the_model(tokenizer, monkeypatch) -> None:
+    model, prompts = MODELS["llama"](), make_prompts(12)
+    settings = {"stop_ids": NOTHING, "max_new_tokens": 20, "batch_size": 12}
+    free = generate(model, tokenizer, prompts, **settings)
+    each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, their size, bytes
+    assert kv_cache.most_cached(model) == kv_cache.MOST_BYTES // each
+    monkeypatch.setattr(kv_cache, "MOST_BYTES", 150 * each)
+    with passes(model) as seen:
+        bounded = generate(model, tokenizer, prompts, **settings)
+    assert bounded == free
+    firsts = [shape for shape in seen if shape[1] > 1]
+    assert all(rows * (width + 20) <= 150 for rows, width in firsts)
+    assert max(rows for rows, _ in seen) > 1
+    monkeypatch.setattr(kv_cache, "MOST_BYTES", each)
+    with passes(model) as seen:
+        assert generate(model, tokenizer, prompts, **settings) == free
+    assert {rows for rows, _ in seen} == {1}
+
+
+def test_a_shared_prefix_counts_for_each_row_that_copies_it(tokenizer, monkeypatch) -> None:
+    model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
+    monkeypatch.setattr(kv_cache, "MOST_BYTES", 120 * 256)
+    with passes(model) as seen:
+        generate(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
+    assert seen[0] == (1, 40)
+    assert {rows for rows, _ in seen[1:]} == {2}
 
 
 def test_an_answer_ends_before_the_first_stop_text_even_inside_a_token(tokenizer) -> None:

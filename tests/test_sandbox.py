@@ -82,6 +82,8 @@ def test_a_program_that_does_not_reach_the_end_of_its_tests_fails_and_says_why(p
         "import os\nos.read = os.write = lambda *a: b''",
         "import os\nfor fd in range(64):\n    try:\n        os.write(fd, b'S' + b'0' * 32)\n    except OSError:\n        pass",
         "import os\nfor fd in range(64):\n    try:\n        os.write(fd, b'S' * 10**7)\n    except OSError:\n        pass",
+        "import os\nos.write(4, os.read(3, 32))\nos._exit(0)",
+        "import os\nos.write(1, os.read(0, 32))\nos._exit(0)",
         "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
         "print('PASS' * 100, flush=True)\nimport os\nos._exit(0)",
         "x = '''",

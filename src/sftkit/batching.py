@@ -12,6 +12,8 @@ from accelerate.utils import gather_object
 
 from sftkit.runtime import Runtime
 
+MOST_POSITIONS = 32_768
+"Positions that a batch reads at once, padding included."
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 
@@ -72,14 +74,18 @@ def plan(
     batch_size: int,
     *,
     targets: Sequence[int] | None = None,
+    new_tokens: Sequence[int] | None = None,
     most_positions: int | None = None,
     most_targets: int | None = None,
+    most_cached: int | None = None,
 ) -> list[Batch]:
     """Rows in batches: those with one prefix together, longest first, so that little is padded and too long is soon known.
 
     Args:
         lengths: tokens of each row after its prefix. targets: positions of each row that have logits.
-        most_positions, most_targets: limits of a batch, padding included; a row that exceeds them is alone.
+        new_tokens: what is written after each row, at most.
+        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is alone.
+        most_cached: limit of the positions whose keys and values are kept: prefix, padded rows and what is written.
     """
     order: dict[Prefix, int] = {}
     for prefix in prefixes:
@@ -93,12 +99,22 @@ def plan(
             len(together) > batch_size
             or (most_positions is not None and len(together) * lengths[together[0]] > most_positions)
             or (targets is not None and most_targets is not None and sum(targets[j] for j in together) > most_targets)
+            or (most_cached is not None and _cached(together, lengths, prefixes, new_tokens) > most_cached)
         )
         if rows and (too_many or prefixes[rows[0]] != prefixes[i]):
             batches.append(Batch(tuple(rows), prefixes[rows[0]]))
             rows = []
         rows.append(i)
     return [*batches, Batch(tuple(rows), prefixes[rows[0]])] if rows else batches
+
+
+def _cached(
+    rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefix], new_tokens: Sequence[int] | None
+) -> int:
+    """Positions in the cache of these rows, the longest first; 0: nothing is cached."""
+    prefix = len(prefixes[rows[0]])
+    new = max(new_tokens[i] for i in rows) if new_tokens is not None else 0
+    return len(rows) * (prefix + lengths[rows[0]] + new) if prefix or new else 0
 
 
 def turns(batches: Sequence[Batch], rt: Runtime | None) -> Iterator[Turn]:

@@ -253,7 +253,7 @@ class EvalConfig:
     max_examples: Positive | None = None
     "Examples per task, and per family of families; null: all."
     batch_size: Positive = 64
-    "Prompts that go through the model together; changes speed and memory, not results."
+    "Prompts that go through the model together; fewer where memory asks for it. Changes speed and memory, not results: exactly so in fp32; in bf16 log-likelihoods may move by some hundredths of a nat."
     max_new_tokens: Positive | None = None
     "Longest answer in tokens; null: the task's own, 32 for families and samples."
     samples: NonNegative = 3
@@ -269,7 +269,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2)] = 2
     "Newest checkpoints kept."
     best: str | None = None
-    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, else lower."
+    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, but for errors such as perplexity, else lower."
     pin_every: Positive | None = None
     "Checkpoints at multiples of this many steps are kept for good, as are those with a file named PINNED; null: none."
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 from transformers.cache_utils import Cache
 
 from sftkit.attention import mixes_tokens, windows
-from sftkit.batching import gathered, plan, shared_prefixes, turns
+from sftkit.batching import MOST_POSITIONS, gathered, plan, shared_prefixes, turns
 from sftkit.data import chat
 from sftkit.evals.task import Answer
-from sftkit.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
 from sftkit.runtime import Runtime
 
 KEPT_SHARE = 0.75
@@ -87,6 +87,8 @@ def generate(
 
     Args:
         max_new_tokens: of every prompt, or one number for each.
+        batch_size: rows of a batch at most; fewer where the keys and values of prompts and answers would take more than
+            `kv_cache.MOST_BYTES`, or the prompts more than `batching.MOST_POSITIONS`.
         stop_texts: texts of each prompt that end its answer and are cut off.
         groups: names of groups of prompts that begin alike; "" is none.
 
@@ -100,7 +102,14 @@ def generate(
     names = list(groups) if groups is not None and may_share else [""] * len(prompts)
     ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
     prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
-    batches = plan([len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)], prefixes, batch_size)
+    batches = plan(
+        [len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)],
+        prefixes,
+        batch_size,
+        new_tokens=most,
+        most_positions=MOST_POSITIONS,
+        most_cached=most_cached(orig_model),
+    )
     together = rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
     found: dict[int, Answer] = {}

@@ -12,8 +12,26 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from sftkit.attention import mixes_tokens, plain_attention
+from sftkit.attention_choice import head_sizes
 from sftkit.compilation import run_eagerly
 from sftkit.tensor_parallel import whole_rows
+
+MOST_BYTES = 8 * 2**30
+"Keys and values of a batch. The same on every device, so that batches and with them results are the same everywhere."
+
+
+def most_cached(orig_model: PreTrainedModel) -> int | None:
+    """How many positions, over all rows of a batch, MOST_BYTES hold the keys and values of; None: the model keeps none.
+
+    Of the whole model's sizes, also where ranks share its heads.
+    """
+    config = orig_model.config.get_text_config()
+    if getattr(config, "num_attention_heads", None) is None:
+        return None
+    head_dim, queries_per_key = head_sizes(orig_model)
+    key_heads = config.num_attention_heads // queries_per_key
+    each = 2 * config.num_hidden_layers * key_heads * head_dim * orig_model.dtype.itemsize
+    return max(MOST_BYTES // int(each), 1)
 
 
 class FixedLayer(DynamicLayer):

@@ -20,6 +20,10 @@ MANIFEST = "manifest.json"
 BEST = "BEST"
 PINNED = "PINNED"
 "A file of this name in a step directory keeps it from being pruned."
+LOWER_IS_BETTER = re.compile(
+    r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
+)
+"Metrics of tasks that measure an error; lm_eval may add the name of a filter to them."
 HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Entries = dict[str, dict[str, Any]]
@@ -193,10 +197,16 @@ def write_best(run_dir: Path, best: Best) -> None:
     replace_text(run_dir / BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
 
 
+def higher_is_better(metric: str) -> bool:
+    """Whether more of a metric is better: of tasks (eval/<task>/<metric>), unless lm_eval has it as a measure of error, such as
+    perplexity; of nothing else, which is losses."""
+    return metric.startswith("eval/") and not LOWER_IS_BETTER.search(metric.rpartition("/")[2])
+
+
 def is_better(new: Best, old: Best | None) -> bool:
-    """Metrics of tasks (eval/*) are better when higher, everything else when lower; nan is never better."""
+    """Whether a value beats the best one so far; nan is never better, and another metric's value does not count."""
     if math.isnan(new.value):
         return False
     if old is None or old.metric != new.metric:
         return True
-    return new.value > old.value if new.metric.startswith("eval/") else new.value < old.value
+    return new.value > old.value if higher_is_better(new.metric) else new.value < old.value

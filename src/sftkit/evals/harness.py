@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config import EvalConfig
+from sftkit.data.hub import offline
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Evaluated, Result, Z
+from sftkit.hub import hub_answers
 from sftkit.kv_cache import plain_forward
 from sftkit.runtime import Runtime
 
@@ -60,7 +63,8 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with plain_forward(orig_model):
+    connected = hub_answers()  # else its client tries for half a minute before it says so
+    with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
             found = simple_evaluate(
                 model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
@@ -72,15 +76,16 @@ def evaluate(
                 task_manager=task_manager(),
             )
         except (OSError, ValueError) as error:
+            why = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
             raise ConfigError(
-                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}"
+                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{why}"
             ) from error
     assert found is not None
-    return [_evaluated(name, found, config) for name in found["samples"]]
+    return [_evaluated(name, found, config) for name in (*found.get("groups", {}), *found["samples"])]
 
 
 def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
-    """One of lm_eval's results in the form of ours."""
+    """One of lm_eval's results, of a task or of a group, in the form of ours."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
     for key, value in found["results"][name].items():
@@ -100,6 +105,9 @@ def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
         "format": config.format,
         "max_examples": config.max_examples,
     }
+    samples = found["samples"].get(name)
+    if samples is None:
+        settings["subtasks"] = list(found["group_subtasks"].get(name, ()))
     result = Result(
         task=name,
         metric=metric,
@@ -108,11 +116,13 @@ def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
         low=None if stderr is None else value - Z * stderr,
         high=None if stderr is None else value + Z * stderr,
         chance=None,
-        examples=found["n-samples"][name]["effective"],
+        examples=int(found["results"][name]["sample_len"])
+        if samples is None
+        else found["n-samples"][name]["effective"],
         settings=settings,
         metrics=metrics,
     )
-    return Evaluated(result, [_record(sample) for sample in found["samples"][name]])
+    return Evaluated(result, [_record(sample) for sample in samples or ()])
 
 
 def _version() -> str:

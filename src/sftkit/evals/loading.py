@@ -1,20 +1,34 @@
-"""The model of scripts/evaluate.py, and what its arguments must be before it is loaded."""
+"""The model and the validation data of scripts/evaluate.py, and what its arguments must be before it is loaded."""
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sftkit.config import LossConfig, ModelConfig
+from sftkit.attention import windows
+from sftkit.config import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
+from sftkit.data import loader, text
+from sftkit.data.pack import Layout, make_layout
+from sftkit.data.types import Examples
 from sftkit.distribute import distribute
 from sftkit.errors import ConfigError
-from sftkit.model import load_model
+from sftkit.evals.scoring import longest_input
+from sftkit.model import STATE, load_model, load_options
 from sftkit.parallel import Sharding
 from sftkit.recipe_checks import EVAL_TASKS
 from sftkit.runtime import Runtime
 from sftkit.step import ModelWithLoss
+
+VALIDATION_LENGTH = 2048
+"Tokens of a document of --val at most, where no run says how many there are."
+VALIDATION_ROWS = 4
+"Documents of --val that go through the model together."
 
 
 def check_arguments(args: Namespace) -> None:
@@ -38,10 +52,56 @@ def check_arguments(args: Namespace) -> None:
             raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
 
 
-def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> PreTrainedModel:
+def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """The model on its device, its weights cut over the ranks where the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, rt.topology.sharded)
+    config = orig_model.config.get_text_config()
+    plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
+    whole_rows = rt.topology.context == 1
+    model = ModelWithLoss(orig_model, "sdpa" if plain and whole_rows else "reference", LossConfig())
     if not rt.topology.sharded:
-        return orig_model.to(rt.device)  # type: ignore[arg-type]
-    distribute(ModelWithLoss(orig_model, "reference", LossConfig()), source, Sharding(), rt)
-    return orig_model
+        return model.to(rt.device)
+    distribute(model, source, Sharding(), rt)
+    return model
+
+
+def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The most tokens that the model reads at once, from its config alone."""
+    assert source.path is not None
+    config = AutoConfig.from_pretrained(source.path, **load_options(source.path, source))
+    return longest_input(getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer)
+
+
+def load_validation(
+    paths: Sequence[str], source: ModelConfig, longest: int, tokenizer: PreTrainedTokenizerBase, rt: Runtime
+) -> tuple[dict[str, Examples], Layout | None]:
+    """(documents of each source, their rows): answers of conversations and all of plain text are targets.
+
+    Documents have at most as many tokens as those that the checkpoint was trained on; of a model that does not say, as many
+    as it reads, up to VALIDATION_LENGTH.
+
+    Args:
+        paths: like data.val.N.path, with [split] behind it where that is not train.
+    """
+    if not paths:
+        return {}, None
+    max_length = min(trained_length(source) or VALIDATION_LENGTH, longest)
+    tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, targets="assistant")
+    chosen = tuple(as_source(path) for path in paths)
+    data = DataConfig(train=chosen, val=chosen, layout="dynamic")  # all together they say how rows are laid out
+    together, validation = loader.load_examples(data, tokenize, rt.main_first())
+    batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
+    return validation, make_layout(data, max_length, batch, rt.data_world_size, together.lengths)
+
+
+def as_source(path: str) -> SourceConfig:
+    """PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout], rows.jsonl[train[:100]]."""
+    found = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
+    return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
+
+
+def trained_length(source: ModelConfig) -> int | None:
+    """data.max_length of the run that a checkpoint comes from; None: it is no checkpoint of a run."""
+    state = Path(source.path or "") / STATE / "state.json"
+    length = json.loads(state.read_text()).get("max_length") if state.is_file() else None
+    return None if length is None else int(length)

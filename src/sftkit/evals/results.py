@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Question, Tas
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."
 RESULTS = "results.json"
+VALIDATION = "validation.json"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def evaluated(
 
 def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
     """(mean, standard error, low, high) with the 95 % interval: Wilson's for marks of 0 and 1, which keeps within [0, 1] and
-    does not vanish where all marks agree; else that of the normal distribution."""
+    does not vanish where all marks agree; else that of the normal distribution, within [0, 1] where all marks are."""
     n = len(marks)
     mean = sum(marks) / n
     stderr = math.sqrt(sum((mark - mean) ** 2 for mark in marks) / (n - 1) / n) if n > 1 else None
@@ -85,7 +86,8 @@ def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return mean, stderr, max(centre - half, 0.0), min(centre + half, 1.0)
     half = Z * (stderr or 0.0)
-    return mean, stderr, mean - half, mean + half
+    least, most = (0.0, 1.0) if all(0 <= mark <= 1 for mark in marks) else (-math.inf, math.inf)
+    return mean, stderr, max(mean - half, least), min(mean + half, most)
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:
@@ -119,13 +121,31 @@ def record(example: Choices | Question, given: Likelihoods | Answer, marks: Mark
 
 
 def write(folder: Path, found: Sequence[Evaluated]) -> None:
-    """<task>.jsonl of every task, then results.json; each file is replaced as a whole."""
+    """<task>.jsonl of every task, then results.json; each file is replaced as a whole. Of no tasks: nothing."""
+    if not found:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for one in found:
+        if not one.records:  # a group of lm_eval's tasks has no examples of its own
+            continue
         lines = "".join(f"{_json(row)}\n" for row in one.records)
         replace_text(folder / f"{one.result.task}.jsonl", lines)
     rows = [asdict(one.result) for one in found]
     replace_text(folder / RESULTS, json.dumps(_finite(rows), indent=1, ensure_ascii=False, default=str))
+
+
+def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
+    """validation.json: val/<source>/loss and bpb, and what it takes to repeat them; no file without any."""
+    if not values:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"values": _finite(values), "settings": settings}
+    replace_text(folder / VALIDATION, json.dumps(content, indent=1, ensure_ascii=False, default=str))
+
+
+def with_settings(one: Evaluated, settings: Mapping[str, Any]) -> Evaluated:
+    """The same, with these settings before its own."""
+    return replace(one, result=replace(one.result, settings={**settings, **one.result.settings}))
 
 
 def _json(row: dict[str, Any]) -> str:
@@ -141,9 +161,12 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def table(results: Sequence[Result]) -> str:
-    """A line for each task and metric, and the centred mean."""
+def table(results: Sequence[Result], validation: Mapping[str, float | None] | None = None) -> str:
+    """A line for each value of the validation, for each task and metric, and the centred mean."""
     lines = [("task", "metric", "value", "95 % interval", "chance", "examples")]
+    for name, number in (validation or {}).items():
+        task, _, metric = name.rpartition("/")
+        lines.append((task, metric, "-" if number is None else f"{number:.4f}", "", "", ""))
     for r in results:
         for name, value in sorted(r.metrics.items(), key=lambda item: item[0] != r.metric):
             first = name == r.metric

@@ -16,17 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.anatomy import head, positions
 from sftkit.attention import mixes_tokens
-from sftkit.batching import Batch, gathered, plan, shared_prefixes, turns
+from sftkit.batching import MOST_POSITIONS, Batch, gathered, plan, shared_prefixes, turns
 from sftkit.data import conversation
 from sftkit.data.template import render, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
 from sftkit.runtime import Runtime
 
-MOST_POSITIONS = 32_768
-"Positions of a batch, padding included."
 MOST_TARGETS = 1024
 "Positions of a batch with logits, which take V numbers each."
 CHUNK = 256
@@ -116,9 +114,18 @@ def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: Pr
     return (whole[:1], whole[1:]) if len(whole) and whole[0] == first[0] else (first, whole)
 
 
+def cut_examples(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
+    """How many examples have an input that `rows_of` cuts to `longest` tokens."""
+    return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
+
+
 def max_length(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """The most tokens that the model reads at once."""
-    longest = positions(orig_model)
+    return longest_input(positions(orig_model), tokenizer)
+
+
+def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
     if longest is None and tokenizer.model_max_length < 10**9:
         longest = int(tokenizer.model_max_length)
     return longest or DEFAULT_LENGTH
@@ -185,6 +192,7 @@ def score(
         targets=[row.targets for row in rows],
         most_positions=MOST_POSITIONS,
         most_targets=MOST_TARGETS,
+        most_cached=most_cached(orig_model),
     )
     in_step = rt is not None and rt.topology.sharded
     found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}

@@ -22,6 +22,7 @@ from sftkit.evals.results import Evaluated
 from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Task
 from sftkit.evals.validation import validate
 from sftkit.generate import generate
+from sftkit.hardware import environment
 from sftkit.parallel import let_go
 from sftkit.recipe_checks import eval_problems
 from sftkit.runtime import Runtime
@@ -44,6 +45,10 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+    if config.shots and config.tasks and set(config.tasks) <= {families.NAME, *tasks.WITHOUT_SHOTS}:
+        raise ConfigError(
+            f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
+        )
     if elsewhere := _of_lm_eval(config):
         harness.check(elsewhere, config, rt)
     if any(task in tasks.CODE for task in config.tasks):
@@ -72,7 +77,26 @@ def _of_lm_eval(config: EvalConfig) -> list[str]:
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
     if name == families.NAME:
         return families.load(config.max_examples, config.max_new_tokens)
-    return tasks.load(name, config.data, config.shots, config.format, config.max_examples)
+    shots = None if name in tasks.WITHOUT_SHOTS else config.shots
+    return tasks.load(name, config.data, shots, config.format, config.max_examples)
+
+
+def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int) -> None:
+    """Refuse answers that leave no room for a prompt in the `longest` tokens that the model reads.
+
+    Raises:
+        ConfigError: of which task, and how long they may be.
+    """
+    asks = {"samples": config.max_new_tokens} if config.samples and config.max_new_tokens else {}
+    for task in tasks:
+        if not isinstance(task.examples[0], Choices):
+            asks[task.name] = config.max_new_tokens or max(question.max_new_tokens for question in task.examples)
+    for name, most in asks.items():
+        if most >= longest:
+            raise ConfigError(
+                f"eval.max_new_tokens: answers of {most} tokens ({name}) leave no room for the prompt: the model reads "
+                f"{longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -92,9 +116,11 @@ class Suite:
     "where evals/step-NNNNNN/ gets every example of the tasks; None: nowhere"
     tasks: tuple[Task[Any, Any], ...] | None = None
     "what load_tasks gives for the config, if it was called before"
+    model_name: str | None = None
+    "what results call the model; None: the run directory"
 
     def __post_init__(self) -> None:
-        _ = self.asked  # whatever is wrong with the tasks is said now
+        check_room([task for task, _ in self.asked], self.config, self._longest)  # what is wrong with them is said now
 
     @cached_property
     def asked(self) -> list[tuple[Task[Any, Any], list[Any]]]:
@@ -116,16 +142,47 @@ class Suite:
         With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
         """
         try:
-            values: dict[str, float | None] = {}
-            if self.validation and self.model is not None and self.layout is not None:
-                pad_id = int(self.tokenizer.pad_token_id or 0)
-                values |= validate(self.model, self.validation, self.layout, pad_id, self.rt)
+            values = self.validate()
             found = self.run_tasks()
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
                 self._write(self.run_dir / "evals" / f"step-{step:06d}", found)
             return values | results.values_of([one.result for one in found]), self.samples()
         finally:
             let_go(self.orig_model)
+
+    def validate(self) -> dict[str, float | None]:
+        """val/loss, val/bpb and those of every validation source; empty without one."""
+        if not self.validation or self.model is None or self.layout is None:
+            return {}
+        return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What was evaluated, and on what: part of the settings of every result."""
+        here = environment(self.rt.device, self.rt.world_size)
+        packages: Any = here["packages"]
+        return {
+            "model": self.model_name or (str(self.run_dir) if self.run_dir else None),
+            "dtype": str(self.orig_model.dtype).removeprefix("torch."),
+            "device": here["device"],
+            "processes": self.rt.world_size,
+            "batch_size": self.config.batch_size,
+            **{package: packages[package] for package in ("torch", "transformers", "sftkit")},
+            "git": here["git"],
+        }
+
+    @property
+    def about_validation(self) -> dict[str, Any]:
+        """What was evaluated, documents of each source, and how long they may be."""
+        longest = self.layout.max_length if self.layout is not None else None
+        return self.about | {
+            "documents": {name: len(of) for name, of in self.validation.items()},
+            "max_length": longest,
+        }
+
+    @cached_property
+    def _longest(self) -> int:
+        return scoring.max_length(self.orig_model, self.tokenizer)
 
     def _write(self, folder: Path, found: list[Evaluated]) -> None:
         """A full disk costs the details, not the run."""
@@ -139,12 +196,13 @@ class Suite:
         found = [self._run(task, encoded) for task, encoded in self.asked]
         if elsewhere := _of_lm_eval(self.config):
             found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
-        return found
+        return [results.with_settings(one, self.about) for one in found]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
         given: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
+            cut = scoring.cut_examples(encoded, self._longest)
             given = scoring.score(
                 self.orig_model,
                 self.tokenizer,
@@ -156,9 +214,13 @@ class Suite:
         else:
             most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(most)
+            cut = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
             given = self.answers(
                 encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
             )
+        if cut:
+            log.warning("%s: %d prompts are longer than the model reads and lost their beginning", task.name, cut)
+        settings["prompts_cut"] = cut
         return results.evaluated(task, given, self._judged(task, given), settings)
 
     def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[Marks]:
@@ -184,8 +246,8 @@ class Suite:
     ) -> list[Answer]:
         """Greedy answers to tokenized prompts of at most so many tokens each; a prompt that leaves no room for its answer
         loses its beginning."""
-        longest = scoring.max_length(self.orig_model, self.tokenizer)
-        room = [max(longest - n, 1) for n in most]
+        room = [self._longest - n for n in most]
+        assert all(n > 0 for n in room), "check_room has seen to it"
         return generate(
             self.orig_model,
             self.tokenizer,
@@ -201,7 +263,7 @@ class Suite:
     def samples(self) -> list[dict[str, Any]]:
         """Prompt, reference, answer of each sample row, and why the answer ended."""
         prompts = [sample_prompt(row, self.tokenizer) for row in self.sample_rows]
-        most = self.config.max_new_tokens or SAMPLE_TOKENS
+        most = self.config.max_new_tokens or min(SAMPLE_TOKENS, self._longest // 2)
         answers = self.answers([ids for ids, _, _ in prompts], [most] * len(prompts))
         return [
             {"prompt": shown, "reference": reference, "answer": answer.text, "stop": answer.stop}

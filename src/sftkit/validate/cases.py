@@ -150,6 +150,7 @@ def settings_of(plan: Plan, cfg: Config, layout: str, kind: str, folder: Path) -
         "checkpoint.best=null",
         "checkpoint.pin_every=null",
         "eval.every=null",
+        "eval.at_start=false",
         f"compile.enabled={str(compiled).lower()}",
         *(["compile.on_recompile=warn"] if compiled else []),
     ]

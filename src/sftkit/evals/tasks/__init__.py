@@ -31,6 +31,8 @@ _BUILDERS = {
 NAMES = tuple(_BUILDERS)
 CODE = ("humaneval", "mbpp")
 "Tasks that run what the model writes."
+WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
+"Tasks that take no few-shot examples."
 FORMATS = ("completion", "chat")
 
 

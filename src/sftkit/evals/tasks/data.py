@@ -139,8 +139,12 @@ def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
     try:
         rows = list(sources.opened(source).rows())
     except (ConfigError, DataError) as error:
-        names = ", ".join(split.files)
-        raise type(error)(f"{error}. Or set eval.data to a folder with the rows, in files named {names}") from error
+        reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
+        raise type(error)(
+            f"{reason}. Set eval.data to a folder with the rows of {_hub_name(split)}, in a file named "
+            f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a machine that "
+            "has them"
+        ) from error
     return [loads(row) if isinstance(row, bytes) else row for _, row in rows], _hub_name(split)
 
 
