@@ -75,7 +75,7 @@ FOUR_RANKS = {
     "qwen2 fsdp2 x tensor": ("qwen2", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "llama fsdp2 x context": ("llama", Topology(shards=2, context=2, sharded=True), Sharding(False, False), "adamw"),
 }
-CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
 def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) -> dict[str, Any]:
@@ -109,11 +109,11 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
     return {"rows": rows, "flags": flags, "val": values, "weights": weights, "pieces": pieces, **watch.counts()}
 
 
-def main(out: str) -> None:
+def main(out: str, *names: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
     results = {}
-    for name, (model, topology, sharding, optim) in CASES[rt.world_size].items():
-        rt.topology = topology
+    for name in names:
+        model, rt.topology, sharding, optim = CASES[rt.world_size][name]
         results[name] = train(rt, model, sharding, optim)
     if rt.is_main:
         Path(out).write_text(json.dumps(results))

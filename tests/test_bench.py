@@ -524,8 +524,15 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
     assert "| two | one | 3 |" in report
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("raised", "rank 1: ValueError: only here"),
+        pytest.param("killed", "rank 1 was killed by signal 9", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("no_machine")
-def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path, name: str, error: str) -> None:
     body = """
 from sftkit.bench.jobs import read_job
 from sftkit.bench.rows import run_job
@@ -539,8 +546,8 @@ def run(job):
 
 run_job(read_job(Path(sys.argv[1])), run)
 """
-    run = {"model": "tiny", "topology": "cpu_ddp", "processes": 2, "worker": write_worker(tmp_path, body)}
-    runs = [{"name": name, **run} for name in ("raised", "killed")]
-    rows = bench(write_plan(tmp_path, runs=runs, timeout_seconds=50), tmp_path / "out")["runs"]
-    assert [r["error"] for r in rows] == ["rank 1: ValueError: only here", "rank 1 was killed by signal 9"]
-    assert all(r["wall_seconds"] < 45 for r in rows)  # the other rank, which sleeps for 60 s, was ended
+    worker = write_worker(tmp_path, body)
+    run = {"name": name, "model": "tiny", "topology": "cpu_ddp", "processes": 2, "worker": worker}
+    (row,) = bench(write_plan(tmp_path, runs=[run], timeout_seconds=50), tmp_path / "out")["runs"]
+    assert row["error"] == error
+    assert row["wall_seconds"] < 45  # the other rank, which sleeps for 60 s, was ended

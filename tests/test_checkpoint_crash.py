@@ -116,12 +116,12 @@ def forking(function: str, *args: str) -> None:
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_process_killed_in_saves_leaves_whole_checkpoints_and_a_latest_that_never_goes_back(
-    tmp_path: Path, tokenizer, kills: int
+    tmp_path: Path, tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    forking("kill_in_saves", str(tmp_path / "run"), str(tmp_path / "tokenizer"), str(kills))
+    forking("kill_in_saves", str(tmp_path / "run"), str(tmp_path / "tokenizer"), "100")
 
 
 def test_a_process_killed_before_any_flush_rename_or_deletion_leaves_the_same(tmp_path: Path, tokenizer) -> None:

@@ -80,7 +80,7 @@ def test_each_shape_has_one_graph_per_kind_of_module_and_nothing_compiles_afterw
     assert counts["compile/seconds"] > 0
 
 
-@pytest.mark.parametrize(("rows", "warm_up_length"), [(2, 16), (16, 16)])
+@pytest.mark.parametrize(("rows", "warm_up_length"), [pytest.param(2, 16, marks=pytest.mark.slow), (16, 16)])
 def test_a_dynamic_layout_has_one_graph_for_every_row_length(rows: int, warm_up_length: int) -> None:
     orig_model, watch = warmed_up([(rows, warm_up_length)], dynamic_layout=True)
     with step_contract("error", watch.graph_break_reasons()):
@@ -89,7 +89,7 @@ def test_a_dynamic_layout_has_one_graph_for_every_row_length(rows: int, warm_up_
     assert watch.counts()["compile/graphs"] == 2
 
 
-@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(None, marks=pytest.mark.slow)])
 def test_without_a_dynamic_layout_another_row_length_needs_another_graph(dynamic: bool | None) -> None:
     orig_model, watch = warmed_up(dynamic=dynamic)
     run(orig_model, 2, 24)
@@ -184,7 +184,9 @@ SURPRISES = [
 
 
 @pytest.mark.parametrize(("surprise", "guard"), SURPRISES)
-def test_under_error_a_step_that_needs_another_graph_ends_with_the_guard_and_the_way_out(surprise, guard) -> None:
+def test_a_step_that_needs_another_graph_ends_with_the_guard_or_runs_eagerly_or_is_compiled_as_told(
+    surprise, guard
+) -> None:
     orig_model, watch = warmed_up()
     with step_contract("error"):
         run(orig_model)
@@ -199,17 +201,12 @@ def test_under_error_a_step_that_needs_another_graph_ends_with_the_guard_and_the
     assert isinstance(raised.value, ConfigError)
     assert watch.counts()["compile/recompiles"] == 0
     run(orig_model.float().train())  # what was compiled still is
-
-
-@pytest.mark.parametrize(("surprise", "guard"), SURPRISES)
-def test_under_eager_it_runs_uncompiled_and_under_warn_it_is_compiled_counted_and_explained(surprise, guard) -> None:
-    orig_model, watch = warmed_up()
     with step_contract("eager"):
         surprise(orig_model)
     assert watch.counts()["compile/recompiles"] == 0
     assert not watch.recompile_kinds()
     with step_contract("warn"):
-        surprise(orig_model)
+        surprise(orig_model.float().train())
     assert watch.counts()["compile/recompiles"] >= 1
     assert any(guard in reason for reason in watch.recompile_kinds())
 
@@ -217,9 +214,9 @@ def test_under_eager_it_runs_uncompiled_and_under_warn_it_is_compiled_counted_an
 def test_reasons_that_differ_only_in_a_size_are_of_one_kind() -> None:
     orig_model, watch = warmed_up()
     with step_contract("warn"):
-        for row_length in (24, 32, 40):
+        for row_length in (24, 32):
             run(orig_model, 2, row_length)
-    assert watch.counts()["compile/recompiles"] == 6
+    assert watch.counts()["compile/recompiles"] == 4
     assert len(watch.recompile_kinds()) == 1
 
 

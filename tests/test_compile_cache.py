@@ -48,6 +48,8 @@ def compile_elsewhere(where: str, own_cache: Path, device: str = "cpu") -> list[
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(own_cache), "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"TRITON_CACHE_DIR": str(own_cache / "triton"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # No headers compiled ahead and no trials of vector instructions: they take longer than the kernels themselves.
+    env |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     done = subprocess.run([sys.executable, "-c", WORKER, where, device], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import torchrun
-
-
-def found(processes: int, out: Path) -> dict:
-    torchrun(processes, "distributed_worker.py", str(out))
-    return json.loads(out.read_text())
+from distributed_worker import train
+from helpers import cpu_runtime, torchrun
 
 
 def test_two_ranks_in_bf16_stay_equal_to_each_other_and_near_one_rank(tmp_path: Path) -> None:
     """Four micro-batches on one rank, two on each of two: sums are rounded at other places, replicas never differ."""
-    one = found(1, tmp_path / "one")
-    two = found(2, tmp_path / "two")
+    one = train(cpu_runtime())
+    torchrun(2, "distributed_worker.py", str(tmp_path / "two"))
+    two = json.loads((tmp_path / "two").read_text())
     assert two["apart"] == 0.0
     for a, b in zip(one["rows"], two["rows"], strict=True):
         assert a[0] == pytest.approx(b[0], rel=2e-3)

@@ -189,7 +189,7 @@ sys.exit(0 if got else 5)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR1", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "Ctrl-C", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path: Path, recipe: Path, how: str):
     script = tmp_path / "script.py"
     script.write_text(SAVES_ON_A_SIGNAL)

@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
+LIKE_ANOTHER = ("mistral", "qwen2", "phi3", "olmo", "olmo3")
+"Families whose blocks differ in kind as those of another one: llama, olmo2, gemma3_text."
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:
@@ -79,7 +81,9 @@ def losses_and_gradients(model: ModelWithLoss) -> list[tuple[torch.Tensor, torch
     return results
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in FAMILIES]
+)
 def test_each_family_compiles_into_one_graph_per_distinct_block_and_computes_the_same(model_type: str) -> None:
     torch._dynamo.reset()
     model = ModelWithLoss(build(model_type), "reference", LossConfig())

@@ -6,22 +6,34 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers import torchrun
-from parallel_worker import FOUR_RANKS, TWO_RANKS
+from helpers import cpu_runtime, torchrun
+from parallel_worker import FOUR_RANKS, ONE_RANK, TWO_RANKS, train
+
+SLOW = ("llama fsdp2, lean", "qwen3 fsdp2")
+"Cases of two ranks whose model and topology are each in another case."
+QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
 
 
 @cache
-def results(processes: int) -> dict[str, dict]:
-    """What parallel_worker found with so many gloo ranks."""
+def results(processes: int, *names: str) -> dict[str, dict[str, Any]]:
+    """What parallel_worker found of these cases with so many gloo ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(processes, "parallel_worker.py", f"{folder}/found.json", timeout=400)
+        torchrun(processes, "parallel_worker.py", f"{folder}/found.json", *names, timeout=400)
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def check(name: str, processes: int) -> None:
-    case, whole = results(processes)[name], results(1)[f"{name.split()[0]}{' muon' * ('muon' in name)} whole"]
+@cache
+def alone(name: str) -> dict[str, Any]:
+    """What one process computes."""
+    model, _, sharding, optim = ONE_RANK[name]
+    return train(cpu_runtime(), model, sharding, optim)
+
+
+def check(name: str, found: dict[str, dict[str, Any]]) -> None:
+    case, whole = found[name], alone(f"{name.split()[0]}{' muon' * ('muon' in name)} whole")
     muon = "muon" in name  # orthogonalized in bf16
     for ours, theirs in zip(case["rows"], whole["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3 if muon else 1e-5)
@@ -32,19 +44,19 @@ def check(name: str, processes: int) -> None:
     assert case["flags"] == [[1.0, 0.0]] * 6  # one rank wishes to stop, and all know
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_two_ranks_compute_what_one_does_compiled_and_without_recompiles(name: str) -> None:
-    check(name, 2)
+    check(name, results(2, *(SLOW if name in SLOW else QUICK)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_compute_what_one_does_compiled_and_without_recompiles(name: str) -> None:
-    check(name, 4)
+    check(name, results(4, *FOUR_RANKS))
 
 
 def test_a_sharded_rank_holds_its_pieces_only() -> None:
-    two, one = results(2), results(1)["llama whole"]["pieces"]
+    two, one = results(2, *QUICK), alone("llama whole")["pieces"]
     assert two["llama ddp"]["pieces"] == one
     assert two["llama fsdp2"]["pieces"] == one / 2
     assert two["llama tensor"]["pieces"] < 0.51 * one  # norms of the blocks are whole

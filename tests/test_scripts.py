@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,9 @@ TINY = (
 )
 
 
+TEXTS = "model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}, {path: 'builtin:tasks', max_rows: 200}]"
+
+
 def accelerate(config: str, script: str, recipe: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
     return run([*command, f"scripts/{script}", recipe, *TINY, *overrides])
@@ -46,12 +50,12 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """base -> mid -> sft of the smoke recipes, 3 steps each; mid and sft on two ranks."""
+    """base -> mid -> sft of the smoke recipes, 3 steps each, the tokenizer of fewer texts; sft on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     cache = f"data.cache_dir={folder}/cache"
     for stage, script, config, start in (
-        ("base", "base_train.py", "cpu.yaml", ()),
-        ("mid", "mid_train.py", "cpu_ddp.yaml", (f"model.path={folder}/base",)),
+        ("base", "base_train.py", "cpu.yaml", (TEXTS,)),
+        ("mid", "mid_train.py", "cpu.yaml", (f"model.path={folder}/base",)),
         ("sft", "chat_sft.py", "cpu_ddp.yaml", (f"model.path={folder}/mid",)),
     ):
         dir = f"run.dir={folder}/{stage}"
@@ -81,7 +85,7 @@ def test_stages_hand_over_tokenizer_and_row_length_and_say_so(runs: Path) -> Non
         log = (runs / f"{stage}.log").read_text()
         assert f"from {runs}/{parent}/step-000003: tokenizer of 1,024 tokens" in log
         assert "max_length 128 (inherited)" in log
-        assert "2 x CPU" in log
+    assert "2 x CPU" in (runs / "sft.log").read_text()
     templates = {(runs / stage / "step-000003" / "chat_template.jinja").read_text() for stage in ("base", "mid", "sft")}
     assert len(templates) == 1
 
@@ -114,6 +118,7 @@ def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
     assert done.stdout.strip() == expected.strip()
 
 
+@pytest.mark.slow
 def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
     command = ["scripts/evaluate.py", str(runs / "sft"), "--max-examples", "1", "--max-new-tokens", "4"]
     done = run([sys.executable, *command, "--out", str(tmp_path)])
@@ -133,28 +138,11 @@ def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs
         assert expected in done.stdout
 
 
-def test_a_second_run_renames_the_first_and_resume_continues_it(runs: Path, tmp_path: Path) -> None:
-    args = (
-        "recipes/smoke/sft.yaml",
-        f"run.dir={tmp_path}/sft",
-        f"model.path={runs}/mid",
-        f"data.cache_dir={runs}/cache",
-    )
-    for overrides in (("train.max_steps=2",), ("train.max_steps=2",), ("train.max_steps=4", "train.resume=auto")):
-        done = accelerate("cpu.yaml", "chat_sft.py", *args, "log.wandb=off", "compile.enabled=false", *overrides)
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "sft.old-1" / "step-000002").is_dir()
-    assert "resumed" in done.stdout
-    assert (tmp_path / "sft" / "LATEST").read_text() == "step-000004\n"
-    steps = [json.loads(line)["step"] for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("model.path=Qwen/Qwen3-0.6B-Base", "data.max_length=64"), "hf download Qwen/Qwen3-0.6B-Base"),
-        (("model.path=runs/nothing/here", "data.max_length=64"), "no such folder"),
+        pytest.param(("model.path=runs/nothing/here", "data.max_length=64"), "no such folder", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_cannot_be_had_is_an_error_in_seconds_that_says_what_to_do(tmp_path, overrides, message) -> None:
@@ -182,8 +170,8 @@ run: {{dir: {tmp_path}/run}}
 model: {{path: {model_dir}}}
 data:
   train:
-    - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[100:600]"}}
-    - {{path: {SHARED_DATA}/chat/instruct_1100_alpaca.jsonl.gz, max_rows: 300}}
+    - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[100:300]"}}
+    - {{path: {SHARED_DATA}/chat/instruct_1100_alpaca.jsonl.gz, max_rows: 100}}
     - {{path: {SHARED_DATA}/chat/oasst1_val.jsonl.gz, max_rows: 50}}
   val:
     - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[:30]"}}
@@ -226,28 +214,34 @@ def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, toke
     assert row.text == "Some text."
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launched_process_group_saves_and_exits(runs: Path, tmp_path: Path, number: int) -> None:
-    command = ["-m", "sftkit.launch", "scripts/chat_sft.py", "recipes/smoke/sft.yaml", f"model.path={runs}/mid"]
-    settings = [
-        "train.max_steps=100000",
-        "compile.enabled=false",
-        "log.every=1",
-        "log.wandb=off",
-        "eval.at_start=false",
-    ]
-    paths = [f"run.dir={tmp_path}/run", f"data.cache_dir={runs}/cache"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_and_is_resumed(
+    runs: Path, tmp_path: Path, number: int
+) -> None:
+    recipe = ["scripts/chat_sft.py", "recipes/smoke/sft.yaml"]
+    paths = [f"run.dir={tmp_path}/sft", f"model.path={runs}/mid", f"data.cache_dir={runs}/cache", "log.wandb=off"]
+    settings = [*TINY, "compile.enabled=false", "eval.at_start=false", *paths]
+    shutil.copytree(runs / "sft", tmp_path / "sft")
     child = subprocess.Popen(
-        [sys.executable, *command, *settings, *paths],
+        [sys.executable, "-m", "sftkit.launch", *recipe, *settings, "train.max_steps=100000"],
         cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    first, metrics = tmp_path / "sft.old-1", tmp_path / "sft" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not metrics.exists() and time.monotonic() < deadline:
+    while not (first.exists() and metrics.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
     os.killpg(child.pid, number)
     output, _ = child.communicate(timeout=60)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (first / "step-000003").is_dir()
+    summary = json.loads((tmp_path / "sft" / "summary.json").read_text())
+    step = summary["step"]
     assert summary["stopped"] is True, output[-2000:]
-    assert (tmp_path / "run" / "LATEST").read_text().strip() == f"step-{summary['step']:06d}"
+    assert (tmp_path / "sft" / "LATEST").read_text().strip() == f"step-{step:06d}"
     assert "saving and stopping" in output
+
+    done = run([sys.executable, *recipe, *settings, f"train.max_steps={step + 2}", "train.resume=auto"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "resumed" in done.stdout
+    assert (tmp_path / "sft" / "LATEST").read_text() == f"step-{step + 2:06d}\n"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, step + 3))

@@ -30,8 +30,6 @@ def folder(tmp_path: Path, tokenizer) -> Path:
         make().save_pretrained(tmp_path / name)
     chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
     LlamaForCausalLM(chat).save_pretrained(tmp_path / "chat")
-    chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
-    LlamaForCausalLM(chat).save_pretrained(tmp_path / "chat")
     return tmp_path
 
 
@@ -88,14 +86,13 @@ def check_export(folder: Path, name: str) -> None:
 
 
 def test_two_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topologies_did(folder: Path) -> None:
-    save = [
-        ("llama", "ddp", "fp32"),
-        ("llama", "fsdp2", "fp32"),
-        ("qwen3", "tensor", "bf16"),
-        ("chat", "tensor", "fp32"),
-    ]
-    resume = [("llama", "ddp", "tensor"), ("llama", "fsdp2", "tensor")]
-    check(folder, 2, save, resume)
+    check(folder, 2, [("llama", "fsdp2", "fp32"), ("qwen3", "tensor", "bf16")], [("llama", "fsdp2", "tensor")])
+    check_alone(folder, "llama fsdp2")
+
+
+@pytest.mark.slow
+def test_scripts_take_what_ranks_with_tensor_parallelism_have_saved(folder: Path) -> None:
+    check(folder, 2, [("chat", "tensor", "fp32")], [])
     check_alone(folder, "chat tensor")
     run = str(folder / "chat tensor fp32")
     commands = (
@@ -115,10 +112,12 @@ def test_two_ranks_resume_in_every_other_way(folder: Path) -> None:
     saved = save_and_go_on(Job(cpu_runtime(), "one", folder / "llama"), folder / name, folder / f"{name}.pt")
     keep_losses(folder, name, saved["losses"])
     check_export(folder, name)
-    save: list[Case] = [("llama", "tensor", "fp32"), ("llama", "context", "fp32"), ("qwen3_moe", "fsdp2", "bf16")]
+    save: list[Case] = [("llama", topology, "fp32") for topology in ("ddp", "tensor", "context")]
+    save += [("qwen3_moe", "fsdp2", "bf16")]
     save += [("qwen3", topology, "bf16") for topology in ("fsdp2", "context")]
     save += [("qwen3", "tensor", "bf16", optim) for optim in ("adamw_sr", "muon")]
     resume = [("llama", "one", "tensor"), ("llama", "tensor", "context"), ("llama", "context", "ddp")]
+    resume += [("llama", "ddp", "tensor")]
     check(folder, 2, save, resume)
     check_alone(folder, "llama tensor")
 

@@ -71,10 +71,10 @@ def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *c
 
 
 def test_two_ranks_evaluate_like_one_and_train_on_as_if_they_had_not(folder: Path, tokenizer) -> None:
-    compare(folder, tokenizer, 2, "ddp", "fsdp2, lean", "tensor", "context")
+    compare(folder, tokenizer, 2, "ddp", "fsdp2, lean", "tensor")
 
 
 @pytest.mark.slow
 def test_other_ways_to_share_out_a_model_evaluate_like_one_process(folder: Path, tokenizer) -> None:
-    compare(folder, tokenizer, 2, "fsdp2", "tensor, lean", "context, lean")
+    compare(folder, tokenizer, 2, "fsdp2", "tensor, lean", "context", "context, lean")
     compare(folder, tokenizer, 4, "fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x tensor, lean", "fsdp2 x context")

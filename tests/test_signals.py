@@ -34,7 +34,7 @@ def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resume
     weights = run.weights()
     assert weights[0] == weights[1]
     assert run.status()["resume"].endswith("train.resume=auto")
-    again = start("none", f"train.max_steps={step + 2}", "train.resume=auto")
+    again = start("none", f"train.max_steps={step + 2}", "train.resume=auto", processes=1)
     assert again.end() == 0, again.output[-3000:]
     assert again.status()["status"] == "finished"
     assert run.steps() == list(range(1, step + 3))
