@@ -18,7 +18,7 @@ from sftkit.report.numbers import duration, parameters, show
 from sftkit.report.pieces import columns, said
 
 Report = dict[str, Any]
-_WORDS = {True: "PASS", False: "**FAIL**", None: "not known"}
+_WORDS = {True: "PASS", False: "**FAIL**", None: "not checked"}
 
 
 LICENCE = ("license", "license_name", "license_link")

@@ -107,7 +107,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
         "status": status,
         "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
         "command": _command(status.get("resume")),
-        "headline": headline(full, last),
+        "headline": headline(full, last, on_cpu=str(environment.get("device", "")).startswith("CPU")),
         "proof": dicts(proof.get("rows")),
         "logits": mapping(proof.get("logits")),
         "curves": {name: thin(points) for name, points in full.items()},
@@ -170,7 +170,7 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def headline(curves: dict[str, Curve], last: dict[str, float | None]) -> Rows:
+def headline(curves: dict[str, Curve], last: dict[str, float | None], on_cpu: bool = False) -> Rows:
     """The numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:
@@ -184,14 +184,24 @@ def headline(curves: dict[str, Curve], last: dict[str, float | None]) -> Rows:
     rows = [
         ("training loss", last.get("train/loss"), "", "nats per target, last logged line"),
         ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation"),
-        ("tokens/s per GPU", middle("perf/tok_per_sec_per_gpu"), "", "useful tokens, median without the first line"),
+        (
+            "tokens/s per process" if on_cpu else "tokens/s per GPU",
+            middle("perf/tok_per_sec_per_gpu"),
+            "",
+            "useful tokens, median without the first line",
+        ),
         (
             "MFU",
             round(100 * mfu, 1) if mfu is not None else None,
             "%",
             "of the bf16 peak, median without the first line",
         ),
-        ("peak memory", max(known("mem/peak_gib"), default=None), "GiB", "most that tensors took"),
+        (
+            "peak memory",
+            max(known("mem/peak_gib"), default=None),
+            "GiB",
+            "most of the process, resident" if on_cpu else "most that tensors took",
+        ),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
     return [{"name": n, "value": v, "text": show(v, u if v is not None else ""), "how": how} for n, v, u, how in rows]

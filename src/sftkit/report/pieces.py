@@ -12,7 +12,7 @@ from sftkit.report.markup import Html, el, join
 from sftkit.report.numbers import NONE, show
 
 _ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
-_WORDS = {True: "PASS", False: "FAIL", None: "not known"}
+_WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
 _MOST_VALUES = 12
 _KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
 

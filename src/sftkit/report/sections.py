@@ -54,7 +54,7 @@ def proof(report: Report) -> Html:
     unknown = states.count(None)
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
-    words += [f"{unknown} not known or not applicable"] if unknown else []
+    words += [f"{unknown} not checked"] if unknown else []
     head = el(
         "tr",
         [el("th", title, scope="col", role="columnheader") for title in ("", "Check", "Found", "Expected")],
