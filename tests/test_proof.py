@@ -79,6 +79,7 @@ def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> Non
     batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
     meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
     meter.start()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
     outcome = StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2))
     for step in batches.steps(0, 2):
         meter.add(step, outcome)
@@ -113,6 +114,14 @@ def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str)
     except RecompileError as caught:
         error = caught
     rows = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    assert rows["Evaluation compiles nothing"] is None, "there was none"
+    with watch.evaluating():
+        pass
+    assert {row.name: row.ok for row in proof.compile_rows(True, watch, error)}["Evaluation compiles nothing"]
+    with watch.evaluating():
+        module(torch.zeros(5, 4))
+    after = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    assert after["Evaluation compiles nothing"] is False
     watch.close()
     assert (error is not None) == (on_recompile == "error")
     assert rows["No recompiles after the warm-up"] is False
@@ -124,6 +133,7 @@ def test_shapes_are_counted_as_they_come_and_others_than_declared_are_found(kind
     examples = make_examples(LENGTHS)
     layout = make_layout_of(kind, examples.lengths)
     counts = ShapeCounts(layout, parts=1)
+    assert proof.shapes_row(counts, layout).ok is None, "nothing has run"
     for step in Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 3):
         counts.add(step)
     total = sum(counts.seen.values())

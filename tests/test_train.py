@@ -64,6 +64,7 @@ def run(
     disturb: bool = False,
     evaluates: bool = True,
     tokenizer: Any = None,
+    from_step: int = 0,
 ) -> Trained:
     """Twenty steps of a tiny model; `disturb` hands the step one batch of a shape that was not declared."""
     torch._dynamo.reset()
@@ -105,7 +106,7 @@ def run(
     with Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
             cfg, rt, rt.prepare(model), orig_model, optimizer, batches, plan,
-            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": 0},  # type: ignore[arg-type]
+            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -168,3 +169,11 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
     (tmp_path / "evals.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in rows))
     config = EvalConfig(every=2, at_start=True)
     assert evaluates_first(config, step, 5, cpu_runtime(), tmp_path) is first
+
+
+def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_path: Path) -> None:
+    plain = CompileConfig(enabled=False)
+    run(tmp_path / "trained", compile=plain, evaluates=False)
+    assert (tmp_path / "trained/proof.json").exists()
+    run(tmp_path / "done", compile=plain, evaluates=False, from_step=20)
+    assert not (tmp_path / "done/proof.json").exists()

@@ -10,11 +10,10 @@ from typing import Any
 
 from sftkit.config import Config
 from sftkit.recipe import read_config
+from sftkit.report.collect import FINAL
 from sftkit.status import read_status
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
-EVALUATION = "evals/final"
-"Folder in the run of the last stage with what scripts/evaluate.py found of its checkpoint."
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
@@ -36,14 +35,14 @@ def was_stopped(run_dir: Path, since: float) -> bool:
 def evaluate_command(sft: Config) -> list[str]:
     """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
     limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
-    out = str(Path(sft.run.dir) / EVALUATION)
+    out = str(Path(sft.run.dir) / FINAL)
     return [sys.executable, "scripts/evaluate.py", sft.run.dir, "families", "--out", out, *limit]
 
 
 def summary(runs: dict[str, Path], seconds: float) -> str:
     """What the chain did, for a person."""
     trained = {stage: json.loads((run_dir / "summary.json").read_text()) for stage, run_dir in runs.items()}
-    families = json.loads((runs["sft"] / EVALUATION / "results.json").read_text())[0]
+    families = json.loads((runs["sft"] / FINAL / "results.json").read_text())[0]
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
 
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:

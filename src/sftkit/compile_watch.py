@@ -31,8 +31,8 @@ class CompileWatch:
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()
         self._warm_at: int | None = None
-        self.in_evaluation = 0
-        "compiles during evaluations"
+        self.evaluations = self.in_evaluation = 0
+        "evaluations, and compiles during them"
         self._seconds, self._started = 0.0, 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
@@ -47,6 +47,7 @@ class CompileWatch:
     def evaluating(self) -> Iterator[None]:
         """Inside, nothing should be compiled: whatever is counts in `in_evaluation`."""
         before = len(self._records())
+        self.evaluations += 1
         try:
             yield
         finally:

@@ -87,8 +87,8 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """The window's metrics; every rank must call it. Waits for the device, once."""
         targets = self._targets - self._left_out
-        self.planned_targets += self._targets
         sums, waits, peaks = self._exchange()
+        self.planned_targets += self._targets
         objective, nll, correct, entropy = (value / targets if targets else None for value in sums)
         seconds = time.perf_counter() - self._start - self._paused_seconds
         self.total_tokens += self._tokens

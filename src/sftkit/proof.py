@@ -116,11 +116,12 @@ def mask_row(examples: Examples, ends: Sequence[int]) -> Row:
 
 def divisor_row(seen: int, divided_by: int) -> Row:
     """Whether the loss was divided by the number of targets that all ranks and micro-batches really had."""
+    same = abs(seen - divided_by) <= 1e-6 * divided_by if divided_by else None  # None: no line was logged
     found = f"{seen:,} targets reached the model, {divided_by:,} were divided by"
     how = "targets counted in the batches of all ranks, against the counts of the plan that gradients are divided by"
     return Row(
         "Loss is divided by the targets of all ranks and micro-batches",
-        abs(seen - divided_by) <= 1e-6 * divided_by,
+        same,
         found,
         "equal",
         how,
@@ -148,7 +149,7 @@ def shapes_row(shapes: ShapeCounts, layout: Layout) -> Row:
         seen = ", ".join(f"{rows} x {length}: {count:,}" for (rows, length), count in sorted(shapes.seen.items()))
     found = f"{seen or 'none'}; {shapes.undeclared:,} undeclared"
     how = "the tensors of every micro-batch of this start of the run, on the main rank"
-    return Row("Only declared shapes", shapes.undeclared == 0, found, declared, how)
+    return Row("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
 
 
 def compile_rows(compiled: bool, watch: CompileWatch, error: BaseException | None) -> list[Row]:
@@ -170,8 +171,8 @@ def compile_rows(compiled: bool, watch: CompileWatch, error: BaseException | Non
         Row("No graph breaks", not breaks, "; ".join(breaks) or "0", "0", how),
         Row(
             "Evaluation compiles nothing",
-            watch.in_evaluation == 0,
-            f"{watch.in_evaluation} compiles during evaluations",
+            watch.in_evaluation == 0 if watch.evaluations else None,
+            f"{watch.in_evaluation} compiles during {watch.evaluations} evaluations",
             "0",
             "the same records, before and after each evaluation",
         ),

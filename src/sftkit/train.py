@@ -110,7 +110,8 @@ def train(
             proof.mask_row(batches.examples, ends),
             proof.resume_row(step, checkpoints.resumed_from),
         ]
-        if rt.is_main:
+        already_done = step == total_steps  # what proved it when it was trained stays
+        if rt.is_main and not already_done:
             proof.write(checkpoints.run_dir, rows)
         compile_debug.write_summary(checkpoints.run_dir, rt.rank)
         for problem in checkpoints.passed_over:
@@ -202,7 +203,7 @@ def train(
         status.at(step, "checkpoint")
         checkpoints.finish()
         logits = proof.logits_of(orig_model)
-        if rt.is_main:
+        if rt.is_main and not already_done:
             rows += closing_rows(meter, batches, prepared, watch, None)
             proof.write(checkpoints.run_dir, rows, logits)
         compile_debug.write_summary(checkpoints.run_dir, rt.rank)
