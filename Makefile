@@ -61,4 +61,4 @@ validate: install ## does compiling pay, and change nothing? make validate RECIP
 	$(if $(RECIPE),,$(error make validate needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/validate_compile.py $(RECIPE) $(ARGS)
 
 bench: install ## measure the training step: make bench PLAN=benchmarks/h200_step/plan.yaml
-	$(PY) -m sftkit.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)
+	$(PY) -m sftkit.experiments.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)

@@ -17,11 +17,12 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
     args = parser.parse_args()
 
-    from sftkit.config import ModelConfig
+    from sftkit.config.schema import ModelConfig
     from sftkit.errors import DataError
-    from sftkit.generate import stream
-    from sftkit.model import load_model, load_tokenizer, newest_run, resolve
-    from sftkit.runtime import quiet_libraries, start_device
+    from sftkit.generation.decode import stream
+    from sftkit.models.load import load_model, load_tokenizer
+    from sftkit.runtime.rundir import newest_run, resolve
+    from sftkit.runtime.start import quiet_libraries, start_device
 
     quiet_libraries()
     path = resolve(args.path or newest_run())
@@ -62,6 +63,6 @@ def ask() -> str:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime import script
+    from sftkit.runtime.start import script
 
     script(main)

@@ -48,13 +48,14 @@ def main() -> None:
 
     from pathlib import Path
 
-    from sftkit import runtime
-    from sftkit.config import EvalConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
+    from sftkit.config.schema import EvalConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
     from sftkit.evals import results
     from sftkit.evals.loading import check_arguments, load, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
-    from sftkit.model import load_tokenizer, newest_run, resolve
-    from sftkit.report import report_of_folder
+    from sftkit.models.load import load_tokenizer
+    from sftkit.reports.write import report_of_folder
+    from sftkit.runtime import start as runtime
+    from sftkit.runtime.rundir import newest_run, resolve
 
     check_arguments(args)
     rt = runtime.start(RunConfig(dir="."), TrainConfig(), LogConfig(wandb="off"))
@@ -92,6 +93,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime import script
+    from sftkit.runtime.start import script
 
     script(main)

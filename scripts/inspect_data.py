@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sftkit.recipe import load_config
+from sftkit.config.load import load_config
 
 
 def main() -> None:
@@ -29,13 +29,14 @@ def main() -> None:
 
     from rich.console import Console
 
-    from sftkit import inspection, preflight
-    from sftkit.anatomy import positions
     from sftkit.data import loader, text
     from sftkit.data.pack import make_layout, plan_epoch
-    from sftkit.model import inherit, load_tokenizer, new_tokenizer
-    from sftkit.preflight_page import page
-    from sftkit.runtime import quiet_libraries
+    from sftkit.models.load import inherit, load_tokenizer, new_tokenizer
+    from sftkit.models.structure import positions
+    from sftkit.preflight import look as preflight
+    from sftkit.preflight import terminal as inspection
+    from sftkit.preflight.page import page
+    from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -98,6 +99,6 @@ def new_file(word: str) -> Path:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime import script
+    from sftkit.runtime.start import script
 
     script(main)

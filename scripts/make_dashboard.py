@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent; no key, no network")
     args = parser.parse_args()
 
-    from sftkit import dashboard
+    from sftkit.tracking import workspace as dashboard
 
     views = {"workspace": dashboard.workspace(args.entity, args.project)}
     if args.report:
@@ -30,6 +30,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime import script
+    from sftkit.runtime.start import script
 
     script(main)

@@ -7,32 +7,34 @@ accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py
 from dataclasses import asdict
 from functools import partial
 
-from sftkit.recipe import load_config, to_yaml
+from sftkit.config.load import load_config, to_yaml
 
 
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
-    from sftkit import compile_cache, preflight, runtime
-    from sftkit.anatomy import positions
-    from sftkit.attention_choice import choose_backend
-    from sftkit.checkpoint import Checkpoints
-    from sftkit.compilation import compile_model
-    from sftkit.compile_debug import open_logs
+    from sftkit.checkpoint.checkpoint import Checkpoints
+    from sftkit.checkpoint.compatibility import run_identity
+    from sftkit.compile import cache as compile_cache
+    from sftkit.compile.contract import compile_model
+    from sftkit.compile.debug import open_logs
     from sftkit.data import chat, loader, text
     from sftkit.data.pack import make_layout
-    from sftkit.distribute import distribute
     from sftkit.evals.suite import Suite, sample_rows
-    from sftkit.fp8 import apply_fp8
-    from sftkit.memory import checkpoint_bytes, make_plan
-    from sftkit.model import inherit, load_model, load_tokenizer
-    from sftkit.optim import build_optimizer
-    from sftkit.resume_checks import run_identity
-    from sftkit.rundir import open_run, write_summary
-    from sftkit.status import effective_resume
-    from sftkit.step import ModelWithLoss
-    from sftkit.tracker import Tracker
-    from sftkit.train import train
+    from sftkit.memory.plan import checkpoint_bytes, make_plan
+    from sftkit.models.float8 import apply_fp8
+    from sftkit.models.load import inherit, load_model, load_tokenizer
+    from sftkit.models.structure import positions
+    from sftkit.objectives.model_with_loss import ModelWithLoss
+    from sftkit.ops.attention_choice import choose_backend
+    from sftkit.optim.build import build_optimizer
+    from sftkit.parallel.wrap import distribute
+    from sftkit.preflight import look as preflight
+    from sftkit.runtime import start as runtime
+    from sftkit.runtime.status import effective_resume
+    from sftkit.tracking.tracker import Tracker
+    from sftkit.train.loop import train
+    from sftkit.train.summary import open_run, write_summary
 
     rt = runtime.start(cfg.run, cfg.train, cfg.log)
     resume = effective_resume(cfg.train.resume, cfg.run.dir)
@@ -90,6 +92,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime import script
+    from sftkit.runtime.start import script
 
     script(main)

@@ -8,9 +8,9 @@ python scripts/report.py runs/a/sft --against runs/b/sft     both runs' curves, 
 import argparse
 from pathlib import Path
 
+from sftkit.config.load import fail
 from sftkit.errors import ConfigError
-from sftkit.recipe import fail
-from sftkit.report import newest_run, write_report
+from sftkit.reports.write import newest_run, write_report
 
 
 def main() -> None:

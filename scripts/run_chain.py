@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from sftkit import launch
-from sftkit.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
+from sftkit.config.load import fail
 from sftkit.errors import ConfigError
-from sftkit.recipe import fail
+from sftkit.launch import launch
+from sftkit.launch.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
 
 
 def main() -> int:

@@ -34,11 +34,11 @@ def main() -> None:
     if (args.recipe is None) == (args.judge is None):
         parser.error("name a recipe, or earlier runs with --judge")
 
+    from sftkit.config.load import fail, read_config
     from sftkit.errors import ConfigError
-    from sftkit.recipe import fail, read_config
-    from sftkit.validate.cases import Plan
-    from sftkit.validate.page import markdown
-    from sftkit.validate.run import judge_again, validate
+    from sftkit.experiments.validate.cases import Plan
+    from sftkit.experiments.validate.page import markdown
+    from sftkit.experiments.validate.run import judge_again, validate
 
     try:
         if args.judge:

@@ -24,13 +24,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from sftkit import runtime, weight_files
-from sftkit.checkpoint import Checkpoints
-from sftkit.config import CheckpointConfig, LogConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.checkpoint import weight_files
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.config.schema import CheckpointConfig, LogConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.errors import CheckpointError
-from sftkit.optim import build_optimizer
-from sftkit.runtime import Runtime
-from sftkit.topology import Topology
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime import start as runtime
+from sftkit.runtime.start import Runtime
 
 ROWS = 4
 

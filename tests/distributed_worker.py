@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 
-from sftkit import runtime
-from sftkit.compilation import compile_model, warm_up
-from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.compile.contract import compile_model, warm_up
+from sftkit.config.schema import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
-from sftkit.optim import build_optimizer
-from sftkit.step import ModelWithLoss, optimizer_step
-from sftkit.warmup import shape_runner
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import shape_runner
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime import start as runtime
 
 
 def train(rt: runtime.Runtime) -> dict[str, Any]:

@@ -18,22 +18,22 @@ import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
-from sftkit import runtime
-from sftkit.checkpoint import Checkpoints
-from sftkit.checkpoint_writer import Snapshot, Writer
-from sftkit.compilation import compile_model
-from sftkit.config import Config
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.writer import Snapshot, Writer
+from sftkit.compile.contract import compile_model
+from sftkit.config.load import read_config, to_yaml
+from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, load_examples
 from sftkit.data.types import Row, Tokenized
-from sftkit.generate import generate
-from sftkit.memory import make_plan
-from sftkit.optim import build_optimizer
-from sftkit.recipe import read_config, to_yaml
-from sftkit.rundir import open_run, write_summary
-from sftkit.status import effective_resume
-from sftkit.step import ModelWithLoss
-from sftkit.tracker import Tracker
-from sftkit.train import train
+from sftkit.generation.decode import generate
+from sftkit.memory.plan import make_plan
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime import start as runtime
+from sftkit.runtime.status import effective_resume
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.loop import train
+from sftkit.train.summary import open_run, write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
 

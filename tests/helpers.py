@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from sftkit.attention import documents_of, use_document_attention
-from sftkit.config import DataConfig, TrainConfig
+from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
-from sftkit.runtime import Runtime
+from sftkit.ops.attention import documents_of, use_document_attention
+from sftkit.runtime.start import Runtime
 
 VOCAB_SIZE = 64
 ROOT = Path(__file__).parents[1]

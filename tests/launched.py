@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from sftkit.checkpoint_writer import free_bytes
-from sftkit.launch import CONFIGS, Launch, command, signal_env
-from sftkit.manifest import LATEST, step_dirs, verify
+from sftkit.checkpoint.manifest import step_dirs, verify
+from sftkit.checkpoint.writer import free_bytes
+from sftkit.launch.launch import CONFIGS, Launch, command, signal_env
+from sftkit.runtime.rundir import LATEST
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tests/faults_worker.py"

@@ -8,8 +8,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from sftkit.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SourceConfig, TrainConfig
-from sftkit.recipe import to_yaml
+from sftkit.config.load import to_yaml
+from sftkit.config.schema import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
 
 FAMILIES = ("calendar", "sort", "arithmetic", "spell", "count", "compare")
 TASKS = {

@@ -20,19 +20,20 @@ from transformers import (
     Qwen3Config,
 )
 
-from sftkit import runtime
-from sftkit.compilation import compile_model, warm_up
-from sftkit.compile_watch import CompileWatch
-from sftkit.config import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches
-from sftkit.distribute import distribute
-from sftkit.document_check import check_documents
+from sftkit.engine.self_check import check_documents
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import shape_runner
 from sftkit.evals.validation import validate
-from sftkit.optim import build_optimizer
-from sftkit.parallel import Sharding, let_go
-from sftkit.step import ModelWithLoss, optimizer_step
-from sftkit.topology import Topology
-from sftkit.warmup import shape_runner
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.wrap import distribute
+from sftkit.runtime import start as runtime
 
 
 def small(config: PretrainedConfig) -> PreTrainedModel:

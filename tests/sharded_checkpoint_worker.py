@@ -13,12 +13,13 @@ from sharded_worker import Job, gathered, start
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from sftkit import runtime, weight_files
-from sftkit.adamw import local_region
-from sftkit.checkpoint import Checkpoints
-from sftkit.config import CheckpointConfig
-from sftkit.optim_state import named_states
-from sftkit.state_store import snapshot_states
+from sftkit.checkpoint import weight_files
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.state_store import snapshot_states
+from sftkit.config.schema import CheckpointConfig
+from sftkit.ops.dtensor import local_region
+from sftkit.optim.state import named_states
+from sftkit.runtime import start as runtime
 
 SAVED = 2
 "The step whose checkpoint is resumed."

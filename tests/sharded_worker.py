@@ -20,21 +20,22 @@ from helpers import make_examples, make_layout_of
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from sftkit import runtime
-from sftkit.config import EvalConfig, LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import EvalConfig, LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches
 from sftkit.data.types import Row
-from sftkit.distribute import distribute
+from sftkit.engine.step import optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, Likelihoods, Marks, Task
-from sftkit.model import load_model
-from sftkit.optim import build_optimizer
-from sftkit.parallel import Sharding, let_go
-from sftkit.runtime import Runtime
-from sftkit.step import ModelWithLoss, optimizer_step
-from sftkit.topology import Topology
+from sftkit.models.load import load_model
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.wrap import distribute
+from sftkit.runtime import start as runtime
+from sftkit.runtime.start import Runtime
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = {

@@ -1,51 +1,108 @@
-"""Who may import whom: the layers of docs/architecture.md."""
+"""Who may import whom: the rooms of docs/architecture.md, one way and without a circle."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "sftkit"
-FORBIDDEN = {
-    "config.py": ("torch", "transformers", "accelerate", "sftkit"),
-    "recipe.py": ("torch", "transformers", "accelerate"),
-    "launch.py": ("torch", "transformers"),
-    "model_size.py": ("torch", "transformers", "accelerate"),
-    "topology.py": ("torch", "transformers", "accelerate"),
-    "chain.py": ("torch", "transformers", "accelerate"),
-    "train.py": ("wandb", "sftkit.evals", "sftkit.data.sources"),
-    "report": ("torch", "transformers", "accelerate", "wandb"),
-    "validate/run.py": ("torch", "transformers", "accelerate"),
-    "step.py": ("sftkit.train", "sftkit.evals", "sftkit.tracker"),
-    "data": ("accelerate", "wandb", "sftkit.model", "sftkit.runtime", "sftkit.train", "sftkit.evals"),
+
+ROOMS = {
+    "config": (),
+    "runtime": ("config",),
+    "data": ("config", "runtime"),
+    "ops": ("config", "runtime", "data"),
+    "models": ("config", "runtime", "data", "ops"),
+    "objectives": ("config", "data", "ops", "models"),
+    "optim": ("config", "runtime", "ops", "models"),
+    "tracking": ("config", "runtime", "data", "models"),
+    "parallel": ("config", "runtime", "ops", "models"),
+    "compile": ("config", "runtime", "data", "ops", "models"),
+    "checkpoint": ("config", "runtime", "data", "ops", "models", "optim"),
+    "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),
+    "generation": ("config", "runtime", "data", "ops", "models", "parallel", "compile"),
+    "engine": (
+        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
+        "memory",
+    ),
+    "evals": (
+        *("config", "runtime", "data", "ops", "models", "objectives", "tracking", "parallel", "compile", "generation"),
+    ),
+    "preflight": ("config", "runtime", "data", "models", "memory"),
+    "reports": ("config", "runtime"),
+    "train": (
+        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
+        *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
+    ),
+    "launch": ("config", "runtime", "models"),
+    "experiments": ("config", "runtime", "data", "models", "objectives", "tracking", "train", "launch"),
 }
+"Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
+
+TORCH_FREE = ("config", "launch", "reports", "models/size.py", "runtime/rundir.py", "experiments/validate/run.py")
+"Rooms and modules that are read before, or without, torch."
 
 
 def imported(path: Path, top_level: bool = False) -> set[str]:
-    """Modules imported anywhere in a file, or only at its top level; relative names resolved."""
+    """Modules imported anywhere in a file, TYPE_CHECKING and functions included, or only at its top level."""
     tree = ast.parse(path.read_text())
-    package = ["sftkit", *path.relative_to(SRC).parts[:-1]] if path.is_relative_to(SRC) else []
     names = set()
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            assert not node.level, f"{path}: relative import"
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
-@pytest.mark.parametrize("part", FORBIDDEN)
-def test_dependencies_point_one_way(part: str) -> None:
-    files = [SRC / part] if part.endswith(".py") else sorted((SRC / part).glob("*.py"))
-    assert files
-    for file in files:
-        bad = [n for n in imported(file) for f in FORBIDDEN[part] if n == f or n.startswith(f + ".")]
-        assert not bad, f"{file.name} imports {bad}"
+def rooms_of(path: Path) -> set[str]:
+    """Rooms that a file imports from."""
+    names = (name.split(".") for name in imported(path))
+    return {name[1] for name in names if name[0] == "sftkit" and len(name) > 1} - {"errors"}
+
+
+def test_the_package_holds_rooms_only() -> None:
+    loose = {path.name for path in SRC.iterdir() if path.name != "__pycache__"} - ROOMS.keys()
+    assert loose == {"__init__.py", "errors.py", "py.typed"}
+
+
+def test_the_table_has_no_circle() -> None:
+    above: set[str] = set()
+    for room, allowed in ROOMS.items():
+        assert set(allowed) <= above, f"{room} stands above {set(allowed) - above}"
+        above.add(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
+    found = {path: rooms_of(path) for path in sorted((SRC / room).rglob("*.py"))}
+    assert found
+    for path, rooms in found.items():
+        bad = rooms - {room, *ROOMS[room]}
+        assert not bad, f"{path.relative_to(SRC)} imports {sorted(bad)}"
+    unused = set(ROOMS[room]) - set().union(*found.values())
+    assert not unused, f"{room} no longer imports {sorted(unused)}: take them out of the table"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_belongs_in_it(room: str) -> None:
+    assert ast.get_docstring(ast.parse((SRC / room / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize("part", TORCH_FREE)
+def test_what_a_refused_recipe_touches_loads_no_torch(part: str) -> None:
+    files = [SRC / part] if part.endswith(".py") else sorted((SRC / part).rglob("*.py"))
+    modules = [".".join(("sftkit", *path.relative_to(SRC).with_suffix("").parts)) for path in files]
+    modules = [module for module in modules if not module.endswith("__main__")]
+    code = f"import sys, importlib; [importlib.import_module(m) for m in {modules!r}]; print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "transformers", "accelerate", "datasets", "wandb"} & set(ast.literal_eval(loaded))
 
 
 def test_scripts_never_import_each_other() -> None:
@@ -57,3 +114,14 @@ def test_scripts_never_import_each_other() -> None:
 def test_wandb_is_never_imported_at_the_top_of_a_module() -> None:
     for path in SRC.rglob("*.py"):
         assert "wandb" not in imported(path, top_level=True), path
+
+
+def test_only_scripts_and_experiments_import_the_loop() -> None:
+    for room in set(ROOMS) - {"train", "experiments"}:
+        assert "train" not in ROOMS[room]
+
+
+@pytest.mark.parametrize("room", ("compile", "memory", "parallel", "ops", "engine/step.py", "engine/blocks.py"))
+def test_the_loop_does_not_know_how_a_step_is_computed(room: str) -> None:
+    module = f"sftkit.{room.removesuffix('.py').replace('/', '.')}"
+    assert not [name for name in imported(SRC / "train" / "loop.py") if name.startswith(module)]

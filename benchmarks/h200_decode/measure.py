@@ -19,8 +19,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from sftkit.data import chat
-from sftkit.generate import generate
-from sftkit.hardware import environment
+from sftkit.generation.decode import generate
+from sftkit.runtime.hardware import environment
 
 NEW_TOKENS = 128
 PROMPTS = 256

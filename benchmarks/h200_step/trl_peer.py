@@ -22,17 +22,17 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from sftkit.anatomy import train_flops
-from sftkit.bench.jobs import Job, read_job
-from sftkit.bench.rows import measured, run_job
-from sftkit.bench.synthetic import documents, new_model
 from sftkit.data.collate import IGNORE
 from sftkit.data.loader import Batches
 from sftkit.data.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.hardware import peak_flops, peak_memory_gib
-from sftkit.runtime import quiet_libraries, resolve_precision, start_device
+from sftkit.experiments.bench.jobs import Job, read_job
+from sftkit.experiments.bench.rows import measured, run_job
+from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.models.structure import train_flops
+from sftkit.runtime.hardware import peak_flops, peak_memory_gib
+from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
 
 ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa")
 DENSE = "sdpa keeps the documents of a row apart by a dense mask, quadratic in the row: no FlashAttention works here"

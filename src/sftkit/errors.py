@@ -19,3 +19,7 @@ class NonFiniteError(Exception):
 
 class Stopped(Exception):
     """A stop was asked for while something other than a step ran; raised on all ranks together, caught by train()."""
+
+
+class RecompileError(ConfigError):
+    """Something in a training step would have been compiled after the warm-up, or broke a graph in it."""

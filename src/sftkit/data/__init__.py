@@ -1,1 +1,1 @@
-"""Data: from files and hub datasets to batches of declared shape. Torch on CPU only; no model, no Accelerate."""
+"""From records to batches of static shape: reading, tokenizing, the loss mask, packing, collating. Pure and one-way."""

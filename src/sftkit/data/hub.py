@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sftkit.config import SourceConfig
+from sftkit.config.schema import SourceConfig
 from sftkit.data.readers import closest
 from sftkit.errors import ConfigError
-from sftkit.hub import hub_answers
+from sftkit.runtime.hub import hub_answers
 
 
 def load(source: SourceConfig) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sftkit.config import DataConfig, TrainConfig
+from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data import balance
 from sftkit.data.buckets import choose_buckets
 from sftkit.errors import ConfigError

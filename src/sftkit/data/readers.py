@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from sftkit.config import SourceConfig
+from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError, DataError
 
 RawRow = tuple[str, Any]

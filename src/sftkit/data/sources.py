@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sftkit.config import DataConfig, SourceConfig, source_label
+from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, hub, readers, rows
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
@@ -99,7 +99,7 @@ def _builtin(source: SourceConfig) -> Opened:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    made = getattr(importlib.import_module("sftkit.data.builtin"), name)
+    made = getattr(importlib.import_module("sftkit.data.demo.builtin"), name)
 
     def raw_rows() -> Iterator[RawRow]:
         for i, item in enumerate(made(split)):

@@ -1,1 +1,1 @@
-"""Evaluation on the eager `orig_model`."""
+"""What a model can do: validation loss, tasks, sample answers, on the eager model."""

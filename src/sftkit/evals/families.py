@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sftkit.data import builtin
-from sftkit.evals.task import Answer, Marks, Question, Task
+from sftkit.data.demo import builtin
+from sftkit.evals.task import Marks, Question, Task
+from sftkit.generation.answer import Answer
 
 NAME = "families"
 MAX_NEW_TOKENS = 32

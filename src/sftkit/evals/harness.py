@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config import EvalConfig
+from sftkit.config.schema import EvalConfig
 from sftkit.data.hub import offline
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Evaluated, Result, Z
-from sftkit.hub import hub_answers
-from sftkit.kv_cache import plain_forward
-from sftkit.runtime import Runtime
+from sftkit.generation.kv_cache import plain_forward
+from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.start import Runtime
 
 
 def check(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:

@@ -11,19 +11,20 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sftkit.attention import windows
-from sftkit.config import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
+from sftkit.config.eval_tasks import EVAL_TASKS
+from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data import loader, text
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
-from sftkit.distribute import distribute
 from sftkit.errors import ConfigError
 from sftkit.evals.scoring import longest_input
-from sftkit.model import STATE, load_model, load_options
-from sftkit.parallel import Sharding
-from sftkit.recipe_checks import EVAL_TASKS
-from sftkit.runtime import Runtime
-from sftkit.step import ModelWithLoss
+from sftkit.models.load import load_model, load_options
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention import windows
+from sftkit.parallel.fsdp import Sharding
+from sftkit.parallel.wrap import distribute
+from sftkit.runtime.rundir import STATE
+from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048
 "Tokens of a document of --val at most, where no run says how many there are."

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sftkit.checkpoint import replace_text
-from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Question, Task
+from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
+from sftkit.generation.answer import Answer
+from sftkit.runtime.files import replace_text
 
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."

@@ -14,16 +14,16 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.anatomy import head, positions
-from sftkit.attention import mixes_tokens
-from sftkit.batching import MOST_POSITIONS, Batch, gathered, plan, shared_prefixes, turns
 from sftkit.data import conversation
 from sftkit.data.template import render, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
-from sftkit.runtime import Runtime
+from sftkit.generation.batching import MOST_POSITIONS, Batch, gathered, plan, shared_prefixes, turns
+from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
+from sftkit.models.structure import head, positions
+from sftkit.ops.attention import mixes_tokens
+from sftkit.runtime.start import Runtime
 
 MOST_TARGETS = 1024
 "Positions of a batch with logits, which take V numbers each."

@@ -12,21 +12,23 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config import EvalConfig, SourceConfig
+from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
+from sftkit.config.rules import eval_problems
+from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.data import chat, sources
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
-from sftkit.evals.task import Answer, Choices, Likelihoods, Marks, Task
+from sftkit.evals.task import Choices, Likelihoods, Marks, Task
 from sftkit.evals.validation import validate
-from sftkit.generate import generate
-from sftkit.hardware import environment
-from sftkit.parallel import let_go
-from sftkit.recipe_checks import eval_problems
-from sftkit.runtime import Runtime
-from sftkit.step import ModelWithLoss
+from sftkit.generation.answer import Answer
+from sftkit.generation.decode import generate
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.fsdp import let_go
+from sftkit.runtime.hardware import environment
+from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +47,13 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    if config.shots and config.tasks and set(config.tasks) <= {families.NAME, *tasks.WITHOUT_SHOTS}:
+    if config.shots and config.tasks and set(config.tasks) <= {families.NAME, *WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
     if elsewhere := _of_lm_eval(config):
         harness.check(elsewhere, config, rt)
-    if any(task in tasks.CODE for task in config.tasks):
+    if any(task in CODE for task in config.tasks):
         from sftkit.evals.sandbox import check_sandbox
 
         if problem := check_sandbox():
@@ -77,7 +79,7 @@ def _of_lm_eval(config: EvalConfig) -> list[str]:
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
     if name == families.NAME:
         return families.load(config.max_examples, config.max_new_tokens)
-    shots = None if name in tasks.WITHOUT_SHOTS else config.shots
+    shots = None if name in WITHOUT_SHOTS else config.shots
     return tasks.load(name, config.data, shots, config.format, config.max_examples)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from sftkit.generation.answer import Answer
+
 Message = dict[str, Any]
 Marks = dict[str, float | list[float]]
 "Metric -> the mark of one example, or its list of marks where an example is judged several times (IFEval's instructions)."
@@ -55,16 +57,6 @@ class Likelihoods:
     "whether each token of it is the most likely one"
     tokens: tuple[int, ...]
     "its length in tokens"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model said to one `Question`."""
-
-    text: str
-    stop: str
-    "why it ended: end_of_turn | stop_text | length"
-    tokens: int
 
 
 Asked = TypeVar("Asked", Choices, Question)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
-from sftkit.attention_choice import eager_backend
-from sftkit.compilation import run_eagerly
+from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import collate
 from sftkit.data.pack import Layout, plan_epoch, validation_layout
 from sftkit.data.types import Examples
-from sftkit.runtime import Runtime
-from sftkit.step import ModelWithLoss
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention_choice import eager_backend
+from sftkit.runtime.start import Runtime
 
 
 def validate(

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from sftkit.config.eval_tasks import TASKS
 from sftkit.errors import ConfigError
 from sftkit.evals.task import Task
 from sftkit.evals.tasks import data as rows
@@ -27,12 +28,8 @@ _BUILDERS = {
     "ifeval": "ifeval:build",
 }
 "Task -> module of this package and its function build(read, shots, format, max_examples)."
+assert tuple(_BUILDERS) == TASKS, "config.eval_tasks names the same tasks"
 
-NAMES = tuple(_BUILDERS)
-CODE = ("humaneval", "mbpp")
-"Tasks that run what the model writes."
-WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
-"Tasks that take no few-shot examples."
 FORMATS = ("completion", "chat")
 
 
@@ -50,9 +47,9 @@ def load(
     A name or setting that cannot work is a ConfigError, rows that are missing or cannot be used are a DataError.
     """
     if name not in _BUILDERS:
-        close = difflib.get_close_matches(name, NAMES, n=1)
+        close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f'. Did you mean "{close[0]}"?' if close else ""
-        raise ConfigError(f'eval.tasks: "{name}" is not one of {", ".join(NAMES)}{hint}')
+        raise ConfigError(f'eval.tasks: "{name}" is not one of {", ".join(TASKS)}{hint}')
     if format not in FORMATS:
         raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(FORMATS)}')
     if shots is not None and shots < 0:

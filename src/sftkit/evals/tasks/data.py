@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftkit.config import SourceConfig
+from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError, DataError
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

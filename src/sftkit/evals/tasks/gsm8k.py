@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.errors import DataError
-from sftkit.evals.task import Answer, Marks, Message, Question, Task
+from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.generation.answer import Answer
 
 HUB = "openai/gsm8k"
 TEST = Split(("gsm8k_test",), HUB, "main", "test")

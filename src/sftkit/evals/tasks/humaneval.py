@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftkit.errors import ConfigError
-from sftkit.evals.task import Answer, Marks, Message, Question, Task
+from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.generation.answer import Answer
 
 TEST = Split(("humaneval_test", "humaneval"), "openai/openai_humaneval", split="test")
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")

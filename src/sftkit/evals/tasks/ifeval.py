@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Answer, Marks, Question, Task
+from sftkit.evals.task import Marks, Question, Task
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import Read, Row, Split
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
+from sftkit.generation.answer import Answer
 
 PROMPTS = Split(("ifeval_train", "ifeval_prompts", "ifeval"), "google/IFEval", split="train")
 MAX_NEW_TOKENS = 1280

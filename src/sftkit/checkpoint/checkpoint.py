@@ -1,0 +1,301 @@
+"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background, verified
+by a manifest, renamed when complete; and the way back from one into a live run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.checkpoint.compatibility import check_identity, check_recipe
+from sftkit.checkpoint.manifest import BEST, Best, read_best, step_dir, step_dirs, step_number, sweep, verify
+from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
+from sftkit.checkpoint.weight_files import snapshot_weights
+from sftkit.checkpoint.writer import OPTIMIZER, Snapshot, Writer, free_bytes, in_mb
+from sftkit.config.schema import CheckpointConfig
+from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.weights import load_weights
+from sftkit.optim.state import named_states, states_loaded
+from sftkit.runtime.files import replace_text, set_aside
+from sftkit.runtime.hardware import environment
+from sftkit.runtime.rng import random_key, random_state, restore_random_state
+from sftkit.runtime.rundir import LATEST, STATE
+from sftkit.runtime.start import Runtime, seed_everything
+
+log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """The checkpoint to resume, as the main rank found it."""
+
+    folder: Path
+    state: dict[str, Any]
+    lines: list[str]
+    "what to print about the change of recipe"
+
+
+class Checkpoints:
+    """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        rt: Runtime,
+        orig_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: torch.optim.Optimizer,
+        recipe: str,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: the resolved recipe as YAML.
+            identity: what model, tokenizer and data this run trains on, as nested JSON values; a checkpoint of another
+                identity is not resumed.
+        """
+        self.run_dir, self.config, self.rt, self.recipe = run_dir, config, rt, recipe
+        self.orig_model, self.tokenizer, self.optimizer = orig_model, tokenizer, optimizer
+        self.identity = identity or {}
+        self.resumed_from: Path | None = None
+        self.passed_over: list[str] = []
+        "why newer checkpoints were not resumed; on the main rank"
+        self._writer = Writer(run_dir, config, rt, orig_model)
+        self._block_seconds: float | None = None
+        self._small_files: dict[str, bytes] = {}
+
+    @property
+    def last_save(self) -> dict[str, float]:
+        """block_seconds of the last save; write_seconds and bytes of the last one that was published."""
+        blocked = {} if self._block_seconds is None else {"block_seconds": self._block_seconds}
+        return {**blocked, **self._writer.figures}
+
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+        """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
+
+        An earlier save that is still being written is waited for. A save that fails (a full disk) is a warning: what was
+        there stays, training goes on and the next save tries again.
+
+        Args:
+            state: JSON values that `resume` gives back.
+            wait: return when the checkpoint is published on all ranks.
+
+        Raises:
+            CheckpointError: with `wait`, on every rank: it could not be written.
+        """
+        began = time.perf_counter()
+        self._writer.finish()
+        folder = step_dir(self.run_dir, step)
+        if step != self._writer.published:  # a published directory is never rewritten
+            self._writer.start(self._snapshot(step, state))
+        if wait:
+            self._writer.finish()
+            if self._writer.failure is not None:
+                raise CheckpointError(
+                    f"{folder} could not be written: {self._writer.failure}. What was saved before is in {self.run_dir}"
+                )
+        self._block_seconds = time.perf_counter() - began
+        return folder
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any; its failure is a warning."""
+        self._writer.finish()
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Hear what an evaluation found: the checkpoint of that step is kept if it is the best so far (checkpoint.best)."""
+        metric = self.config.best
+        value = values.get(metric) if metric else None
+        if metric and values and metric not in values and self.rt.is_main:
+            log.warning("checkpoint.best: %s is no metric of this evaluation; it has %s", metric, ", ".join(values))
+        if metric and value is not None and self.rt.is_main:
+            self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
+
+    @torch.no_grad()
+    def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
+        """Shards are gathered here, in the main thread: the background has no part in training's process group."""
+        rank, world_size = self.rt.rank, self.rt.world_size
+        if self.rt.is_main and not self._small_files:
+            self._small_files = self._unchanging_files()
+        generation = self.orig_model.generation_config
+        if generation is not None:
+            generation.pad_token_id = self.tokenizer.pad_token_id
+        weights = snapshot_weights(self.orig_model, rank, world_size)
+        states = snapshot_states(named_states(self.optimizer, self.orig_model), rank, world_size)
+        copies_done(self.rt.device)
+        kept = {
+            "step": step,
+            "optimizer": optimizer_kind(self.optimizer),
+            "world_size": world_size,
+            "topology": self.rt.topology.describe(),
+            "identity": self.identity,
+            **state,
+        }
+        return Snapshot(step, kept, weights, states, random_state(), self._small_files)
+
+    def _unchanging_files(self) -> dict[str, bytes]:
+        """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            self.tokenizer.save_pretrained(folder)
+            make_tokenizer_portable(folder / "tokenizer_config.json")
+            files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        versions = environment(self.rt.device, self.rt.world_size)
+        return {
+            **files,
+            "recipe.yaml": self.recipe.encode(),
+            f"{STATE}/environment.json": json.dumps(versions, indent=1).encode(),
+        }
+
+    def check_space(self, estimated_bytes: float) -> None:
+        """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
+
+        Args:
+            estimated_bytes: of one checkpoint: weights and optimizer states.
+
+        Raises:
+            ConfigError: too little free space, with both numbers.
+        """
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes))
+        if problem:
+            raise ConfigError(problem)
+
+    def _space_problem(self, estimated_bytes: float) -> str | None:
+        sweep(self.run_dir)
+        # While the newest one is written, those that are kept are still there.
+        at_once = self.config.keep + 1 if self.config.every else 1
+        needed = estimated_bytes * max(at_once - len(step_dirs(self.run_dir)), 1)
+        free = free_bytes(self.run_dir)
+        if free >= needed:
+            return None
+        return (
+            f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
+            f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
+            "run.dir on another disk, or set checkpoint.every=null for the last one only"
+        )
+
+    def resume(self, setting: str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
+        """Restore weights, optimizer states and this rank's random state. Every rank calls it.
+
+        Args:
+            setting: null starts anew; "auto" takes the newest directory whose manifest verifies; else a directory.
+            changes: keys of the recipe that may differ although a resumed run keeps them (train.resume_changes).
+
+        Returns:
+            the state given to `save`, with "step"; {"step": 0} for a new start.
+
+        Raises:
+            ConfigError: the named directory does not verify, or belongs to another model, data, optimizer or recipe.
+        """
+        found = self.rt.from_main(lambda: self._decide(setting, changes))
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            return {"step": 0}
+        folder, state, lines = found
+        self.resumed_from = folder
+        load_weights(self.orig_model, folder)
+        tensors = named_states(self.optimizer, self.orig_model)
+        load_states(tensors, folder / OPTIMIZER)
+        states_loaded(self.optimizer, self.orig_model, tensors)
+        self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
+        self._restore_random_state(folder, state)
+        for line in lines:
+            self.rt.say(line)
+        self._set_later_steps_aside(state["step"])
+        return state
+
+    def _decide(self, setting: str | None, changes: Sequence[str]) -> Found | Exception | None:
+        """Whatever goes wrong is a value, because the other ranks wait for one."""
+        try:
+            folder = self.find(setting)
+            if folder is None:
+                return None
+            state = json.loads((folder / STATE / "state.json").read_text())
+            place = f"train.resume={setting}: {folder}"
+            here = optimizer_kind(self.optimizer)
+            if state["optimizer"] != here:
+                raise ConfigError(
+                    f"{place} was written with the optimizer {state['optimizer']}, and this run has {here}: resume with "
+                    "its optim.name and train.precision, or start from its weights with model.path"
+                )
+            if not (folder / OPTIMIZER).is_dir():
+                raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+            check_identity(state.get("identity"), self.identity, place)
+            return Found(folder, state, check_recipe((folder / "recipe.yaml").read_text(), self.recipe, changes, place))
+        except Exception as error:
+            return error
+
+    def find(self, setting: str | None) -> Path | None:
+        """The checkpoint that `setting` means, None for a new start."""
+        if setting is None:
+            return None
+        if setting != "auto":
+            folder = Path(setting)
+            problem = verify(folder)
+            if problem:
+                raise ConfigError(f"train.resume={setting}: {problem}")
+            return folder
+        for folder in reversed(step_dirs(self.run_dir)):
+            problem = verify(folder)
+            if problem is None:
+                return folder
+            log.warning("checkpoint passed over: %s", problem)
+            self.passed_over.append(f"checkpoint passed over: {problem}")
+        return None
+
+    def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
+        there = (state["world_size"], state["topology"])
+        if there == (self.rt.world_size, self.rt.topology.describe()):
+            file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
+            try:
+                restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
+            except pickle.UnpicklingError as error:
+                raise ConfigError(f"{file}: {error}; resume from another checkpoint") from None
+            return
+        seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
+        seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
+        self.rt.say(
+            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
+            "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
+        )
+
+    def _set_later_steps_aside(self, step: int) -> None:
+        """Checkpoints of the stretch that this run does again: out of the way of pruning and of the next resume."""
+        if self.rt.is_main:
+            folder = step_dir(self.run_dir, step)
+            if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
+                replace_text(self.run_dir / LATEST, f"{folder.name}\n")
+            best = read_best(self.run_dir)
+            for later in step_dirs(self.run_dir):
+                if step_number(later) > step:
+                    log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
+                    if best is not None and best.folder == later.name:
+                        (self.run_dir / BEST).unlink()
+        self.rt.barrier()
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer and the dtype of its parameters: what decides which states it keeps."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for group in optimizer.param_groups for p in group["params"]}
+    stochastic = " stochastic" if getattr(optimizer, "stochastic", False) else ""
+    return f"{type(optimizer).__name__}{stochastic} {'+'.join(sorted(dtypes))}"
+
+
+def make_tokenizer_portable(config_file: Path) -> None:
+    """transformers 5 writes a class and a field that version 4, and servers built on it, refuse; both read these."""
+    config = json.loads(config_file.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
+        for name in ("backend", "is_local", "local_files_only"):
+            config.pop(name, None)
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False))

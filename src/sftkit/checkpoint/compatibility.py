@@ -1,0 +1,148 @@
+"""What may differ between the run that wrote a checkpoint and the run that resumes it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config.keys import table
+from sftkit.config.yaml_tree import RecipeLoader
+from sftkit.data.cache import tokenizer_fingerprint
+from sftkit.data.pack import Layout
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+
+MISSING = object()
+FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing")
+"Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
+LENGTH = ("train.max_steps", "train.epochs")
+
+
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+"Fields of a transformers config that differ between places and versions, or that the run sets by itself."
+
+
+def run_identity(
+    orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Examples, layout: Layout
+) -> dict[str, Any]:
+    """What a checkpoint's optimizer states and position in the data belong to, at any number of ranks."""
+    model = json.loads(orig_model.config.to_json_string(use_diff=False))
+    rows = ("kind", "row_lengths", "global_batch_size", "max_length", "docs_per_row", "budget_rows", "pad_multiple")
+    return {
+        "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": _digest(str(tokenizer.chat_template).encode()),
+        "data": {"documents": len(examples), "tokens": len(examples.ids), "ids": _sample_digest(examples)},
+        "rows": {name: getattr(layout, name) for name in rows},
+    }
+
+
+def _sample_digest(examples: Examples) -> str:
+    """Of all lengths and of up to 16 million tokens, evenly spread, with which of them are targets."""
+    every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
+    arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
+    return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+
+
+def _digest(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf of nested mappings."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def shortened(value: Any) -> str:
+    """A value for a message; the middle of a long one is left out."""
+    if value is MISSING:
+        return "(none)"
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
+
+
+def differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
+    old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
+    pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**old, **new}}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a is MISSING or b is MISSING or a != b}
+
+
+def check_identity(there: Any, here: Any, place: str) -> None:
+    """Model, tokenizer, template and data are what the optimizer states and the plan of the data belong to.
+
+    Raises:
+        ConfigError: a line for each key that differs.
+    """
+    different = differences(there, here)
+    if there and different:
+        raise ConfigError(
+            f"{place}: the checkpoint belongs to another model, tokenizer or data:\n"
+            f"{_lines(different)}\n"
+            "Resume with what it was trained on, or start a new run from its weights with model.path"
+        )
+
+
+def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> list[str]:
+    """Compare the resolved recipes of the checkpoint and of this run.
+
+    Args:
+        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them (train.resume_changes).
+
+    Returns:
+        lines to print about what changed.
+
+    Raises:
+        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a recipe.
+    """
+    _check_keys(allowed)
+    old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
+    changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
+    kept = {key: values for key, values in sorted(changed.items()) if _is_fixed(key)}
+    refused = {key: values for key, values in kept.items() if key not in allowed}
+    if refused:
+        raise ConfigError(
+            f"{place}: the recipe is not the one of the checkpoint:\n{_lines(refused)}\n"
+            f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
+        )
+    lines = [f"{key} is now {shortened(b)} (was {shortened(a)})" for key, (a, b) in kept.items()]
+    for key in LENGTH:
+        if key in changed:
+            a, b = map(shortened, changed[key])
+            lines.append(
+                f"{key} is now {b} (was {a}): from here on the learning rate follows the schedule of that length"
+            )
+    return lines
+
+
+def _is_fixed(key: str) -> bool:
+    # optim.name decides which states there are, and is compared by them.
+    return key in FIXED or (key.startswith("optim.") and key != "optim.name")
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in table():
+            close = difflib.get_close_matches(key, table(), n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
+
+
+def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(
+        f"  {key}: {shortened(a)} in the checkpoint, {shortened(b)} in this run" for key, (a, b) in different.items()
+    )

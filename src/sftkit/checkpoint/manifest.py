@@ -1,0 +1,186 @@
+"""Step directories on disk: a manifest of sizes and hashes, publishing by rename, pruning, the BEST and LATEST files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from sftkit.runtime.files import flush, replace_text, set_aside
+from sftkit.runtime.rundir import LATEST, STATE
+
+STEP_NAME = re.compile(r"step-(\d{6,})")
+MANIFEST = "manifest.json"
+BEST = "BEST"
+PINNED = "PINNED"
+"A file of this name in a step directory keeps it from being pruned."
+LOWER_IS_BETTER = re.compile(
+    r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
+)
+"Metrics of tasks that measure an error; lm_eval may add the name of a filter to them."
+HASH_THREADS = min(8, os.cpu_count() or 1)
+
+Entries = dict[str, dict[str, Any]]
+"""File name relative to the step directory -> {"bytes": size, "sha256": hex}."""
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / f"step-{step:06d}"
+
+
+def step_dirs(run_dir: Path) -> list[Path]:
+    """Published step directories, oldest first."""
+    found = [path for path in run_dir.glob("step-*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_number)
+
+
+def step_number(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def entries(folder: Path, files: Iterable[Path]) -> Entries:
+    """Size and sha256 of files; each is flushed to the disk first, so that what is hashed is what stays."""
+    paths = sorted(files)
+    for path in paths:
+        flush(path)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        hashes = list(pool.map(sha256, paths))
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": digest}
+        for name, path, digest in zip(names, paths, hashes, strict=True)
+    }
+
+
+def write_manifest(folder: Path, step: int, files: Entries) -> None:
+    """manifest.json of every other file.
+
+    Raises:
+        OSError: the folder holds other files than those that the ranks say they wrote.
+    """
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if present != set(files):
+        raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
+    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
+    if f"{STATE}/state.json" not in expected:
+        return f"{folder}: {MANIFEST} lists no {STATE}/state.json"
+    for name, (size, _) in expected.items():
+        if problem := _misplaced(folder, name):
+            return problem
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{path}: missing or not {size} bytes"
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        hashes = pool.map(sha256, [folder / name for name in expected])
+        for (name, (_, digest)), found in zip(expected.items(), hashes, strict=True):
+            if found != digest:
+                return f"{folder / name}: content does not match its sha256"
+    return None
+
+
+def _misplaced(folder: Path, name: str) -> str | None:
+    """A manifest decides what is read, so no name in it may lead out of its folder."""
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
+        return f"{folder}/{MANIFEST}: {name!r} leads out of the folder"
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            return f"{path}: a symbolic link, which a checkpoint never has"
+    return None
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Rename a flushed directory: readers see a whole checkpoint or none, also after a power failure."""
+    flush(temporary / MANIFEST)
+    for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
+        flush(path)
+    if final.exists():  # the same step of an earlier, abandoned stretch of this run
+        set_aside(final)
+    os.rename(temporary, final)
+    flush(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
+    doomed = folder.with_name(f".{folder.name}.del")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(run_dir: Path) -> None:
+    """Delete what a killed process left half-written or half-deleted."""
+    for pattern in (".step-*.tmp", ".step-*.del"):
+        for folder in run_dir.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(run_dir: Path, keep: int, pin_every: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
+    latest = run_dir / LATEST
+    spared = {latest.read_text().strip() if latest.exists() else None}
+    if best := read_best(run_dir):
+        spared.add(best.folder)
+    for folder in step_dirs(run_dir)[:-keep]:
+        pinned = (folder / PINNED).exists() or bool(pin_every and step_number(folder) % pin_every == 0)
+        if not pinned and folder.name not in spared:
+            remove(folder)
+
+
+class Best(NamedTuple):
+    """The best evaluated checkpoint: its directory's name, the metric and its value."""
+
+    folder: str
+    metric: str
+    value: float
+
+
+def read_best(run_dir: Path) -> Best | None:
+    """What BEST says: the directory's name, then metric and value on a line of their own."""
+    try:
+        folder, line = (run_dir / BEST).read_text().splitlines()[:2]
+        metric, value = line.rsplit(" ", 1)
+        return Best(folder, metric, float(value))
+    except (OSError, ValueError):
+        return None
+
+
+def write_best(run_dir: Path, best: Best) -> None:
+    replace_text(run_dir / BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether more of a metric is better: of tasks (eval/<task>/<metric>), unless lm_eval has it as a measure of error, such as
+    perplexity; of nothing else, which is losses."""
+    return metric.startswith("eval/") and not LOWER_IS_BETTER.search(metric.rpartition("/")[2])
+
+
+def is_better(new: Best, old: Best | None) -> bool:
+    """Whether a value beats the best one so far; nan is never better, and another metric's value does not count."""
+    if math.isnan(new.value):
+        return False
+    if old is None or old.metric != new.metric:
+        return True
+    return new.value > old.value if higher_is_better(new.metric) else new.value < old.value

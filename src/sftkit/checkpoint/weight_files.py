@@ -1,0 +1,122 @@
+"""Weights of a checkpoint as safetensors files of transformers, from a copy in host memory; shards are gathered one by one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from sftkit.checkpoint.state_store import to_host
+
+MAX_FILE_BYTES = 5 * 10**9
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass
+class WeightSnapshot:
+    """What this rank writes, copied from the live model."""
+
+    whole: dict[str, torch.Tensor] | None
+    "every tensor, for save_pretrained; only on the main rank"
+    files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    "file name -> its tensors, of a sharded model"
+    index: dict[str, object] | None = None
+    "model.safetensors.index.json, if this rank writes it"
+
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for tensors in (self.whole or {}, *self.files.values()) for t in tensors.values())
+
+
+def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
+    """Copy what this rank will write; every rank calls it, and shards are gathered in the same order on all.
+
+    A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
+    ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
+    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then.
+    """
+    tensors = saved_tensors(orig_model)
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if not is_sharded or stored_in_another_form(orig_model):
+        return WeightSnapshot(_gathered(tensors, keep=rank == 0) if is_sharded or rank == 0 else None)
+    plan = plan_files({name: tensor.nbytes for name, tensor in tensors.items()}, MAX_FILE_BYTES)
+    files = {}
+    for position, (file, names) in enumerate(plan.items()):
+        writer = position % world_size == rank
+        kept = _gathered({name: tensors[name] for name in names}, keep=writer)
+        if kept is not None:
+            files[file] = kept
+    index = {
+        "metadata": {
+            "total_parameters": orig_model.num_parameters(),
+            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "weight_map": {name: file for file, names in plan.items() for name in names},
+    }
+    return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
+
+
+def _gathered(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor] | None:
+    kept = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            kept[name] = to_host(whole)
+    return kept if keep else None
+
+
+def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The live tensors that a checkpoint holds, each once: of tied ones the name that transformers loads."""
+    tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
+    ignored = set(orig_model._keys_to_ignore_on_save or ())
+    names: dict[int, str] = {}
+    state = orig_model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if id(tensor) not in names or names[id(tensor)] in tied_away:
+            names[id(tensor)] = name
+    kept = set(names.values()) - ignored
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
+    """Whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
+    conversions = getattr(orig_model, "_weight_conversions", None)
+    if conversions is None:  # not from a checkpoint: what transformers would do for the class
+        conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
+    return bool(conversions)
+
+
+def plan_files(num_bytes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """File name -> names of its tensors, in order; a file is larger than `max_bytes` only for a single tensor that is."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, count in num_bytes.items():
+        if groups[-1] and size + count > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += count
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
+    """config.json, generation_config.json and the code of remote models, which transformers writes alone when it gets no
+    weights. It also deletes numbered files of weights that it finds, so this comes before any rank writes one."""
+    orig_model.save_pretrained(folder, state_dict={})
+
+
+def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
+    """Write this rank's files; the main rank also the index, and with a whole model its configuration."""
+    if snapshot.whole is not None:
+        orig_model.save_pretrained(folder, state_dict=snapshot.whole, max_shard_size=MAX_FILE_BYTES)
+    for name, tensors in snapshot.files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    if snapshot.index is not None:
+        (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(snapshot.index, indent=2))

@@ -1,0 +1,215 @@
+"""The background half of a save: a thread on every rank writes a snapshot; all of it is published, or nothing.
+
+The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a full
+disk no file could carry the message that it is full.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from sftkit.checkpoint.manifest import (
+    Best,
+    Entries,
+    entries,
+    is_better,
+    prune,
+    publish,
+    read_best,
+    step_dir,
+    sweep,
+    write_best,
+    write_manifest,
+)
+from sftkit.checkpoint.state_store import HostShard, save_states
+from sftkit.checkpoint.weight_files import WeightSnapshot, write_config, write_weights
+from sftkit.config.schema import CheckpointConfig
+from sftkit.runtime.files import replace_text
+from sftkit.runtime.rundir import LATEST, STATE
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
+OPTIMIZER = f"{STATE}/optimizer"
+SLOWEST = timedelta(hours=2)
+"How long ranks wait for the slowest writer."
+
+
+@dataclass
+class Snapshot:
+    """All that a checkpoint says, in host memory: training may go on while it is written."""
+
+    step: int
+    state: dict[str, Any]
+    weights: WeightSnapshot
+    states: dict[str, HostShard]
+    rng: dict[str, Any]
+    small_files: dict[str, bytes]
+    "name -> content; on the main rank"
+
+    def num_bytes(self) -> int:
+        """Size of this rank's part."""
+        return self.weights.num_bytes() + sum(shard.tensor.nbytes for shard in self.states.values())
+
+
+class Writer:
+    """Writes one snapshot at a time. Every rank has one, and starts it with the snapshots of the same steps."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, rt: Runtime, orig_model: PreTrainedModel) -> None:
+        self.run_dir, self.config, self.rt, self.orig_model = run_dir, config, rt, orig_model
+        self.published: int | None = None
+        "the last step that this run has published"
+        self.failure: str | None = None
+        "why the last write failed, None if it did not"
+        self.figures: dict[str, float] = {}
+        "write_seconds and bytes of the last published checkpoint"
+        self._thread: threading.Thread | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._lock = threading.Lock()
+        self._writing: int | None = None
+        self._best_in_writing: Best | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begin to write; the one before has to be finished."""
+        if self.rt.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
+        self._writing, self.failure = snapshot.step, None
+        # A daemon: a run that fails does not wait for it. What it leaves is a temporary folder, which is swept.
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the snapshot that is being written, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def consider(self, best: Best) -> None:
+        """Note it in BEST if it is better than the one there and its directory exists or is being written."""
+        with self._lock:
+            if (self.run_dir / best.folder).is_dir():
+                self._record(best)
+            elif self._writing is not None and best.folder == step_dir(self.run_dir, self._writing).name:
+                self._best_in_writing = best
+
+    def _record(self, best: Best) -> None:
+        try:
+            if is_better(best, read_best(self.run_dir)):
+                write_best(self.run_dir, best)
+        except OSError as error:
+            log.warning("%s cannot be noted as the best checkpoint: %s", best.folder, error)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        began = time.perf_counter()
+        temporary = self.run_dir / f".{step_dir(self.run_dir, snapshot.step).name}.tmp"
+        try:
+            with torch.no_grad():
+                num_bytes = self._write_all(snapshot, temporary)
+            self.published = snapshot.step
+            self.figures = {"write_seconds": time.perf_counter() - began, "bytes": float(num_bytes)}
+        except BaseException as error:  # torch's CheckpointException is not an Exception
+            self.failure = reason(error)
+            if self.rt.is_main:
+                log.warning("checkpoint of step %d not written: %s", snapshot.step, self.failure)
+                shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            with self._lock:
+                self._writing = self._best_in_writing = None
+
+    def _write_all(self, snapshot: Snapshot, temporary: Path) -> int:
+        """A checkpoint, step by step on all ranks together; the bytes of its files."""
+        total = sum(self._together(snapshot.num_bytes))
+        self._on_main(lambda: self._open(temporary, snapshot, total))
+        mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
+        mine += save_states(snapshot.states, temporary / OPTIMIZER, self._group, self.rt.rank)
+        claimed = self._together(lambda: mine)
+        if self.rt.is_main:  # all that no other rank wrote: transformers names its files itself
+            others = {path for paths in claimed[1:] for path in paths}
+            mine = [path for path in temporary.rglob("*") if path.is_file() and path not in others]
+        found = self._together(lambda: entries(temporary, mine))
+        files = {name: entry for part in found for name, entry in part.items()}
+        self._on_main(lambda: self._publish(snapshot.step, temporary, files))
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _together(self, do: Callable[[], Value]) -> list[Value]:
+        """Every rank does it; the results by rank. What fails on one fails on all."""
+        try:
+            mine: tuple[Value | None, str | None] = (do(), None)
+        except Exception as error:
+            mine = (None, reason(error))
+        found: list[Any] = [mine]
+        if self._group is not None:
+            found = [None] * self.rt.world_size
+            dist.all_gather_object(found, mine, group=self._group)
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise OSError(problem if len(found) == 1 else f"rank {rank}: {problem}")
+        return [value for value, _ in found]
+
+    def _on_main(self, do: Callable[[], None]) -> None:
+        self._together(lambda: do() if self.rt.is_main else None)
+
+    def _open(self, temporary: Path, snapshot: Snapshot, num_bytes: int) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        sweep(self.run_dir)
+        free = free_bytes(self.run_dir)
+        if free < num_bytes:
+            raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
+        (temporary / OPTIMIZER).mkdir(parents=True)
+        if snapshot.weights.whole is None:
+            write_config(self.orig_model, temporary)
+
+    def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:
+        """This rank's files, optimizer states aside; those that it can name."""
+        random_file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
+        torch.save(snapshot.rng, random_file)
+        write_weights(snapshot.weights, self.orig_model, folder)
+        if self.rt.is_main:
+            (folder / STATE / "state.json").write_text(json.dumps(snapshot.state, indent=1))
+            for name, content in snapshot.small_files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        return [random_file, *(folder / name for name in snapshot.weights.files)]
+
+    def _publish(self, step: int, temporary: Path, files: Entries) -> None:
+        final = step_dir(self.run_dir, step)
+        write_manifest(temporary, step, files)
+        publish(temporary, final)
+        replace_text(self.run_dir / LATEST, final.name + "\n")
+        with self._lock:
+            if self._best_in_writing is not None:
+                self._record(self._best_in_writing)
+            prune(self.run_dir, self.config.keep, self.config.pin_every)
+
+
+def reason(error: BaseException) -> str:
+    """One line about what went wrong; of a failure inside torch's writer, that of the first rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {reason(inner)}" if len(failures) > 1 or rank else reason(inner)
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write to the disk of `folder`, or of its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def in_mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,248 @@
+"""Compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
+
+The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and machine
+code, which is run when a graph asks for it, so whoever can write the file can run code in the training process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import Config
+from sftkit.data.pack import Layout
+from sftkit.models.structure import class_name
+from sftkit.ops.flash import fa4_folder
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".compiled"
+PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
+NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
+VOLATILE = ("_name_or_path", "transformers_version", "architectures")
+
+
+def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+    """Load what compile.cache holds for this run, if it names anything: before attention is chosen, which uses kernels."""
+    if cfg.compile.enabled and cfg.compile.cache:
+        said = load(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.device.index or 0)
+        rt.say(said)
+
+
+def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+    """Save what the warm-up compiled to compile.cache, if it names anything.
+
+    torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
+    folder; a single file holds the main rank's.
+    """
+    if cfg.compile.cache:
+        index = rt.device.index or 0
+        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.rank == index, index))
+
+
+def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+    """sha256 of what the compiled code depends on: model, shapes, settings, versions, device. torch checks again."""
+    compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
+    config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
+    return digest(
+        {
+            "model": [class_name(orig_model), config],
+            "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
+            "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
+            "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
+            "precision": rt.precision,
+            "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
+            **_environment(rt.device),
+        }
+    )
+
+
+def _environment(device: torch.device) -> dict[str, object]:
+    """Versions and device: code compiled under others is of no use."""
+    cuda = device.type == "cuda"
+    return {
+        "versions": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "capability": torch.cuda.get_device_capability(device) if cuda else None,
+    }
+
+
+def digest(parts: dict[str, Any]) -> str:
+    """The same for equal parts, whatever their order."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load(where: str, key: str, index: int = 0) -> str:
+    """Hand torch the compiled code that was saved under this key; every rank does.
+
+    Args:
+        index: number of this rank's GPU in its machine.
+        where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or an fsspec URL of either.
+
+    Returns:
+        what happened, for the console. A file that is missing, damaged or of another key never stops a run: the graphs are
+        then compiled.
+    """
+    path = _file(where, key, index)
+    if path is None:
+        return "cold compile"
+    content, problem = _read(path, key)
+    if content is None:
+        if problem != "missing":
+            log.warning("compile.cache: %s: %s; compiling anew", path, problem)
+        return f"no compiled code for this model and machine in {where} yet" if problem == "missing" else "cold compile"
+    try:
+        artifacts, kernels = unpack(content)
+        loaded = torch.compiler.load_cache_artifacts(artifacts)
+        write_kernels(kernels)
+    except Exception as error:  # what a foreign file makes torch raise is not ours to know
+        loaded, problem = None, str(error)
+    if loaded is None:
+        log.warning("compile.cache: %s: torch cannot read it (%s); compiling anew", path, problem)
+        return "cold compile"
+    return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
+
+
+def save(where: str, key: str, writes: bool, index: int = 0) -> str:
+    """Write what was compiled, on a rank that `writes`, unless all of it came from the same file. Returns a line to print."""
+    path = _file(where, key, index)
+    if not writes or path is None:
+        return ""
+    if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
+        return f"compiled code in {path} is complete"
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
+        return f"nothing was compiled that {path} could hold"
+    content = pack(artifacts[0], read_kernels())
+    header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    try:
+        _write(path, json.dumps(header).encode() + b"\n" + content)
+    except Exception as error:  # fsspec's file systems have errors of their own
+        log.warning("compile.cache: %s cannot be written: %s", path, error)
+        return f"compiled code not saved to {path}"
+    return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
+
+
+def pack(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
+    """One sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
+    sizes = {name: len(code) for name, code in kernels.items()}
+    first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
+    return first + b"\n" + artifacts + b"".join(kernels.values())
+
+
+def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """The inverse of `pack`.
+
+    Raises:
+        ValueError: the bytes are no such sequence.
+    """
+    first, _, rest = content.partition(b"\n")
+    sizes = json.loads(first)
+    artifacts, rest = rest[: sizes["torch"]], rest[sizes["torch"] :]
+    kernels = {}
+    for name, size in sizes["kernels"].items():
+        kernels[name], rest = rest[:size], rest[size:]
+    return artifacts, kernels
+
+
+def read_kernels() -> dict[str, bytes]:
+    """FlashAttention-4's compiled kernels on this machine, by path within their folder; none if it is not in use."""
+    if "flash_attn" not in sys.modules:
+        return {}
+    folder = fa4_folder()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*/*.o"))}
+
+
+def write_kernels(kernels: dict[str, bytes]) -> None:
+    """Put kernels where FlashAttention-4 looks for them; those that are there already stay."""
+    folder = fa4_folder().resolve()
+    for name, code in kernels.items():
+        path = (folder / name).resolve()
+        if path.suffix != ".o" or not path.is_relative_to(folder):
+            raise ValueError(f"{name} is no name of a kernel")
+        if not path.exists():
+            _write(str(path), code)
+
+
+def _file(where: str, key: str, index: int) -> str | None:
+    """The file for this key and GPU: `where` itself if it is or looks like a file, for the first GPU only, else a file in
+    that folder."""
+    if where.endswith(SUFFIX) or ("://" not in where and Path(where).expanduser().is_file()):
+        return where if index == 0 else None
+    return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
+
+
+def _read(path: str, key: str) -> tuple[bytes | None, str]:
+    """(content, "") or (None, why not)."""
+    try:
+        whole = _bytes(path)
+    except FileNotFoundError:
+        return None, "missing"
+    except Exception as error:
+        return None, f"cannot be read ({error})"
+    first, _, content = whole.partition(b"\n")
+    try:
+        header = json.loads(first)
+        wanted, found = header["sha256"], header["key"]
+    except (ValueError, KeyError, TypeError):
+        return None, "not a file of compiled code"
+    if found != key:
+        return None, "made for another model, layout, version or device"
+    if hashlib.sha256(content).hexdigest() != wanted:
+        return None, "damaged"
+    return content, ""
+
+
+def _bytes(path: str) -> bytes:
+    if "://" not in path:
+        return Path(path).expanduser().read_bytes()
+    import fsspec  # type: ignore[import-untyped]
+
+    with fsspec.open(path, "rb") as file:
+        return file.read()
+
+
+def _write(path: str, whole: bytes) -> None:
+    """All of it or nothing: a reader never sees half a file."""
+    if "://" in path:
+        import fsspec  # type: ignore[import-untyped]
+
+        filesystem, inside = fsspec.core.url_to_fs(path)
+        filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
+        temporary = f"{inside}.{os.getpid()}.tmp"
+        filesystem.pipe_file(temporary, whole)
+        filesystem.mv(temporary, inside)
+        return
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(whole)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,265 @@
+"""torch.compile for the train step: in place, for declared shapes, held to a contract. All else runs eagerly."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch._dynamo import callback as dynamo_callback
+from torch.fx.experimental import _config as symbolic_shapes
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import CompileConfig
+from sftkit.errors import ConfigError, RecompileError
+from sftkit.models.structure import decoder_blocks
+
+if TYPE_CHECKING:
+    from sftkit.objectives.model_with_loss import ModelWithLoss
+
+log = logging.getLogger(__name__)
+
+STANCES = {"error": "fail_on_recompile", "warn": "default", "eager": "eager_on_recompile"}
+REFUSED = "torch.compile stance is 'fail_on_recompile'"
+"Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """What the decoder runs besides its blocks and embeddings and has parameters of its own: the final norm, mostly.
+
+    Not torch's own modules: they are one operator, and Dynamo does not trace them on their own.
+    """
+    blocks = set(decoder_blocks(orig_model))
+    return [
+        child
+        for child in orig_model.get_decoder().children()
+        if next(child.parameters(), None) is not None
+        and not isinstance(child, torch.nn.Embedding)
+        and not type(child).__module__.startswith("torch.nn")
+        and not blocks & set(child.modules())
+    ]
+
+
+def compile_model(
+    model: ModelWithLoss,
+    compile: CompileConfig,
+    activation_memory_budget: float,
+    dynamic_layout: bool = False,
+    sharded: bool = False,
+) -> None:
+    """Compile in place, before any wrapping or sharding: module types, parameter names and `orig_model` stay as they are.
+    Graphs are built at the first call of each shape, in `warm_up`. The loss stays outside.
+
+    Args:
+        activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
+            recomputed is chosen by FLOPs; a custom operator counts with its formula (torch.utils.flop_counter).
+        dynamic_layout: row lengths vary freely: one graph with symbolic sizes, whatever compile.dynamic says.
+        sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
+
+    Raises:
+        ConfigError: scope block for a model whose blocks transformers does not name.
+    """
+    if not compile.enabled:
+        return
+    torch._dynamo.config.optimize_ddp = False  # blocks already give overlap; it would split them, see pytorch #108966
+    torch._functorch.config.activation_memory_budget = activation_memory_budget  # type: ignore[assignment]
+    torch._functorch.config.activation_memory_budget_runtime_estimator = "flops"
+    # With duck shapes a warm-up whose rows happen to equal its row length gives a graph for square batches only.
+    symbolic_shapes.use_duck_shape = not dynamic_layout  # type: ignore[assignment]
+    dynamic = True if dynamic_layout else compile.dynamic
+    options: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
+    if compile.mode is not None:
+        options["mode"] = compile.mode
+    if sharded and compile.scope == "model":
+        log.info("compile.scope: block, because sharded weights are gathered block by block")
+    for module in _compiled_parts(model.orig_model, "block" if sharded else compile.scope):
+        module.compile(**options)
+
+
+def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
+    if scope == "model":
+        return [orig_model.get_decoder()]
+    blocks = decoder_blocks(orig_model)
+    if not blocks:
+        raise ConfigError(
+            f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); "
+            "set compile.scope=model or compile.enabled=false"
+        )
+    return blocks + small_modules(orig_model)
+
+
+def begin_step() -> None:
+    """Before each forward pass of training: CUDA graphs may reuse the memory of the pass before.
+
+    Gradients that must outlive it are copied: see step.GradientSum.
+    """
+    if uses_cuda_graphs():
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
+
+
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Inside, compiled modules run their plain Python: any shape, no compile, and the compiled code stays valid."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[None]:
+    """From the end of the warm-up to the end of training: nothing is compiled any more in a step.
+
+    Args:
+        on_recompile: error: the step that needs a new graph ends training; eager: that call runs eagerly; warn: it is
+            compiled, and `CompileWatch.recompile_kinds` says why.
+        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is error.
+
+    Raises:
+        RecompileError: with the guards that failed, or the graph breaks.
+    """
+    if breaks and on_recompile == "error":
+        raise RecompileError(
+            "the compiled model has graph breaks, so it is compiled in pieces and slower than it could be:\n  "
+            + "\n  ".join(breaks)
+            + "\nMend the model's code, or train with the breaks: compile.on_recompile=warn"
+        )
+    for reason in breaks:
+        log.warning("graph break: %s", reason)
+    if on_recompile == "error":
+        dynamo_callback.on_compile_start(_refuse_backward)
+    try:
+        with torch.compiler.set_stance(STANCES[on_recompile]):
+            yield
+    except RuntimeError as error:
+        if REFUSED not in str(error):
+            raise
+        raise _recompile_error(_guards(str(error))) from error
+    finally:
+        if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
+            dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
+
+
+def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:
+    # A backward graph is built when it is first needed, where no stance is asked.
+    if args.callback_trigger is dynamo_callback.CallbackTrigger.LAZY_BACKWARD:
+        raise _recompile_error(f"the backward pass of graph {args.compile_id} was never run in the warm-up")
+
+
+def _recompile_error(reason: str) -> RecompileError:
+    return RecompileError(
+        f"a training step needs a graph that the warm-up did not compile: {reason}\n"
+        "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any row "
+        "length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) or "
+        "compile.on_recompile=eager (run it uncompiled)"
+    )
+
+
+def _guards(message: str) -> str:
+    """The place and the failed guards, out of torch's message."""
+    place = re.search(r"filename: '(.*)', function name: '(.*)', line number: (\d+)", message)
+    guards = [line.strip().removeprefix("- ") for line in message.splitlines() if line.strip().startswith("- ")]
+    where = f"{place[2]} ({place[1]}:{place[3]})" if place else "unknown code"
+    return f"{where}: {'; '.join(guards) or 'never compiled before'}"
+
+
+def undo_compile(model: torch.nn.Module) -> None:
+    """Back to eager for good."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
+def warm_up(
+    model: torch.nn.Module,
+    run_shape: Callable[[int, int], None],
+    shapes: Sequence[tuple[int, int]],
+    compile: CompileConfig,
+    any_rank: Callable[[bool], bool],
+    sharded: bool = False,
+) -> bool:
+    """Build every graph: a forward and backward pass of each declared shape, random state and gradients as before.
+
+    Args:
+        run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
+        any_rank: whether the flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other inside run_shape, so whether all can compile is asked with a small function
+            first, and an error of one rank after that ends the run.
+
+    Returns:
+        whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    if not compile.enabled:
+        with torch.random.fork_rng(devices=devices):  # to see that the largest batch fits
+            run_shape(*shapes[-1])
+        model.zero_grad(set_to_none=True)
+        return False
+    _raise_limits(model, len(shapes))
+    error: Exception | None = _compiler_problem(compile) if sharded else None
+    if sharded and any_rank(error is not None):
+        return _fall_back(model, compile, error)
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for rows, row_length in shapes:
+                for _ in range(_passes(compile)):
+                    run_shape(rows, row_length)
+                    model.zero_grad(set_to_none=True)  # as a step starts; and CUDA graphs reuse their memory
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as caught:
+            if sharded:
+                raise
+            error = caught
+    model.zero_grad(set_to_none=True)
+    if not any_rank(error is not None):
+        return True
+    if error is not None:
+        undo_compile(model)
+        with torch.random.fork_rng(devices=devices):
+            run_shape(*shapes[-1])  # an error that eager has too is no compiler's fault: it is raised from here
+        model.zero_grad(set_to_none=True)
+    return _fall_back(model, compile, error)
+
+
+def _compiler_problem(compile: CompileConfig) -> Exception | None:
+    """What a function of one operator raises when it is compiled; None if it runs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
+    except Exception as error:
+        return error
+    return None
+
+
+def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception | None) -> bool:
+    """Train eagerly with a warning, or not at all, as compile.on_failure says; `error`: None, it was another rank's."""
+    reason = " ".join(str(error or "it failed on another rank").split())[:300]
+    if compile.on_failure == "error":
+        raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
+    log.warning("torch.compile does not work here, training eagerly: %s (compile.enabled=false hides this)", reason)
+    undo_compile(model)
+    return False
+
+
+def _passes(compile: CompileConfig) -> int:
+    """CUDA graphs: the first pass compiles, the second lets kernels settle, the third records."""
+    return 3 if compile.mode in CUDA_GRAPH_MODES or compile.backend == "cudagraphs" else 1
+
+
+def _raise_limits(model: torch.nn.Module, num_shapes: int) -> None:
+    """Past recompile_limit graphs of one function torch turns to eager without an error: no model may come near it."""
+    parts = sum(module._compiled_call_impl is not None for module in model.modules())
+    limit = 8 + parts * num_shapes
+    torch._dynamo.config.recompile_limit = limit  # type: ignore[assignment]
+    torch._dynamo.config.accumulated_recompile_limit = max(256, limit)  # type: ignore[assignment]

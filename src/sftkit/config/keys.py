@@ -1,0 +1,127 @@
+"""What can stand in a recipe: every dotted key with its type, default and meaning, read off config.py; and --help."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sftkit.config import schema as config_module
+from sftkit.config.schema import Config
+
+USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
+
+
+@functools.cache
+def adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One setting as help shows it."""
+
+    kind: str
+    doc: str
+    required: bool
+    default: Any
+
+
+@functools.cache
+def table() -> dict[str, Key]:
+    """Every dotted key in the order of config.py; an item of a list of sources is N."""
+    schema = adapter().json_schema()
+    classes = {**schema["$defs"], "Config": schema}
+    return dict(_rows(classes, "Config", ""))
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Section name -> its class."""
+    hints = Config.__annotations__
+    return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
+
+
+def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
+    schema = classes[name]
+    for field, prop in schema["properties"].items():
+        target = _target(prop)
+        key = prefix + field
+        if prefix:
+            required = field in schema.get("required", ())
+            yield key, Key(_kind(prop), _docs()[name].get(field, ""), required, prop.get("default"))
+        if target:
+            inner = f"{key}.N." if prop.get("type") == "array" else f"{key}."
+            yield from _rows(classes, target, inner)
+
+
+def _target(prop: dict[str, Any]) -> str | None:
+    """The class that a property, its items or its non-null alternative refers to."""
+    for part in (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ())):
+        if isinstance(part, dict) and "$ref" in part:
+            return part["$ref"].rpartition("/")[2]
+    return None
+
+
+def _kind(prop: dict[str, Any]) -> str:
+    if "anyOf" in prop:
+        return " | ".join(_kind(part) for part in prop["anyOf"])
+    if "enum" in prop or "const" in prop:
+        return " | ".join(prop.get("enum") or [prop["const"]])
+    low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
+    if "minimum" in prop and "maximum" in prop:
+        return f"number {prop['minimum']:g} to {prop['maximum']:g}"
+    if prop.get("type") == "array":
+        items = prop.get("items") if isinstance(prop.get("items"), dict) else (prop.get("prefixItems") or [{}])[0]
+        return f"list of ({_kind(items or {})})"
+    words = {
+        "integer": "int",
+        "boolean": "true | false",
+        "string": "text",
+        "number": "number",
+        "object": "mapping",
+        "null": "null",
+    }
+    return words[prop.get("type", "object")] + low
+
+
+@functools.cache
+def _docs() -> dict[str, dict[str, str]]:
+    """Class -> field -> the string under the field in config.py."""
+    docs: dict[str, dict[str, str]] = {}
+    for cls in ast.parse(Path(config_module.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(cls, ast.ClassDef):
+            docs[cls.name] = {"": ast.get_docstring(cls) or ""}
+            for field, text in zip(cls.body, cls.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    docs[cls.name][ast.unparse(field.target)] = str(ast.literal_eval(text.value))
+    return docs
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def help_text(description: str, script: str) -> str:
+    """--help: every key with type, default and meaning, in 100 columns."""
+    lines = [description.strip(), "", f"usage: python {script} {USAGE}", ""]
+    lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
+    for section, cls in sections().items():
+        lines += ["", f"{section}: {_docs()[cls]['']}"]
+        for key, row in table().items():
+            if key.split(".")[0] != section:
+                continue
+            default = "required" if row.required else f"default {shown(row.default).strip(chr(34))}"
+            head = f"  {key}  {row.kind}"
+            room = 100 - len(default) - 3
+            lines += [f"{head:<{room}}  {default}"] if len(head) <= room else [head, f"{default:>99}"]
+            lines += textwrap.wrap(row.doc, 100, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

@@ -1,0 +1,262 @@
+"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch: it takes a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from sftkit.config.keys import USAGE, adapter, help_text, sections, shown, table
+from sftkit.config.rules import Unusable, cross_check, secret_in
+from sftkit.config.schema import Config, source_label
+from sftkit.config.topology import read_topology
+from sftkit.config.yaml_tree import COMMAND_LINE, Keys, Node, apply_override, dotted, read_tree, render
+from sftkit.errors import ConfigError
+
+__all__ = ["load_config", "read_config", "source_label", "to_yaml"]
+
+
+def load_config(description: str | None) -> Config:
+    """The Config that this script's command line asks for. Prints problems and exits with code 2 if there are any."""
+    words = sys.argv[1:]
+    if "--help" in words or "-h" in words:
+        print(help_text(description or "", sys.argv[0]))
+        sys.exit(0)
+    settings = [word for word in words if word != "--print-config"]
+    if not settings or "=" in settings[0] or settings[0].startswith("-"):
+        fail(f"usage: python {sys.argv[0]} {USAGE}\nThe first word must be a recipe file.")
+    try:
+        cfg, tree = _resolve(settings[0], settings[1:], None)
+    except ConfigError as error:
+        fail(str(error))
+    if "--print-config" in words:
+        print(_annotated(cfg, tree), end="")
+        sys.exit(0)
+    return cfg
+
+
+def read_config(recipe: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Config:
+    """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1)."""
+    return _resolve(recipe, overrides, world_size)[0]
+
+
+def to_yaml(cfg: Config) -> str:
+    """The whole Config as YAML that read_config reads back to an equal Config."""
+    return render(_json(cfg))
+
+
+def _json(cfg: Config) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists
+
+
+def fail(message: str) -> NoReturn:
+    """Exit with code 2, printing the message once per machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- validation ----
+
+
+def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | None) -> tuple[Config, Node]:
+    problems: list[str] = []
+    harmless = [word for word in overrides if not _secret_word(word, problems)]
+    tree = read_tree(Path(recipe), problems)
+    if not tree.value and problems:
+        raise ConfigError("\n".join(problems))  # no file: what it lacks is no news
+    for word in harmless:
+        apply_override(tree, word, problems)
+    for section in sections():  # an absent or emptied section has its defaults
+        if tree.nearest((section,)).value is None or section not in tree.value:
+            tree.value[section] = Node({}, str(recipe))
+    dropped = _drop_secrets(tree, problems)
+    cfg = _validate(tree, str(recipe), dropped, problems)
+    if world_size is None:
+        world_size = _row_ranks(problems)
+    for key, text in cross_check(functools.partial(_get, tree, dropped), world_size):
+        keys = _keys(key)
+        place = tree.nearest(keys).place
+        problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
+    if problems or cfg is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return cfg, tree
+
+
+def _row_ranks(problems: list[str]) -> int:
+    """Processes of this launch, or groups of them, that have rows of their own."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return read_topology(os.environ, processes).row_ranks
+    except ConfigError as error:
+        problems.append(str(error))
+        return 1
+
+
+def _secret_word(word: str, problems: list[str]) -> bool:
+    key = word.partition("=")[0]
+    kind = secret_in(word.partition("=")[2], key) or secret_in(key)
+    if kind:
+        shown = "" if secret_in(key) else f"{key}: "
+        problems.append(f"{COMMAND_LINE}: {shown}{_SECRET.format(kind=kind)}")
+    return kind is not None
+
+
+_SECRET = (
+    "looks like {kind}; settings are saved and logged. Put secrets in environment variables (HF_TOKEN, WANDB_API_KEY)"
+)
+
+
+def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
+    dropped: set[Keys] = set()
+    for keys, node in list(_walk(tree, ())):
+        name = "" if secret_in(str(keys[-1])) else dotted(keys)
+        kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
+        if kind:
+            problems.append(f"{node.place}: {name or dotted(keys[:-1])}: {_SECRET.format(kind=kind)}")
+            dropped.add(_remove(tree, keys))
+    return dropped
+
+
+def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
+    entries = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+    for key, child in entries:
+        yield (*keys, key), child
+        if isinstance(child.value, (dict, list)):
+            yield from _walk(child, (*keys, key))
+
+
+def _remove(tree: Node, keys: Keys) -> Keys:
+    """Take a value out of the tree, with the whole list when it is a list's item. Returns what was taken."""
+    for end in range(len(keys), 0, -1):
+        parent = tree.nearest(keys[: end - 1]).value
+        if isinstance(parent, dict):
+            parent.pop(keys[end - 1], None)
+            return keys[:end]
+    return keys
+
+
+def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) -> Config | None:
+    try:
+        return adapter().validate_json(json.dumps(tree.plain()), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    for e in found:
+        keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
+        if missing and any(keys[: len(gone)] == gone for gone in dropped):
+            continue  # reported when it was dropped
+        place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
+        text, meant = _explain(dict(e), keys, tree)
+        problems.append(f"{place}: {dotted(keys)}: {text}")
+        dropped.update(meant)
+    for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
+        gone = _remove(tree, tuple(e["loc"]))
+        if e["type"] != "unexpected_keyword_argument":
+            dropped.add(gone)
+    return None
+
+
+def _is_item(keys: Keys) -> bool:
+    return any(isinstance(key, int) for key in keys)
+
+
+def _explain(error: dict[str, Any], keys: Keys, tree: Node) -> tuple[str, list[Keys]]:
+    """What is wrong in words, and the keys that were probably meant."""
+    kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
+    key = table().get(_row(keys))
+    if kind == "unexpected_keyword_argument":
+        return _unknown(keys)
+    if kind in ("missing", "missing_argument"):
+        return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", context["expected"])
+        near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
+        null = ["null"] if key and key.kind.endswith("| null") else []
+        return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
+    if kind in _WANTED:
+        text = f"must be {_WANTED[kind]}, not {got}"
+        return (text.replace(", not", " or null, not") if key and key.kind.endswith("| null") else text), []
+    if kind in _BOUNDS:
+        return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
+    return f"{error['msg']}, got {got}", []
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (quote it)",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys",
+    "dataclass_type": "a mapping of keys",
+}
+_BOUNDS = {
+    "greater_than": "greater than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
+
+
+def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
+    name, parent = str(keys[-1]), _row(keys[:-1])
+    prefix = f"{parent}." if parent else ""
+    level = [key.removeprefix(prefix) for key in table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    level = level or [] if parent else list(sections())
+    elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
+    if _row(keys) in table() or name in table():
+        return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
+    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
+    distant = [key for key in table() if key.rpartition(".")[2] in near_names]
+    meant = elsewhere or siblings or distant
+    if meant:
+        quoted = " or ".join(f'"{key}"' for key in meant)
+        return f"is not a known key. Did you mean {quoted}?", [_keys(key) for key in meant]
+    return f"is not a known key. Known here: {', '.join(level)}", []
+
+
+def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
+    keys = _keys(key)
+    if any(keys == gone[: len(keys)] or gone == keys[: len(gone)] for gone in dropped):
+        raise Unusable(key)
+    node = tree
+    for part in keys:
+        child = node.child(part)
+        if child is None:
+            return table()[key].default
+        node = child
+    return node.plain()
+
+
+def _keys(key: str) -> Keys:
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def _row(keys: Keys) -> str:
+    return dotted(["N" if isinstance(key, int) else key for key in keys])
+
+
+def _annotated(cfg: Config, tree: Node) -> str:
+    """The resolved settings; each line says which file, or the command line, or the default, it came from."""
+
+    def origin(keys: Keys) -> str:
+        node = tree
+        for key in keys:
+            child = node.child(key)
+            if child is None:
+                return "default"
+            node = child
+        return node.place
+
+    return render(_json(cfg), origin)

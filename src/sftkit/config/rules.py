@@ -1,0 +1,299 @@
+"""What one setting forbids another, and values that must never stand in a recipe. Each rule yields (key, what is wrong)."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sftkit.config.eval_tasks import CODE, EVAL_TASKS
+from sftkit.config.schema import SourceConfig, source_label
+
+"What eval.tasks may name."
+
+Problem = tuple[str, str]
+Get = Callable[[str], Any]
+"Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
+
+
+class Unusable(Exception):
+    """The rule asks for a value that was already reported: skip the rule."""
+
+
+_SECRETS = (
+    ("a Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}")),
+    ("an API key", re.compile(r"\bsk-(?=[\w-]*[0-9])[\w-]{20,}")),
+    ("a wandb key", re.compile(r"\bwandb_v1_\w{20,}|(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])")),
+    ("a URL with a password", re.compile(r"://[^/\s:@]+:[^/\s@]+@")),
+)
+_SNAPSHOT = re.compile(r"/snapshots/[0-9a-f]{40}(?=/|$)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def secret_in(text: str, key: str = "") -> str | None:
+    """What kind of secret the text seems to hold, or None. model.revision may be a commit's 40 hex digits."""
+    if key == "model.revision" and _COMMIT.fullmatch(text):
+        return None
+    text = _SNAPSHOT.sub("/snapshots/", text)  # a folder of the hub's cache, named by a commit
+    return next((kind for kind, pattern in _SECRETS if pattern.search(text)), None)
+
+
+def cross_check(get: Get, world_size: int) -> Iterator[Problem]:
+    """All problems between settings."""
+    rules = [lambda rule=rule: rule(get) for rule in _RULES]
+    for rule in [*rules, lambda: _batch_divides(get, world_size)]:
+        try:
+            yield from rule()
+        except Unusable:
+            continue
+
+
+def _one_origin(get: Get) -> Iterator[Problem]:
+    path, scratch = get("model.path"), get("model.scratch")
+    if (path is None) == (scratch is None):
+        both = "are both given" if path is not None else "are both missing"
+        yield "model.path", f"model.path and model.scratch {both}: set exactly one of them"
+
+
+def _run_dir(get: Get) -> Iterator[Problem]:
+    run_dir, path = get("run.dir"), get("model.path")
+    if not run_dir.strip("/. "):
+        yield "run.dir", f'"{run_dir}" names no folder of its own: runs/NAME, say'
+    elif path is not None and (path.rstrip("/") + "/").startswith(run_dir.rstrip("/") + "/"):
+        yield "run.dir", f"the model comes from it ({path}), and a new run would rename it: take another folder"
+
+
+def _scratch(get: Get) -> Iterator[Problem]:
+    if get("model.scratch") is None:
+        return
+    if "model_type" not in get("model.scratch"):
+        yield "model.scratch", "needs model_type, the name of a transformers architecture such as llama"
+    if get("model.tokenizer") is None and get("model.train_tokenizer") is None:
+        yield "model.scratch", "needs a tokenizer: set model.tokenizer or model.train_tokenizer"
+
+
+def _train_tokenizer(get: Get) -> Iterator[Problem]:
+    if get("model.train_tokenizer") is None:
+        return
+    if get("model.tokenizer") is not None:
+        yield "model.train_tokenizer", "and model.tokenizer are both given: keep one of them"
+    if get("model.scratch") is None:
+        yield "model.train_tokenizer", "only goes with model.scratch: a checkpoint has its tokenizer"
+
+
+def _only_with_path(get: Get) -> Iterator[Problem]:
+    if get("model.path") is None:
+        if get("model.revision") is not None:
+            yield "model.revision", "only goes with model.path"
+        if get("model.trust_remote_code"):
+            yield "model.trust_remote_code", "only goes with model.path"
+
+
+def _checkpoints(get: Get) -> Iterator[Problem]:
+    saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
+    if pins is not None and (saves is None or pins % saves):
+        yield (
+            "checkpoint.pin_every",
+            f"{pins} is no multiple of checkpoint.every, {saves}: no such checkpoint is written",
+        )
+    if get("checkpoint.best") is not None and (saves is None or evaluates is None):
+        yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
+
+
+def _sources(get: Get) -> Iterator[Problem]:
+    for part in ("data.train", "data.val", "model.train_tokenizer.sources"):
+        try:
+            sources = [SourceConfig(**row) for row in get(part) or ()]
+        except Unusable:
+            continue
+        if part == "data.train" and not sources:
+            yield part, "is empty: give at least one source"
+        first_with: dict[str, int] = {}
+        for i, source in enumerate(sources):
+            label = source_label(source)
+            if first_with.setdefault(label, i) != i:
+                yield (
+                    f"{part}.{i}.name",
+                    f'"{label}" is already the name of {part}.{first_with[label]}: set another name',
+                )
+            if source.path.startswith("builtin:"):
+                if source.path not in ("builtin:docs", "builtin:tasks"):
+                    yield f"{part}.{i}.path", f'"{source.path}" is not one of builtin:docs, builtin:tasks'
+                if source.split not in ("train", "heldout"):
+                    yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
+
+
+def _buckets(get: Get) -> Iterator[Problem]:
+    key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
+    if get("data.num_buckets") is not None and (layout != "bucketed" or lengths is not None):
+        why = f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else f"and {key} are both given"
+        yield "data.num_buckets", why
+    if lengths is None:
+        return
+    if layout != "bucketed":
+        yield key, f"only goes with layout bucketed, not {layout}"
+    if not lengths:
+        yield key, "is empty: null lets data.num_buckets lengths be chosen from the data"
+        return
+    if any(a >= b for a, b in itertools.pairwise(lengths)):
+        yield key, f"{lengths} is not ascending without repeats"
+    max_length = get("data.max_length")
+    if max_length is not None and max(lengths) != max_length:
+        yield key, f"ends with {max(lengths)}, but data.max_length is {max_length}: they must be equal"
+
+
+def _row_length(get: Get) -> Iterator[Problem]:
+    row_length, layout, max_length = get("data.row_length"), get("data.layout"), get("data.max_length")
+    if row_length is None:
+        return
+    if layout != "packed":
+        yield "data.row_length", f"only goes with layout packed, not {layout}, whose rows hold one document"
+    elif max_length is not None and row_length < max_length:
+        yield "data.row_length", f"{row_length} cannot hold a document of data.max_length, {max_length}"
+
+
+def _dynamic(get: Get) -> Iterator[Problem]:
+    max_length, multiple = get("data.max_length"), get("data.pad_multiple")
+    if get("data.layout") != "dynamic":
+        if multiple is not None:
+            yield "data.pad_multiple", f"only goes with layout dynamic, not {get('data.layout')}"
+        return
+    multiple = multiple or 8
+    if max_length is not None and max_length % multiple:
+        yield "data.max_length", f"{max_length} is not a multiple of data.pad_multiple, {multiple}"
+    if get("compile.dynamic"):
+        yield "compile.dynamic", "true does not go with layout dynamic, which makes the row length symbolic by itself"
+
+
+def _attention(get: Get) -> Iterator[Problem]:
+    if get("attention.backend") == "sdpa" and get("data.layout") == "packed":
+        yield (
+            "attention.backend",
+            "sdpa keeps no documents apart, and packed rows hold several documents: "
+            "take another backend, or layout bucketed, fixed or dynamic",
+        )
+
+
+def _precision(get: Get) -> Iterator[Problem]:
+    if get("train.precision") != "fp32":
+        return
+    if get("optim.name") in ("adamw_sr", "adamw8bit"):
+        yield "optim.name", f"{get('optim.name')} rounds weights to bf16 and does not go with train.precision fp32"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
+
+
+def _compiled_only(get: Get) -> Iterator[Problem]:
+    debug = get("compile.debug")
+    if get("compile.enabled"):
+        hidden = sorted({"graphs", "output_code", "perf_hints"} & set(debug))
+        if hidden and get("compile.cache") is not None:
+            yield (
+                "compile.debug",
+                f"{', '.join(hidden)} needs everything compiled anew and does not go with compile.cache: set it to null",
+            )
+        return
+    if debug:
+        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
+    if get("train.fp8") is not None:
+        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
+    if get("compile.cache") is not None:
+        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
+
+
+def _schedule(get: Get) -> Iterator[Problem]:
+    if get("optim.schedule") == "wsd":
+        warmup, decay = get("optim.warmup_ratio"), get("optim.decay_ratio")
+        if warmup + decay > 1:
+            yield "optim.warmup_ratio", f"{warmup} and optim.decay_ratio {decay} add up to more than 1"
+
+
+def _betas(get: Get) -> Iterator[Problem]:
+    if any(beta >= 1 for beta in get("optim.betas")):
+        yield "optim.betas", f"{get('optim.betas')} must both be less than 1"
+
+
+def _duration(get: Get) -> Iterator[Problem]:
+    if get("train.max_steps") is None and get("train.epochs") is None:
+        yield "train.max_steps", "train.max_steps and train.epochs are both missing: set one, or both"
+
+
+def _resume(get: Get) -> Iterator[Problem]:
+    resume = get("train.resume")
+    if resume is not None and resume != "auto" and not re.search(r"/|\\|^step-", resume):
+        yield "train.resume", f'"{resume}" is neither auto, null nor the path of a step directory'
+
+
+def _compile_mode(get: Get) -> Iterator[Problem]:
+    mode, backend = get("compile.mode"), get("compile.backend")
+    if mode is not None and backend != "inductor":
+        yield "compile.mode", f"{mode} only goes with compile.backend inductor, not {backend}"
+
+
+def _eval(get: Get) -> Iterator[Problem]:
+    if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
+        yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
+    tasks, backend = get("eval.tasks"), get("eval.backend")
+    yield from eval_problems(tasks, backend, get("eval.allow_code_execution"))
+
+
+def eval_problems(tasks: Sequence[str], backend: str, allow_code_execution: bool) -> Iterator[Problem]:
+    """What is wrong with the names of evaluation tasks; those of lm_eval are looked up when it is there."""
+    for task in dict.fromkeys(tasks):
+        if tasks.count(task) > 1:
+            yield "eval.tasks", f'"{task}" is named twice'
+        if backend != "lm_eval" and task not in EVAL_TASKS:
+            near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
+            hint = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{hint}'
+    code = [task for task in tasks if task in CODE]
+    if code and backend == "lm_eval":
+        yield (
+            "eval.tasks",
+            f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit",
+        )
+    elif code and not allow_code_execution:
+        yield (
+            "eval.allow_code_execution",
+            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a process of its "
+            "own without network, in an empty folder, with limits on time, memory and processes (docs/evaluation.md)",
+        )
+
+
+def _names(get: Get) -> Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", get("log.project")):
+        yield "log.project", "must be 1 to 80 letters, digits, dots, dashes or underscores"
+
+
+def _batch_divides(get: Get, world_size: int) -> Iterator[Problem]:
+    batch = get("train.global_batch_size")
+    if batch % world_size:
+        below = batch // world_size * world_size
+        works = f"{below} or {below + world_size}" if below else f"{world_size}"
+        yield "train.global_batch_size", f"{batch} cannot be shared equally by {world_size} processes: use {works}"
+
+
+_RULES = (
+    _one_origin,
+    _run_dir,
+    _scratch,
+    _train_tokenizer,
+    _only_with_path,
+    _checkpoints,
+    _sources,
+    _buckets,
+    _row_length,
+    _dynamic,
+    _attention,
+    _precision,
+    _compiled_only,
+    _schedule,
+    _betas,
+    _duration,
+    _resume,
+    _compile_mode,
+    _eval,
+    _names,
+)

@@ -1,0 +1,1 @@
+"""How an optimizer step is computed: the Engine protocol and its engines."""

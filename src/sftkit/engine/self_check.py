@@ -1,0 +1,122 @@
+"""Before anything is trained: does our forward pass compute what the plain model does, document by document?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from sftkit.compile.contract import run_eagerly
+from sftkit.data.collate import Batch, collate
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+from sftkit.models.structure import head, logit_softcap, vocab_size
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention import mixes_tokens, plain_attention, short_windows
+from sftkit.parallel.tensor import whole_rows
+
+log = logging.getLogger(__name__)
+SIZES = (8, 5)
+"Positions of the two documents."
+ROW_LENGTH = 16
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class DocumentCheck:
+    """Two documents and padding in one row, against each document alone."""
+
+    backend: str
+    "attention that it was made with"
+    logits_difference: float
+    "relative, ours against the plain model's"
+    loss: float
+    "nats per target: a micro-batch for each document, sums over all their targets"
+    plain_loss: float
+    "plain cross entropy of the same targets from the plain model's logits"
+    targets: int
+    leak: float
+    "the largest change of a hidden state of one document when every token of the other is replaced"
+    changed: float
+    "the same for the document that was replaced"
+
+
+def check_documents(model: ModelWithLoss, backend: str, device: torch.device) -> DocumentCheck:
+    """Two documents and padding in one row through our forward pass, and each document alone through the model's own,
+    must give the same logits; sliding windows are made shorter than the documents for it.
+
+    Raises:
+        ConfigError: they do not, or the model does not take our arguments: this architecture does something that our
+            attention or head leaves out, or mixes the tokens of a row outside attention.
+    """
+    orig_model, name = model.orig_model, type(model.orig_model).__name__
+    mixer = mixes_tokens(orig_model)
+    if mixer:
+        raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
+    was_training = orig_model.training
+    orig_model.eval()
+    try:
+        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows():
+            found = _compare(model, "reference" if backend == "sdpa" else backend, device)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        orig_model.train(was_training)
+    if not found.logits_difference < TOLERANCE:
+        raise ConfigError(
+            f"{name} is not supported: the logits of its own forward pass and sftkit's differ by "
+            f"{found.logits_difference:.0%}, so it does more than attend within documents, project and soft-cap"
+        )
+    if getattr(orig_model.config.get_text_config(), "output_router_logits", False):
+        log.warning("%s: the router's auxiliary loss (output_router_logits) is not part of training here", name)
+    return found
+
+
+def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> DocumentCheck:
+    """The reference kernel stands in for sdpa, which takes one document a row."""
+    ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(SIZES) + 2)
+    batch = _batch(ids, (0, 1)).to(device)
+    hidden = model.hidden_states(batch, backend)
+    ours, theirs = _projected(model, hidden)[:, : sum(SIZES)], _plain_logits(model, batch)
+    targets = batch.targets[0, : sum(SIZES)]
+    sums = [model.sums(_batch(ids, (document,)).to(device), backend).nll for document in (0, 1)]
+
+    other = batch.input_ids.clone()
+    other[:, : SIZES[0]] = (other[:, : SIZES[0]] + 1) % vocab_size(model.orig_model)
+    moved = (model.hidden_states(replace(batch, input_ids=other), backend) - hidden).float().abs()
+    return DocumentCheck(
+        backend=backend,
+        logits_difference=float((ours - theirs).norm() / theirs.norm()),
+        loss=float(sum(sums)) / len(targets),
+        plain_loss=float(F.cross_entropy(theirs[0], targets)),
+        targets=len(targets),
+        leak=float(moved[:, SIZES[0] : sum(SIZES)].max()),
+        changed=float(moved[:, : SIZES[0]].max()),
+    )
+
+
+def _batch(ids: np.ndarray, documents: Sequence[int]) -> Batch:
+    return collate(Examples.of(ids, SIZES), (tuple(documents),), ROW_LENGTH, 0, max_docs=3, max_doc_length=max(SIZES))
+
+
+def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 [B, T, V]."""
+    projection, softcap = head(model.orig_model), logit_softcap(model.orig_model)
+    logits = projection(hidden).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _plain_logits(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
+    """Each document alone through transformers' own forward pass: fp32 [1, documents' positions, V]."""
+    with plain_attention(model.orig_model):
+        alone = [
+            model.orig_model(input_ids=ids, use_cache=False).logits.float()
+            for ids in batch.input_ids[:, : sum(SIZES)].split(SIZES, 1)
+        ]
+    return torch.cat(alone, 1)

@@ -1,0 +1,1 @@
+"""Runs that are compared: the bench of the training step and the validation of compiling."""

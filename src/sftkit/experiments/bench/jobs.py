@@ -1,0 +1,175 @@
+"""From a plan to what the process of each run is told: a recipe that is checked as every recipe is. No torch in this file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sftkit.config.load import read_config
+from sftkit.config.schema import Config, settings
+from sftkit.config.yaml_tree import COMMAND_LINE, render
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.plan import (
+    SYNTHETIC,
+    DataPlan,
+    Plan,
+    RunPlan,
+    Steps,
+    between_runs,
+    expanded,
+    not_runs,
+    read_plan,
+    slug,
+)
+from sftkit.experiments.bench.processes import Processes
+
+OWN = {
+    "run.dir": "the bench names a folder for each run",
+    "train.max_steps": "it comes from steps.total",
+    "log.every": "it comes from steps.window",
+    "model.scratch": "it comes from models",
+    "data.train": "the documents are synthetic",
+}
+"Settings that the bench fills in, and where from."
+
+
+@settings
+class Job:
+    """One run, resolved: all that its process is told."""
+
+    name: str
+    model_name: str
+    model: dict[str, Any]
+    config: Config
+    data: DataPlan
+    steps: Steps
+    changes: dict[str, Any]
+    baseline: str | None
+    same_loss_as: str | None
+    environment: dict[str, str]
+    warm_from: str | None
+    worker: str | None
+    options: dict[str, Any]
+    timeout_seconds: int
+    processes: Processes
+
+    @property
+    def folder(self) -> Path:
+        """Where its job.json, log.txt, metrics.jsonl and row.json lie."""
+        return Path(self.config.run.dir)
+
+
+def save_job(job: Job) -> Path:
+    """Write job.json into the job's folder, which is made."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / "job.json"
+    path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """What `save_job` wrote."""
+    return TypeAdapter(Job).validate_json(path.read_bytes())
+
+
+def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
+    """The runs of a plan, ablations expanded, settings checked as those of a recipe are; results go under `out`.
+
+    Args:
+        only: names of the runs wanted; None: all.
+
+    Raises:
+        ConfigError: every problem of the plan, one a line, with file and key.
+    """
+    plan = read_plan(path)
+    runs = expanded(plan)
+    problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
+    problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
+    jobs = []
+    for run in runs if not problems else ():
+        if only is None or run.name in only:
+            try:
+                jobs.append(_job(plan, run, path, out))
+            except ConfigError as error:
+                problems += str(error).splitlines()
+    chosen = [job.name for job in jobs]
+    problems += [f"--only: {j.name} needs {j.warm_from} too" for j in jobs if j.warm_from not in (None, *chosen)]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return jobs
+
+
+def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
+    steps = run.steps or plan.steps
+    worker = None if run.worker is None else path.parent / run.worker
+    if worker is not None and not worker.is_file():
+        raise ConfigError(f"{path}: run {run.name}: worker: no such file: {worker}")
+    return Job(
+        name=run.name,
+        model_name=run.model,
+        model=plan.models[run.model],
+        config=_config(plan, run, steps, path, out),
+        data=plan.data,
+        steps=steps,
+        changes=run.set,
+        baseline=run.baseline,
+        same_loss_as=run.same_loss_as,
+        environment=run.environment,
+        warm_from=run.warm_from,
+        worker=None if worker is None else str(worker),
+        options=run.options,
+        timeout_seconds=plan.timeout_seconds,
+        processes=run.started,
+    )
+
+
+def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
+    """The recipe of a run: the plan's defaults, `set` over them, and what the bench fills in."""
+    flat = dict(_leaves(plan.defaults)) | run.set
+    own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in OWN.items() if key in flat]
+    if own:
+        raise ConfigError("\n".join(own))
+    packed = flat.get("data.layout", "packed") == "packed"
+    filled = {
+        "data.max_length": plan.data.documents.cap,
+        **({"data.row_length": plan.data.row_length} if packed else {}),
+        "log.wandb": "off",
+        "log.every": steps.window,
+        "train.max_steps": steps.total,
+        "run.dir": str(out / slug(run.name)),
+    }
+    sections: dict[str, Any] = {
+        "model": {"scratch": plan.models[run.model], "tokenizer": SYNTHETIC},
+        "data": {"train": [{"path": SYNTHETIC}]},
+    }
+    for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
+        _put(sections, key.split("."), value)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(render(sections))
+        try:
+            changes = [f"{key}={json.dumps(value)}" for key, value in run.set.items()]
+            return read_config(recipe, changes, run.started.data_ranks)
+        except ConfigError as error:
+            text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
+            raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested settings."""
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = value

@@ -1,0 +1,224 @@
+"""A bench plan: data, models and settings as in a recipe, and the runs that differ from them. No torch in this file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sftkit.config.load import _explain
+from sftkit.config.schema import NonNegative, Positive, settings
+from sftkit.config.yaml_tree import Keys, Node, dotted, read_tree
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_processes
+
+SYNTHETIC = "synthetic"
+"Stands in recipes where the plan's own data and vocabulary take the place of sources and tokenizer."
+
+
+@settings
+class Documents:
+    """Lengths in row positions: lognormal with this median and mean, rounded, at most `cap` and at least 4."""
+
+    count: Positive
+    median: Positive
+    mean: Positive
+    cap: Annotated[int, Field(ge=8)]
+
+
+@settings
+class DataPlan:
+    """Synthetic chats: the same documents for every run of the same seed and vocabulary."""
+
+    documents: Documents
+    seed: NonNegative = 0
+    row_length: Positive
+    "data.row_length of packed runs"
+    target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    "share of each document's positions that are trained, at its end, as an answer is; 1: all tokens"
+    zipf: Annotated[float, Field(ge=0.0)] = 1.0
+    "tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the vocabulary: what a model can learn of them"
+
+
+@settings
+class Steps:
+    """How long a run is. What is timed is total - warm_up, in windows of so many steps."""
+
+    total: Positive
+    warm_up: NonNegative
+    window: Positive
+    "steps between logged lines, each of which waits for the device once"
+
+
+@settings
+class RunPlan:
+    """One row of the table."""
+
+    name: Annotated[str, Field(min_length=1)]
+    model: str
+    set: dict[str, Any] = field(default_factory=dict)
+    "dotted recipe key -> value"
+    steps: Steps | None = None
+    topology: str | None = None
+    "name of a file of accelerate_configs, without .yaml; null: one process, without a launcher"
+    processes: Positive = 1
+    parallelism: Parallelism | None = None
+    "sizes of the mesh; null: those of the topology's file"
+    baseline: str | None = None
+    "the run that its tokens/s are divided by"
+    same_loss_as: str | None = None
+    "the run that its losses are compared with, step by step"
+    environment: dict[str, str] = field(default_factory=dict)
+    warm_from: str | None = None
+    "an earlier run whose compiler caches this one starts with; null: empty ones"
+    worker: str | None = None
+    "a script beside the plan that trains in the project's place; null: sftkit"
+    options: dict[str, Any] = field(default_factory=dict)
+    "what that script is told"
+
+    @property
+    def started(self) -> Processes:
+        """How its processes are started."""
+        return Processes(count=self.processes, topology=self.topology, parallelism=self.parallelism)
+
+
+@settings
+class Ablations:
+    """Runs that change a little of one run: `of`'s steps, the name `of: label`, and `of` as the baseline."""
+
+    of: str
+    each: dict[str, dict[str, Any]]
+
+
+@settings
+class Plan:
+    """A plan file."""
+
+    data: DataPlan
+    steps: Steps
+    models: dict[str, dict[str, Any]]
+    "name -> fields of a transformers config, with model_type"
+    defaults: dict[str, Any] = field(default_factory=dict)
+    "settings of every run, nested as in a recipe"
+    runs: tuple[RunPlan, ...]
+    ablations: Ablations | None = None
+    timeout_seconds: Positive = 900
+    "of one run"
+
+
+def slug(name: str) -> str:
+    """A run's name as a folder name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan file over those that it `extends`, as recipes do.
+
+    Raises:
+        ConfigError: unknown or missing keys, values of the wrong kind: all of them, with a suggestion.
+    """
+    problems: list[str] = []
+    tree = read_tree(path, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return TypeAdapter(Plan).validate_json(json.dumps(tree.plain()), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    lines = [
+        f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(dict(e), k, tree)}" for e in found if (k := tuple(e["loc"]))
+    ]
+    raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
+    """What is wrong, in words."""
+    if error["type"] in ("missing", "missing_argument"):
+        return "is required"
+    if error["type"] == "unexpected_keyword_argument":
+        known = [f.name for f in fields(_class_at(keys[:-1]))]
+        near = difflib.get_close_matches(str(keys[-1]), known, n=1)
+        return "is not a known key. " + (f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(known)}")
+    return _explain(error, keys, tree)[0]
+
+
+def _class_at(keys: Keys) -> Any:
+    """The class whose fields stand at these keys of a plan."""
+    inside = {
+        "data": DataPlan,
+        "documents": Documents,
+        "steps": Steps,
+        "runs": RunPlan,
+        "parallelism": Parallelism,
+        "ablations": Ablations,
+    }
+    return next((inside[str(key)] for key in reversed(keys) if key in inside), Plan)
+
+
+def expanded(plan: Plan) -> list[RunPlan]:
+    """The runs of the plan, then those that its ablations make."""
+    runs = list(plan.runs)
+    if plan.ablations is None:
+        return runs
+    base = next((run for run in runs if run.name == plan.ablations.of), None)
+    for label, change in plan.ablations.each.items() if base else ():
+        assert base is not None
+        runs.append(
+            replace(
+                base,
+                name=f"{base.name}: {label}",
+                set={**base.set, **change},
+                baseline=base.name,
+                same_loss_as=None,
+                warm_from=None,
+            )
+        )
+    return runs
+
+
+def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
+    """What is wrong between the parts of a plan: names, references, steps, lengths."""
+    names = [run.name for run in runs]
+    yield from (f'runs: "{name}" is given {n} times' for name, n in Counter(names).items() if n > 1)
+    for folder, n in Counter(slug(name) for name in dict.fromkeys(names)).items():
+        if n > 1:
+            yield f'runs: {n} names would share the folder "{folder}": tell them apart by letters or digits'
+    if plan.ablations:
+        yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
+    if not plan.data.documents.median < plan.data.documents.mean:
+        yield "data.documents.mean: must be greater than the median: lognormal lengths are skewed"
+    for i, run in enumerate(runs):
+        if run.model not in plan.models:
+            yield f'runs.{i}.model: "{run.model}" is not one of {", ".join(plan.models)}'
+        for key, name in (("baseline", run.baseline), ("same_loss_as", run.same_loss_as)):
+            yield from (f"runs.{i}.{key}: {text}" for text in not_runs([name] if name else [], names))
+        if run.warm_from is not None and run.warm_from not in names[:i]:
+            yield f'runs.{i}.warm_from: "{run.warm_from}" is no earlier run'
+        yield from (f"runs.{i}.{text}" for text in wrong_processes(run.started))
+        steps = run.steps or plan.steps
+        timed = steps.total - steps.warm_up
+        if timed <= 0 or timed % steps.window or steps.warm_up % steps.window:
+            yield f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
+    for name, model in plan.models.items():
+        if "model_type" not in model:
+            yield f"models.{name}: needs model_type, the name of a transformers architecture such as qwen3"
+
+
+def not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
+    for name in wanted:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            yield f'"{name}" is no run. ' + (f'Did you mean "{near[0]}"?' if near else f"Runs: {', '.join(names)}")
+
+
+def sigma(documents: Documents) -> float:
+    """The lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
+    return math.sqrt(2.0 * math.log(documents.mean / documents.median))

@@ -1,0 +1,169 @@
+"""The processes of a run: one, or several that `accelerate launch` starts in a topology; how they end. No torch in this file."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil  # comes with accelerate
+import yaml
+
+from sftkit.config.schema import Positive, settings
+from sftkit.launch.launch import CONFIGS, Launch, command, cpu_cores
+
+SHUTDOWN_SECONDS = 5
+"After one rank has failed, how long the launcher waits for the others: they have nothing to save."
+FIRST_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
+KILLED = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: -(\d+)", re.DOTALL)
+
+
+@settings
+class Parallelism:
+    """Sizes of the mesh of processes in place of those that the topology's file names; their product is `processes`."""
+
+    dp_replicate_size: Positive = 1
+    dp_shard_size: Positive = 1
+    tp_size: Positive = 1
+    cp_size: Positive = 1
+
+
+@settings
+class Processes:
+    """How the processes of a run are started."""
+
+    count: Positive = 1
+    topology: str | None = None
+    "name of a file of accelerate_configs; null: one process, without a launcher"
+    parallelism: Parallelism | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh that are named anywhere: those here, else the topology's own; {}: none are."""
+        if self.parallelism is not None:
+            return asdict(self.parallelism)
+        named = accelerate_config(self.topology).get("parallelism_config", {}) if self.topology else {}
+        keys = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+        return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of processes that train different rows: those of tensor and context parallelism share theirs."""
+        return max(1, self.count // (self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
+
+
+def topologies() -> list[str]:
+    """The topologies that a plan can name."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def accelerate_config(topology: str) -> dict[str, Any]:
+    """The Accelerate config of a topology, as it lies in accelerate_configs."""
+    config: dict[str, Any] = yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
+    return config
+
+
+def wrong_processes(processes: Processes) -> Iterator[str]:
+    """What is wrong with a run's processes, topology and parallelism, each with its key."""
+    if processes.topology is None:
+        if processes.count > 1:
+            yield f"processes: {processes.count} need a topology: one of {', '.join(topologies())}"
+        if processes.parallelism is not None:
+            yield "parallelism: needs a topology whose distributed_type is FSDP"
+        return
+    if processes.topology not in topologies():
+        near = difflib.get_close_matches(processes.topology, topologies(), n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(topologies())}"
+        yield f'topology: "{processes.topology}" is no file of accelerate_configs. {hint}'
+        return
+    kind = accelerate_config(processes.topology)["distributed_type"]
+    if processes.parallelism is not None and kind != "FSDP":
+        yield f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not {kind}"
+    elif processes.sizes and math.prod(processes.sizes.values()) != processes.count:
+        sizes = " x ".join(f"{key} {size}" for key, size in processes.sizes.items())
+        yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
+
+
+def start_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
+    """The command that starts a run and the environment variables that it needs.
+
+    A launched run's Accelerate config lies beside its job file, with what the run changes of the topology's.
+    """
+    words = ["-m", "sftkit.experiments.bench.worker"] if worker is None else [worker]
+    if processes.topology is None:
+        return [sys.executable, *words, str(job_file)], {}
+    config = accelerate_config(processes.topology) | {"num_processes": processes.count}
+    if processes.count > 1:
+        config["main_process_port"] = 0  # a free one
+    if processes.parallelism is not None:
+        named = {f"parallelism_config_{key}": size for key, size in processes.sizes.items()}
+        config["parallelism_config"] = config.get("parallelism_config", {}) | named
+    path = job_file.with_name("accelerate.yaml")
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    launch = Launch(path, processes.count, summary="")
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cpu_cores() // processes.count)),  # accelerate launch would set 1
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
+        **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
+    }
+    kept = {key: value for key, value in environment.items() if key not in os.environ}
+    return command(launch, words[0], [*words[1:], str(job_file)]), kept
+
+
+def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
+    """Run a command, its output into `log`; None if it ended well, else how it ended and its last line.
+
+    It is over when this returns: what it has started is killed with it if the time is up or this process is interrupted.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        try:
+            code = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return f"not done after {timeout_seconds} s"
+        finally:
+            kill_tree(process)
+    if code == 0:
+        return None
+    said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    return f"ended with code {code}" + (f": {said[-1].strip()}" if said else "")
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that still runs and all that descends from it; ranks have process groups of their own."""
+    if process.poll() is not None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        root.suspend()  # a launcher that sees a rank die would act on it
+        tree = [*root.children(recursive=True), root]
+        for member in tree:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(tree[:-1], timeout=10)
+    process.wait()
+
+
+def first_failure(log: Path, error: str | None) -> str:
+    """Why a launched run failed: the rank that a signal killed, if one was, then the first error.
+
+    Args:
+        error: what a rank wrote of itself; None: no rank came to that, so the log's first error is taken.
+    """
+    text = log.read_text(errors="replace")
+    found = FIRST_ERROR.search(text)
+    error = error or (found.group(1).strip() if found else None)
+    killed = KILLED.search(text)
+    if killed is None or int(killed.group(2)) == signal.SIGTERM:  # SIGTERM is how the launcher ends the other ranks
+        return error or "it wrote no row"
+    how = f"rank {killed.group(1)} was killed by signal {killed.group(2)}"
+    return f"{how}; {error}" if error and "ChildFailedError" not in error else how

@@ -1,0 +1,135 @@
+"""What one run's row of the results holds, from its logged lines; the same for sftkit and for whatever stands beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sftkit.experiments.bench.jobs import Job
+from sftkit.experiments.bench.plan import Steps
+
+Line = dict[str, Any]
+"A line of metrics.jsonl; the keys are those of docs/metrics.md."
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The logged lines of a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timed(lines: Sequence[Line], steps: Steps) -> list[Line]:
+    """The windows after the warm-up steps."""
+    return [line for line in lines if line["step"] > steps.warm_up]
+
+
+def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Median, extremes and all windows of a quantity; None where it is unknown."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"median": median(known), "min": min(known), "max": max(known), "windows": known}
+
+
+def head(job: Job) -> dict[str, Any]:
+    """What a row says of its run whether or not it succeeds."""
+    return {
+        "name": job.name,
+        "model": job.model_name,
+        "by": "sftkit" if job.worker is None else Path(job.worker).stem,
+        "set": job.changes,
+        "options": job.options,
+        "environment": job.environment,
+        "warm_from": job.warm_from,
+        "baseline": job.baseline,
+        "same_loss_as": job.same_loss_as,
+        "topology": job.processes.topology,
+        "mesh": job.processes.sizes,
+        "world_size": job.processes.count,
+        "steps": {"total": job.steps.total, "warm_up": job.steps.warm_up, "window": job.steps.window},
+    }
+
+
+def measured(lines: Sequence[Line], steps: Steps, world_size: int = 1) -> dict[str, Any]:
+    """Speed, memory, padding and losses out of the logged lines of a run.
+
+    Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window. Tokens/s are
+    those of all ranks together, and of one rank on average in tok_per_sec_per_gpu.
+    """
+    windows = timed(lines, steps)
+
+    def of(key: str) -> dict[str, Any] | None:
+        return spread([line.get(key) for line in windows])
+
+    last = lines[-1]
+    return {
+        "steps_timed": steps.total - steps.warm_up,
+        "tok_per_sec": of("perf/tok_per_sec"),
+        "tok_per_sec_per_gpu": spread([line["perf/tok_per_sec"] / world_size for line in windows]),
+        "target_tok_per_sec": of("perf/target_tok_per_sec"),
+        "step_seconds": of("perf/step_seconds"),
+        "mfu": of("perf/mfu"),
+        "data_wait_pct": of("perf/data_wait_pct"),
+        "padding_pct": of("data/padding_pct"),
+        "peak_memory_gib": max((line["mem/peak_gib"] for line in lines), default=None),
+        "compile": {key.removeprefix("compile/"): last[key] for key in last if key.startswith("compile/")},
+        "losses": {str(line["step"]): line["train/loss"] for line in lines},
+        "grad_norms": {str(line["step"]): line["train/grad_norm"] for line in lines},
+    }
+
+
+def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What every rank counted, and for the row the most of it on any rank: one recompile anywhere is a recompile.
+
+    Args:
+        ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
+            counters by name.
+    """
+
+    def most(values: Sequence[float | None]) -> float | None:
+        return max((value for value in values if value is not None), default=None)
+
+    return {
+        "peak_memory_gib": most([rank["peak_memory_gib"] for rank in ranks]),
+        "reserved_memory_gib": most([rank["reserved_memory_gib"] for rank in ranks]),
+        "compile": {key: max(rank["compile"][key] for rank in ranks) for key in ranks[0]["compile"]},
+        "ranks": list(ranks),
+    }
+
+
+def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
+    """What a process of a run does: run it and write its row, which says so if it failed; exit code 1 then.
+
+    Of several ranks the main one writes the row; one that fails writes in its place, and the first to do so is kept.
+    """
+    rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    try:
+        row = run(job)
+        if rank == 0:
+            write_row(job, {**head(job), **row, "error": None})
+    except Exception as error:
+        traceback.print_exc()
+        where = f"rank {rank}: " if several else ""
+        write_row(job, {**head(job), "error": f"{where}{type(error).__name__}: {error}"})
+        if several:  # at once: closing the process group would wait for ranks that wait for this one
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.exit(1)
+
+
+def write_row(job: Job, row: dict[str, Any]) -> None:
+    """row.json in the run's folder, what the bench reads when the processes have ended; a row that is there stays."""
+    temporary = job.folder / f".row-{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(row, indent=1))
+    try:
+        os.link(temporary, job.folder / "row.json")  # whole or not at all, and the first one wins
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()

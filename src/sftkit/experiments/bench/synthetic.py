@@ -1,0 +1,54 @@
+"""Documents and weights that need neither network nor tokenizer: the same for everyone who runs the same plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sftkit.data.types import Examples
+from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, sigma
+from sftkit.models.load import DTYPES
+
+
+def documents(data: DataPlan, vocab_size: int) -> Examples:
+    """Chat-like documents: lognormal lengths, Zipf tokens, an untrained prompt first where target_share < 1.
+
+    A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
+    """
+    rng = np.random.default_rng(data.seed)
+    d = data.documents
+    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma(d), d.count)), 4, d.cap).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+    weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
+    token_of_rank = rng.permutation(vocab_size).astype(np.int32)
+    ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
+    number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
+    is_target = number_from_end <= np.repeat(np.maximum(np.rint(data.target_share * lengths), 1), lengths + 1)
+    zeros = np.zeros(d.count, dtype=np.int64)
+    return Examples(ids, is_target, offsets, zeros, zeros.astype(np.int16), (SYNTHETIC,), {})
+
+
+def new_model(
+    fields: dict[str, Any], seed: int, precision: str, device: torch.device, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """Random weights made on the device and rounded to bf16, in fp32 too, so that all runs start from the same ones.
+
+    Args:
+        fields: of a transformers config, with model_type.
+        attention: transformers' attn_implementation.
+    """
+    fields = dict(fields)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    assert isinstance(model, PreTrainedModel)
+    return model

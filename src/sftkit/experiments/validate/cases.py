@@ -1,0 +1,165 @@
+"""The runs that a validation compares: eager and compiled, each layout, one process and several. No torch in this file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sftkit.config.schema import Config
+from sftkit.errors import ConfigError
+from sftkit.launch.launch import CONFIGS, Hardware, Launch, choose, command, signal_env
+from sftkit.models.size import Replica
+
+LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")
+ONLY_WITH = {"data.row_length": "packed", "data.num_buckets": "bucketed", "data.bucket_lengths": "bucketed"}
+ONLY_WITH |= {"data.pad_multiple": "dynamic"}
+"Settings that only go with one layout."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    recipe: str
+    script: str
+    layouts: tuple[str, ...]
+    processes: tuple[int, ...]
+    "ascending; GPUs, or CPU processes on a machine without"
+    steps: int
+    warm_up: int
+    "steps left out of every speed and of the loss trajectory"
+    window: int
+    "steps between logged lines"
+    overrides: tuple[str, ...]
+    timeout_seconds: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    layout: str
+    processes: int
+    kind: str
+    "eager | eager, other seed | compiled"
+    folder: Path
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}, {self.processes} process{'es' * (self.processes > 1)}, {self.kind}"
+
+
+def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
+    """Refuse what cannot be judged.
+
+    Raises:
+        ConfigError: all problems, one a line.
+    """
+    problems = []
+    if plan.window < 1 or plan.warm_up < 5 or plan.warm_up % plan.window or plan.steps % plan.window:
+        problems.append("--warm-up must be 5 or more, and --warm-up and --steps multiples of --window")
+    if plan.steps < plan.warm_up + 3 * plan.window:
+        problems.append(f"--steps: {plan.steps} leaves fewer than three windows after {plan.warm_up} steps of warm-up")
+    unknown = [layout for layout in plan.layouts if layout not in LAYOUTS]
+    problems += [f'--layouts: "{layout}" is not one of {", ".join(LAYOUTS)}' for layout in unknown]
+    for count in plan.processes:
+        if hardware.gpus and count > hardware.gpus:
+            problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
+        elif cfg.train.global_batch_size % max(count, 1) or count < 1:
+            problems.append(
+                f"--processes: {count} do not divide train.global_batch_size, {cfg.train.global_batch_size}"
+            )
+    if cfg.train.fp8:
+        problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
+    if not cfg.data.val and not cfg.eval.tasks:
+        problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
+    if not Path(plan.script).is_file():
+        problems.append(f"--script: {plan.script}: no such file")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def cases(plan: Plan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path) -> list[Case]:
+    """For each layout and number of processes an eager and a compiled run; with the fewest also a second eager seed."""
+    found = []
+    for layout in plan.layouts:
+        for count in plan.processes:
+            other = ["eager, other seed"] if count == plan.processes[0] else []
+            launch = launch_of(count, cfg, hardware, replica)
+            for kind in ("eager", *other, "compiled"):
+                slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
+                folder = out / "runs" / slug
+                words = command(launch, plan.script, [plan.recipe, *settings_of(plan, cfg, layout, kind, folder)])
+                caches = out.resolve() / "caches" / slug
+                found.append(Case(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch)))
+    return found
+
+
+def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
+    """How so many processes are started here: as `make` does on a machine with so many GPUs."""
+    if hardware.gpus or count == 1:
+        return choose(replace(hardware, gpus=count if hardware.gpus else 0), cfg.train.global_batch_size, {}, replica)
+    threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // count)), "ACCELERATE_USE_CPU": "true"}
+    return Launch(CONFIGS / "cpu_ddp.yaml", count, "", threads)
+
+
+def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
+    """Empty compiler caches of its own, so that the first compile is one, but the user's cache of the hub; the first GPUs of
+    those that are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(count)]
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "XDG_CACHE_HOME": str(caches),
+        "HF_HOME": os.environ.get(
+            "HF_HOME", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface")
+        ),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices[:count]),
+        **launch.env,
+        **signal_env(os.environ),
+    }
+
+
+def settings_of(plan: Plan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
+    """What a case changes of the recipe, after the user's own changes."""
+    other_layout = (
+        [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []
+    )
+    compiled = kind == "compiled"
+    return [
+        *plan.overrides,
+        *other_layout,
+        f"data.layout={layout}",
+        f"run.dir={folder}",
+        f"run.seed={cfg.run.seed + (kind == 'eager, other seed')}",
+        f"train.max_steps={plan.steps}",
+        "train.epochs=null",
+        "train.resume=null",
+        f"log.every={plan.window}",
+        "log.wandb=off",
+        "log.tracker=none",
+        "compile.cache=null",
+        "compile.debug=[]",
+        "checkpoint.every=null",
+        "checkpoint.best=null",
+        "checkpoint.pin_every=null",
+        "eval.every=null",
+        "eval.at_start=false",
+        f"compile.enabled={str(compiled).lower()}",
+        *(["compile.on_recompile=warn"] if compiled else []),
+    ]
+
+
+def shown(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command as a person would type it: `accelerate launch` for our own start of it."""
+    start = words.index("--config_file")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    prefix = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
+    parts = [word.replace(str(CONFIGS.parent) + "/", "") for word in words[start:]]
+    return prefix + " ".join(["accelerate launch", *parts]).replace(sys.executable, "python")

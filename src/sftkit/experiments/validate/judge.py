@@ -1,0 +1,217 @@
+"""The criteria, each with its number. Pure functions of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from sftkit.experiments.validate.measure import Measured, spread
+
+SPEEDUP = 1.3
+COMPILE_SECONDS = 60.0
+MEMORY = 1.1
+LOSS = 0.05
+EVALUATION = 0.005
+"Relative difference of validation losses that is allowed where the two baseline seeds are closer than that."
+SCALING = 0.85
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One criterion of one layout on so many processes."""
+
+    layout: str
+    processes: int
+    criterion: str
+    ok: bool
+    found: str
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Trio:
+    """The runs of one layout and number of processes."""
+
+    layout: str
+    processes: int
+    eager: Measured
+    compiled: Measured
+    other_seed: Measured
+    "of the fewest processes that were run"
+    logits: Mapping[str, Any]
+    "what loading the compiled run's checkpoint in another process gave: a row of proof.json's form"
+    warm_up: int
+
+
+def judge(trio: Trio) -> list[Verdict]:
+    """All criteria; a run that did not finish fails those that need it."""
+    verdicts = [trio_verdict(trio, "runs finish on all ranks", *finished(trio))]
+    failed = [run.error for run in (trio.eager, trio.compiled, trio.other_seed) if run.error]
+    for name, check, wanted in CRITERIA:
+        if failed:
+            verdicts.append(trio_verdict(trio, name, False, "not measured: a run failed", wanted))
+            continue
+        ok, found = check(trio)
+        verdicts.append(trio_verdict(trio, name, ok, found, wanted))
+    return verdicts
+
+
+def trio_verdict(trio: Trio, criterion: str, ok: bool, found: str, wanted: str) -> Verdict:
+    return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
+
+
+def finished(trio: Trio) -> tuple[bool, str, str]:
+    """Every process joined, agreed, ended well, and no rank reported an error."""
+    wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
+    for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
+        if run.error:
+            return False, f"{name}: {run.error}", wanted
+        ranks = run.environment.get("world_size")
+        if run.status.get("status") != "finished" or run.rank_errors or ranks != trio.processes:
+            problem = ", ".join(run.rank_errors) or f"status {run.status.get('status')}, {ranks} ranks"
+            return False, f"{name}: {problem}", wanted
+    return True, f"{trio.processes} of {trio.processes}, status finished, no rank errors", wanted
+
+
+def constant_shapes(trio: Trio) -> tuple[bool, str]:
+    row = trio.compiled.proof_row("Only declared shapes")
+    return bool(row and row["ok"]), f"{row['found']} (declared {row['expected']})" if row else "no proof.json"
+
+
+def compiled_model(trio: Trio) -> tuple[bool, str]:
+    graphs, eager = trio.compiled.last("compile/graphs"), trio.eager.last("compile/graphs")
+    ok = bool(trio.compiled.summary.get("compiled") and graphs and not trio.eager.summary.get("compiled") and not eager)
+    return ok, f"{graphs or 0:.0f} graphs compiled, {eager or 0:.0f} in the baseline"
+
+
+def recompiles_in_training(trio: Trio) -> tuple[bool, str]:
+    row = trio.compiled.proof_row("No recompiles after the warm-up")
+    count = trio.compiled.last("compile/recompiles")
+    return count == 0 and bool(row and row["ok"]), row["found"] if row and not row["ok"] else f"{count or 0:.0f}"
+
+
+def recompiles_in_evaluation(trio: Trio) -> tuple[bool, str]:
+    row = trio.compiled.proof_row("Evaluation compiles nothing")
+    return bool(row and row["ok"]), row["found"] if row else "no proof.json"
+
+
+def speedup(trio: Trio) -> float:
+    """Median useful tokens/s of the compiled run over that of the baseline."""
+    return median(trio.compiled.speeds(trio.warm_up)) / median(trio.eager.speeds(trio.warm_up))
+
+
+def faster(trio: Trio) -> tuple[bool, str]:
+    ratio = speedup(trio)
+    eager, compiled = (spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
+    return ratio >= SPEEDUP, f"{ratio:.2f}: {compiled} against {eager} tokens/s"
+
+
+def first_compile(trio: Trio) -> tuple[bool, str]:
+    seconds = trio.compiled.summary["warm_up_seconds"]
+    inside = trio.compiled.last("compile/seconds") or 0.0
+    return seconds <= COMPILE_SECONDS, f"{seconds:.1f} s, {inside:.1f} s of them in the compiler"
+
+
+def memory(trio: Trio) -> tuple[bool, str]:
+    eager, compiled = trio.eager.most("mem/peak_gib"), trio.compiled.most("mem/peak_gib")
+    if not eager or not compiled:
+        return False, "not measured"
+    return compiled <= MEMORY * eager, f"{compiled:.2f} against {eager:.2f} GiB"
+
+
+def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
+    eager, compiled = trio.eager.losses(trio.warm_up), trio.compiled.losses(trio.warm_up)
+    step = max(eager, default=0)
+    if not step or step not in compiled:
+        return False, "no loss was logged"
+    off = abs(compiled[step] - eager[step]) / abs(eager[step])
+    return off <= LOSS, f"step {step}: {compiled[step]:.4f} against {eager[step]:.4f}, {100 * off:.3f} % apart"
+
+
+def loss_within_noise(trio: Trio) -> tuple[bool, str]:
+    eager = trio.eager.losses(trio.warm_up)
+    noise = distances(eager, trio.other_seed.losses(trio.warm_up))
+    found = distances(eager, trio.compiled.losses(trio.warm_up))
+    if not noise or not found:
+        return False, "the runs logged no common steps"
+    ok = mean(found) <= mean(noise) and max(found) <= max(noise)
+    words = [f"{100 * mean(some):.3f} % apart on average, {100 * max(some):.3f} % at most" for some in (found, noise)]
+    return ok, f"{words[0]}; two baseline seeds {words[1]}"
+
+
+def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """The relative difference at each step; none unless both have the same steps."""
+    return [abs(b[step] - a[step]) / abs(a[step]) for step in a] if a.keys() == b.keys() else []
+
+
+def evaluations(trio: Trio) -> tuple[bool, str]:
+    """Validation losses within the difference of two seeds; task scores within the baseline's 95 % interval."""
+    wanted = {
+        name: limits(name, trio)
+        for name, value in trio.eager.evals.items()
+        if name.startswith("val/") and value is not None
+    }
+    got = dict(trio.compiled.evals)
+    for result in trio.eager.results:
+        wanted[result["task"]] = (result["value"], result["low"], result["high"])
+    got |= {result["task"]: result["value"] for result in trio.compiled.results}
+    problems, shown = [], []
+    for name, (value, low, high) in wanted.items():
+        found = got.get(name)
+        text = f"{name} {found:.4f} against {value:.4f}" if found is not None else f"{name} is missing"
+        shown.append(text)
+        if found is None or not low <= found <= high:
+            problems.append(f"{text}, allowed {low:.4f} to {high:.4f}")
+    return bool(shown) and not problems, "; ".join(problems or shown) or "nothing was evaluated"
+
+
+def limits(name: str, trio: Trio) -> tuple[float, float, float]:
+    """(the baseline's value, the lowest and highest that a validation loss of the compiled run may be)."""
+    value, other = trio.eager.evals[name], trio.other_seed.evals.get(name)
+    room = max(abs(other - value) if other is not None else 0.0, EVALUATION * abs(value))
+    return value, value - room, value + room
+
+
+def checkpoint_logits(trio: Trio) -> tuple[bool, str]:
+    return bool(trio.logits.get("ok")), str(trio.logits.get("found", "not run"))
+
+
+CRITERIA = (
+    ("constant batch shapes", constant_shapes, "0 undeclared"),
+    ("compiled model detected", compiled_model, "graphs in the compiled run only"),
+    ("no recompiles in training", recompiles_in_training, "0"),
+    ("no recompiles in evaluation", recompiles_in_evaluation, "0"),
+    ("tokens/s ratio", faster, f"{SPEEDUP} or more"),
+    ("first compile", first_compile, f"{COMPILE_SECONDS:.0f} s at most, from empty caches"),
+    ("peak memory", memory, f"{100 * (MEMORY - 1):.0f} % above the baseline at most"),
+    ("loss at the last step", loss_at_the_end, f"{100 * LOSS:.0f} % apart at most"),
+    ("loss trajectory", loss_within_noise, "no further apart than two baseline seeds"),
+    (
+        "evaluation",
+        evaluations,
+        f"tasks within the baseline's 95 % interval; losses within two seeds, or {100 * EVALUATION:.1f} %",
+    ),
+    ("checkpoint loads", checkpoint_logits, "the same bits as the logits in the run"),
+)
+
+
+def scaling(trios: list[Trio]) -> Iterator[Verdict]:
+    """Whether compiling pays on several processes as it does on the fewest."""
+    first = trios[0]
+    for trio in trios[1:]:
+        wanted = f"{SCALING} of the ratio on {first.processes} or more"
+        if any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
+            yield trio_verdict(trio, "ratio on several processes", False, "not measured: a run failed", wanted)
+            continue
+        alone, several = speedup(first), speedup(trio)
+        found = f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}"
+        yield trio_verdict(trio, "ratio on several processes", several >= SCALING * alone, found, wanted)
+
+
+def step_folder(run: Path) -> Path | None:
+    """The checkpoint that a run's LATEST names."""
+    latest = run / "LATEST"
+    return run / latest.read_text().strip() if latest.exists() else None

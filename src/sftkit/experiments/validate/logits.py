@@ -1,0 +1,26 @@
+"""Load the checkpoint of a finished run with plain transformers, in a process of its own, and compare its logits.
+
+python -m sftkit.experiments.validate.logits RUN OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from sftkit.experiments.validate.judge import step_folder
+from sftkit.train.proof import FILE, verify_checkpoint
+
+
+def main(run: Path, out: Path) -> None:
+    """Write the row that says what came out."""
+    folder, recorded = step_folder(run), json.loads((run / FILE).read_text())["logits"]
+    if folder is None:
+        raise FileNotFoundError(f"{run} has no LATEST: no checkpoint was written")
+    out.write_text(json.dumps(asdict(verify_checkpoint(folder, recorded)), indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

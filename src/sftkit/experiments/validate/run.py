@@ -1,0 +1,150 @@
+"""Run the cases one after the other, judge them, write the page. No torch in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.load import read_config
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.processes import first_failure, run_logged
+from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
+from sftkit.experiments.validate.judge import Trio, Verdict, judge, scaling
+from sftkit.experiments.validate.measure import Measured, measure, read, spread
+from sftkit.experiments.validate.page import html, markdown
+from sftkit.launch.launch import find_hardware
+from sftkit.models.size import replica_of
+
+LOGITS_TIMEOUT_SECONDS = 600
+
+
+def validate(plan: Plan, out: Path) -> dict[str, Any]:
+    """All runs, in processes of their own, judged; out/validation.json, .md and .html.
+
+    Raises:
+        ConfigError: what is wrong with the recipe or the plan, before anything is run.
+    """
+    cfg, hardware = read_config(plan.recipe, plan.overrides, world_size=1), find_hardware()
+    check_plan(plan, cfg, hardware)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out: {out} is not empty: name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    every = cases(plan, cfg, hardware, replica_of(cfg), out)
+    print(
+        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss",
+        flush=True,
+    )
+    result: dict[str, Any] = {
+        "plan": asdict(plan),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "runs": [],
+    }
+    for number, case in enumerate(every, 1):
+        result["runs"].append(run_case(case, plan))
+        (out / "validation.json").write_text(json.dumps(result, indent=1))
+        print(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}", flush=True)
+    shutil.rmtree(out / "caches", ignore_errors=True)
+    return write(judged(result), out)
+
+
+def judge_again(path: Path) -> dict[str, Any]:
+    """Judge the runs of an earlier validation.json by today's criteria, and write the pages beside it anew.
+
+    Raises:
+        ConfigError: the file is not there, or holds no finished runs.
+    """
+    result = read(path)
+    if not result.get("runs") or not result.get("plan"):
+        raise ConfigError(f"--judge: {path} is no validation.json with runs")
+    return write(judged(result), path.parent)
+
+
+def judged(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with its verdicts."""
+    found = [asdict(verdict) for verdict in verdicts(result)]
+    environment: dict[str, Any] = next(
+        (run["measured"]["environment"] for run in result["runs"] if run["measured"]["environment"]), {}
+    )
+    return {**result, "verdicts": found, "environment": environment, "passed": all(v["ok"] for v in found)}
+
+
+def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The result as JSON, Markdown and a page."""
+    for name, text in (
+        ("validation.json", json.dumps(result, indent=1)),
+        ("validation.md", markdown(result)),
+        ("validation.html", html(result)),
+    ):
+        (out / name).write_text(text)
+    return result
+
+
+def run_case(case: Case, plan: Plan) -> dict[str, Any]:
+    """One training run; of a compiled one also the check of its checkpoint."""
+    case.folder.parent.mkdir(parents=True, exist_ok=True)
+    log = case.folder.with_suffix(".log")
+    ended = run_logged(list(case.command), log, dict(case.environment), plan.timeout_seconds)
+    if ended and ended.startswith("ended"):
+        ended = first_failure(log, None) if case.processes > 1 else ended
+    measured = measure(case.folder, ended)
+    return {
+        "name": case.name,
+        "layout": case.layout,
+        "processes": case.processes,
+        "kind": case.kind,
+        "command": shown(case.command, case.environment),
+        "measured": asdict(measured),
+        "logits": logits_row(case) if case.kind == "compiled" and not measured.error else {},
+    }
+
+
+def logits_row(case: Case) -> dict[str, Any]:
+    """What loading the case's checkpoint with plain transformers in another process gives."""
+    out = case.folder.with_name(case.folder.name + "-logits.json")
+    words = [sys.executable, "-m", "sftkit.experiments.validate.logits", str(case.folder), str(out)]
+    ended = run_logged(words, out.with_suffix(".log"), {}, LOGITS_TIMEOUT_SECONDS)
+    return read(out) or {"ok": False, "found": ended or "nothing was written"}
+
+
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    """Every criterion of every layout and number of processes that was run."""
+    plan, found = result["plan"], []
+    for layout in plan["layouts"]:
+        runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
+
+        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
+            missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
+            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
+
+        other_seed = measured(plan["processes"][0], "eager, other seed")
+        trios = [
+            Trio(
+                layout,
+                count,
+                eager=measured(count, "eager"),
+                compiled=measured(count, "compiled"),
+                other_seed=other_seed,
+                logits=runs.get((count, "compiled"), {}).get("logits", {}),
+                warm_up=plan["warm_up"],
+            )
+            for count in plan["processes"]
+        ]
+        for trio in trios:
+            found += judge(trio)
+        found += scaling(trios)
+    return found
+
+
+def run_line(run: dict[str, Any], warm_up: int) -> str:
+    """A run on the console."""
+    measured = Measured(**run["measured"])
+    if measured.error:
+        return f"{run['name']}: FAILED: {measured.error}"
+    speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
+    shown_loss = "-" if loss is None else f"{loss:.4f}"
+    return f"{run['name']}: {spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.most('mem/peak_gib'):.2f} GiB"

@@ -1,0 +1,1 @@
+"""Text from a model: batched decoding with a cache."""

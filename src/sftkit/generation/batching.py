@@ -1,0 +1,139 @@
+"""Which rows a model reads together, and which rank computes them: decided from the rows alone, so that results are the
+same on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from accelerate.utils import gather_object
+
+from sftkit.runtime.start import Runtime
+
+MOST_POSITIONS = 32_768
+"Positions that a batch reads at once, padding included."
+MIN_SHARED = 16
+"Tokens that rows must have in common before their keys and values are computed once."
+
+Found = TypeVar("Found")
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that go through the model together."""
+
+    rows: tuple[int, ...]
+    "their indices, the longest first"
+    prefix: Prefix = ()
+    "tokens that all of them begin with, computed once for all batches that have the same"
+
+
+class Turn(NamedTuple):
+    """What this rank does while every other rank does the same."""
+
+    batch: Batch | None
+    "None: fewer batches are left than ranks"
+    new_prefix: bool
+    "some rank computes a prefix in this turn"
+
+
+def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
+    """For each row the tokens that all rows of its group begin with; empty where they are too few, or the row is alone.
+
+    Args:
+        rows: int [T_i] each.
+        most: how many tokens of each row may be shared, so that what is asked of the model lies after them.
+        groups: their names; "" is no group.
+    """
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    shared: dict[str, Prefix] = {}
+    for group, indices in members.items():
+        first = rows[indices[0]]
+        length = min(most[i] for i in indices) if group and len(indices) > 1 else 0
+        for i in indices[1:] if length else ():
+            length = _common(first[:length], rows[i][:length])
+        shared[group] = tuple(first[:length].tolist()) if length >= MIN_SHARED else ()
+    return [shared[group] for group in groups]
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Leading tokens that two rows of one length or less share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def plan(
+    lengths: Sequence[int],
+    prefixes: Sequence[Prefix],
+    batch_size: int,
+    *,
+    targets: Sequence[int] | None = None,
+    new_tokens: Sequence[int] | None = None,
+    most_positions: int | None = None,
+    most_targets: int | None = None,
+    most_cached: int | None = None,
+) -> list[Batch]:
+    """Rows in batches: those with one prefix together, longest first, so that little is padded and too long is soon known.
+
+    Args:
+        lengths: tokens of each row after its prefix. targets: positions of each row that have logits.
+        new_tokens: what is written after each row, at most.
+        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is alone.
+        most_cached: limit of the positions whose keys and values are kept: prefix, padded rows and what is written.
+    """
+    order: dict[Prefix, int] = {}
+    for prefix in prefixes:
+        order.setdefault(prefix, len(order))
+    queue = sorted(range(len(lengths)), key=lambda i: (order[prefixes[i]], -lengths[i], i))
+    batches: list[Batch] = []
+    rows: list[int] = []
+    for i in queue:
+        together = [*rows, i]
+        too_many = (
+            len(together) > batch_size
+            or (most_positions is not None and len(together) * lengths[together[0]] > most_positions)
+            or (targets is not None and most_targets is not None and sum(targets[j] for j in together) > most_targets)
+            or (most_cached is not None and _cached(together, lengths, prefixes, new_tokens) > most_cached)
+        )
+        if rows and (too_many or prefixes[rows[0]] != prefixes[i]):
+            batches.append(Batch(tuple(rows), prefixes[rows[0]]))
+            rows = []
+        rows.append(i)
+    return [*batches, Batch(tuple(rows), prefixes[rows[0]])] if rows else batches
+
+
+def _cached(
+    rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefix], new_tokens: Sequence[int] | None
+) -> int:
+    """Positions in the cache of these rows, the longest first; 0: nothing is cached."""
+    prefix = len(prefixes[rows[0]])
+    new = max(new_tokens[i] for i in rows) if new_tokens is not None else 0
+    return len(rows) * (prefix + lengths[rows[0]] + new) if prefix or new else 0
+
+
+def turns(batches: Sequence[Batch], rt: Runtime | None) -> Iterator[Turn]:
+    """The batches dealt to the ranks in turn; tensor-parallel ranks of a group have the same ones. Ranks have equally many
+    turns and ask for a stop before each, which may raise Stopped. Without a runtime: all of them."""
+    alike = rt.topology.tensor if rt is not None else 1
+    index, count = (rt.rank // alike, rt.world_size // alike) if rt is not None else (0, 1)
+    before: list[Prefix] = [()] * count
+    for start in range(0, len(batches), count):
+        if rt is not None:
+            rt.check_stop()
+        dealt = batches[start : start + count]
+        new = any(batch.prefix and batch.prefix != had for batch, had in zip(dealt, before, strict=False))
+        before = [batch.prefix for batch in dealt]
+        yield Turn(dealt[index] if index < len(dealt) else None, new)
+
+
+def gathered(found: dict[int, Found], rt: Runtime | None) -> list[Found]:
+    """What all ranks have found, in the order of the rows, on every rank."""
+    if rt is not None and rt.world_size > 1:
+        found = dict(gather_object(list(found.items())))
+    return [value for _, value in sorted(found.items())]

@@ -1,0 +1,126 @@
+"""Keys and values of past positions: memory of a fixed size, and those of a text that many rows begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from sftkit.compile.contract import run_eagerly
+from sftkit.ops.attention import mixes_tokens, plain_attention
+from sftkit.ops.attention_choice import head_sizes
+from sftkit.parallel.tensor import whole_rows
+
+MOST_BYTES = 8 * 2**30
+"Keys and values of a batch. The same on every device, so that batches and with them results are the same everywhere."
+
+
+def most_cached(orig_model: PreTrainedModel) -> int | None:
+    """How many positions, over all rows of a batch, MOST_BYTES hold the keys and values of; None: the model keeps none.
+
+    Of the whole model's sizes, also where ranks share its heads.
+    """
+    config = orig_model.config.get_text_config()
+    if getattr(config, "num_attention_heads", None) is None:
+        return None
+    head_dim, queries_per_key = head_sizes(orig_model)
+    key_heads = config.num_attention_heads // queries_per_key
+    each = 2 * config.num_hidden_layers * key_heads * head_dim * orig_model.dtype.itemsize
+    return max(MOST_BYTES // int(each), 1)
+
+
+class FixedLayer(DynamicLayer):
+    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a copy.
+
+    Layers with a sliding window keep everything too: transformers' masks apply the window.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length, self.length = max_length, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add [B, KV, T, D] of new positions; returns all so far, [B, KV, T', D]."""
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys, self.values = (
+                x.new_empty((*x.shape[:2], self.max_length, x.shape[3])) for x in (key_states, value_states)
+            )
+            self.is_initialized = True
+        assert self.keys is not None
+        assert self.values is not None
+        start, self.length = self.length, self.length + key_states.shape[2]
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        """Positions that are filled."""
+        return self.length
+
+
+def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
+    """An empty cache for so many positions; models with layers of other kinds get the one that transformers has for them."""
+    if mixes_tokens(orig_model):
+        return DynamicCache(config=orig_model.config)
+    return Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
+
+
+class SharedPrefix:
+    """The keys and values of the text that the present batches begin with."""
+
+    def __init__(self, orig_model: PreTrainedModel) -> None:
+        self._orig_model = orig_model
+        self.ids: tuple[int, ...] = ()
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def move_to(self, ids: tuple[int, ...], in_step: bool) -> None:
+        """Compute the prefix if it is not the one at hand.
+
+        Args:
+            in_step: other ranks may compute one now, and gather weights for it: run a pass in any case.
+        """
+        if ids and ids != self.ids:
+            cache = new_cache(self._orig_model, len(ids))
+            rows = torch.tensor([ids], device=self._orig_model.device)
+            self._orig_model(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self._layers = [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
+        elif in_step:
+            empty_pass(self._orig_model)
+        self.ids = ids
+
+    def cache(self, rows: int, max_length: int) -> Cache:
+        """A cache of so many rows that holds the prefix, with room for `max_length` more positions."""
+        if not self.ids:
+            return new_cache(self._orig_model, max_length)
+        layers = []
+        for keys, values in self._layers:
+            layer = FixedLayer(len(self.ids) + max_length)
+            layer.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1))
+            layers.append(layer)
+        return Cache(layers=layers)  # type: ignore[arg-type]
+
+
+def empty_pass(orig_model: PreTrainedModel) -> None:
+    """A forward pass whose result nobody needs: sharded weights are gathered by all ranks or none."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=orig_model.device)
+    orig_model(input_ids=token, use_cache=False, logits_to_keep=1)
+
+
+@contextmanager
+def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes as transformers does it: eagerly, with masks and caches, no dropout, no gradients."""
+    was_training = orig_model.training
+    orig_model.eval()
+    try:
+        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows():
+            yield
+    finally:
+        orig_model.train(was_training)

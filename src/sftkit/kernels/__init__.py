@@ -1,1 +1,0 @@
-"""GPU kernels: FlashAttention as one operator, cross entropy in place."""

@@ -1,0 +1,94 @@
+"""base -> mid -> chat SFT -> evaluate on one folder of recipes, and the summary at its end. Reads only files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.load import read_config
+from sftkit.config.schema import Config
+from sftkit.reports.collect import FINAL
+from sftkit.runtime.status import read_status
+
+STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
+
+
+def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
+    """The recipe of each stage.
+
+    Raises:
+        ConfigError: what is wrong with any of the three recipes.
+    """
+    return {stage: read_config(folder / f"{stage}.yaml", overrides) for stage in STAGES}
+
+
+def was_stopped(run_dir: Path, since: float) -> bool:
+    """Whether the stage that was started at this Unix time was told to stop. Its exit code does not say: torch's launcher
+    of several processes ends with 1 after any signal."""
+    status = read_status(run_dir)
+    return status.get("status") in ("stopped", "preempted") and status["time"] >= since
+
+
+def evaluate_command(sft: Config) -> list[str]:
+    """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
+    limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
+    out = str(Path(sft.run.dir) / FINAL)
+    return [sys.executable, "scripts/evaluate.py", sft.run.dir, "families", "--out", out, *limit]
+
+
+def summary(runs: dict[str, Path], seconds: float) -> str:
+    """What the chain did, for a person."""
+    trained = {stage: json.loads((run_dir / "summary.json").read_text()) for stage, run_dir in runs.items()}
+    families = json.loads((runs["sft"] / FINAL / "results.json").read_text())[0]
+    before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
+
+    def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
+        return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in STAGES)
+
+    def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
+
+    lines = [
+        "",
+        f"  {'':<28}" + "".join(f"{stage:>12}" for stage in STAGES),
+        row("steps", lambda s: f"{s['step']}"),
+        row("tokens", lambda s: f"{s['tokens']:,}"),
+        row("training loss (nats)", metric("metrics", "train/loss", ".4f")),
+        row("validation loss (nats)", metric("evals", "val/loss", ".4f")),
+        row("validation bits per byte", metric("evals", "val/bpb", ".4f")),
+        row("held-out accuracy", metric("evals", "eval/families/acc", ".3f")),
+        row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
+        row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
+        row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
+        row("graphs / recompiles", lambda s: graphs(s["metrics"])),
+        "",
+        f"  held-out accuracy, mean of families, {families['examples']} instances: {before} before SFT, "
+        f"{families['value']:.3f} after (95 % interval {families['low']:.3f} to {families['high']:.3f})",
+        *(
+            f"    {name.removeprefix('acc/'):<26}{value:6.3f}"
+            for name, value in families["metrics"].items()
+            if name.startswith("acc/")
+        ),
+        "",
+        *sample_lines(trained["sft"]["samples"]),
+        f"  checkpoint  {trained['sft']['checkpoint']}   (AutoModelForCausalLM.from_pretrained loads it)",
+        f"  chat        make chat     or     python scripts/chat.py {runs['sft']}",
+        f"  total       {seconds / 60:.1f} min",
+    ]
+    return "\n".join(lines)
+
+
+def graphs(metrics: dict[str, Any]) -> str:
+    return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
+
+
+def sample_lines(samples: list[dict[str, str]]) -> list[str]:
+    """Questions and answers of the finished model."""
+    lines = []
+    for sample in samples:
+        lines += [f"  {line}" for line in sample["prompt"].splitlines()]
+        lines += [f"    -> {sample['answer']}", ""]
+    return lines

@@ -1,0 +1,264 @@
+"""Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
+
+python -m sftkit.launch SCRIPT RECIPE [key=value ...]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sftkit.config.load import fail, read_config
+from sftkit.errors import ConfigError
+from sftkit.models.size import GIB, Replica, replica_of
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HANDLED = "PET_SIGNALS_TO_HANDLE"
+"torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
+CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
+USABLE = 0.92
+"Share of a GPU that a replica may fill, as memory.USABLE."
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a launch can use."""
+
+    gpus: int
+    cpu_cores: int
+    "Physical cores that this process may run on, at most the container's CPU quota."
+    gpu_name: str | None = None
+    gpu_memory_bytes: int | None = None
+    "of the smallest GPU; None: unknown"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start: an Accelerate config, a number of processes, environment variables, and a line that says why."""
+
+    config_file: Path
+    num_processes: int
+    summary: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def choose(
+    hardware: Hardware, global_batch_size: int, environ: Mapping[str, str], replica: Replica | None = None
+) -> Launch:
+    """The most GPUs that share the global batch equally; without a GPU one CPU process with all cores.
+
+    Several GPUs get replicas (DDP), or pieces of the model (FSDP2) where a replica does not fit one of them.
+
+    Args:
+        replica: what a copy of the model needs; None: unknown, taken to fit.
+    """
+    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
+    cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
+    if hardware.gpus == 0:
+        name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
+        env["OMP_NUM_THREADS"] = str(hardware.cpu_cores)  # accelerate launch would set 1
+    else:
+        processes = max(n for n in range(1, hardware.gpus + 1) if global_batch_size % n == 0)
+        found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
+        found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
+        note = f", {processes} processes" if processes > 1 else ""
+        if processes < hardware.gpus:
+            note = (
+                f", {processes} of {hardware.gpus} GPUs: "
+                f"the most that divide train.global_batch_size {global_batch_size}"
+            )
+        why = _why_cut(hardware, replica) if processes > 1 else None
+        name = "single_gpu.yaml" if processes == 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        if why:
+            note += f"{': ' if processes == hardware.gpus else '; '}{why}"
+    summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
+    return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
+
+
+def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
+    """Why the model has to be cut over the GPUs; None: a GPU has room for a replica, as far as is known."""
+    memory = hardware.gpu_memory_bytes
+    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        return None
+    return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
+
+
+def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
+    """This machine's visible GPUs and usable CPU cores."""
+    listing = _nvidia_smi("-L")
+    names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = count_visible(listing, visible)
+    if not gpus:
+        return Hardware(0, cpu_cores())
+    in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
+    memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
+    return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
+
+
+def _smallest(mebibytes: Sequence[str]) -> int | None:
+    """Bytes of the smallest GPU, of a line for each; None where one does not say ([N/A] where memory is the host's)."""
+    if not mebibytes or not all(line.isdecimal() for line in mebibytes):
+        return None
+    return min(map(int, mebibytes)) * 2**20
+
+
+def count_visible(listing: Sequence[str], visible: str | None) -> int:
+    """GPUs that CUDA will show, of the lines of `nvidia-smi -L`: it stops at the first entry that does not exist."""
+    gpus = [line for line in listing if line.startswith("GPU ")]
+    if visible is None:
+        return len(gpus)
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        by_index = entry.isdecimal() and int(entry) < len(gpus)
+        by_uuid = entry.startswith(("GPU-", "MIG-")) and any(f"(UUID: {entry}" in line for line in listing)
+        if not (by_index or by_uuid):
+            break
+        count += 1
+    return count
+
+
+def _nvidia_smi(*options: str) -> list[str]:
+    """Lines of output; none without the tool, or where it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def cpu_cores() -> int:
+    """Physical cores among the CPUs that this process may use, no more than a container's quota. At least 1."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    cores = len({_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus})
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
+    """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
+    code = "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
+    options = ["--quiet", "--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
+    return [sys.executable, "-c", code, *options, script, *arguments]
+
+
+def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torch's elastic launcher, which starts several processes, needs to pass every signal on."""
+    return {} if HANDLED in environ else {HANDLED: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+
+
+def check_launcher(environ: Mapping[str, str]) -> str | None:
+    """Warnings where the launcher was started by hand and would cut a save short, or would not start a run again as it
+    was; None where there is nothing to say."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    lines = []
+    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environ:
+        lines.append(
+            "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
+            f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
+        )
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        lines.append(
+            "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and fail: "
+            "start it with --rdzv_backend c10d (torchrun: --standalone) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+    return "\n".join(lines) or None
+
+
+def accelerate_launch() -> None:
+    """`accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
+
+    As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
+    elastic agent passes signals on, see torch_passes_on_once.
+    """
+    import psutil  # comes with accelerate
+    from accelerate.commands.launch import main as accelerate_main
+
+    from sftkit.runtime.signals import torch_passes_on_once
+
+    def pass_on(signum: int, _frame: object) -> None:
+        children = psutil.Process().children()
+        for child in children:
+            child.send_signal(signum)
+        if not children:  # the script has not started
+            sys.exit(128 + signum)
+
+    for number in FORWARDED:
+        signal.signal(number, pass_on)
+    with torch_passes_on_once(FORWARDED):
+        accelerate_main()
+
+
+def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
+    """Check the recipe, start the script on this machine, wait for it. Returns its exit code; raises ConfigError."""
+    cfg = read_config(recipe, overrides, world_size=1)
+    if not Path(script).is_file():
+        raise ConfigError(f"{script}: no such script")
+    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
+    if not launch.config_file.is_file():
+        raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
+    print(launch.summary, flush=True)
+    return call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
+
+
+def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a command with these variables added to the environment, wait for it through signals, return its exit code."""
+    with _signals() as received:
+        child = subprocess.Popen(words, env=os.environ | dict(env or {}))
+        received.append(child)
+        code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _signals():
+    """While a child runs, signals go to it. A Ctrl-C reaches it twice, from the terminal too, and counts as one."""
+    children: list[subprocess.Popen] = []
+
+    def pass_on(signum: int, _frame: object) -> None:
+        for child in children:
+            child.send_signal(signum)
+
+    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
+    try:
+        yield children
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, "Settings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...", sep="\n")
+        return 0
+    if len(words) < 2 or "=" in words[1]:
+        fail("usage: python -m sftkit.launch SCRIPT RECIPE [key=value ...]")
+    if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
+        return subprocess.run([sys.executable, *words], check=False).returncode
+    try:
+        return run(words[0], words[1], words[2:])
+    except ConfigError as error:
+        fail(str(error))

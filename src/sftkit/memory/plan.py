@@ -1,0 +1,349 @@
+"""How the memory of a GPU is spent: the plan of a run, and what to change when it does not fit."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import Config, OptimConfig
+from sftkit.config.topology import Topology
+from sftkit.data.pack import Layout, largest_divisor
+from sftkit.errors import ConfigError
+from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, shape_of, state_width
+from sftkit.ops.dtensor import local
+from sftkit.parallel.fsdp import Sharding
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+OptimizerName = Literal["adamw", "adamw_sr", "adamw8bit", "muon"]
+USABLE = 0.92
+"Share of a GPU that an estimate may fill: the allocator's gaps take the rest."
+BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
+"Activation memory budget of each train.memory. At 0.9 only elementwise results are computed again: as fast as 1.0."
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run does about memory, decided before anything is compiled."""
+
+    optim: OptimConfig
+    "with the name of an optimizer, never auto"
+    activation_memory_budget: float
+    setup: Setup | None
+    "None: the model's config names no sizes, nothing is estimated"
+    estimate: Estimate | None
+    total_bytes: int | None
+    "of the device; None: unknown, or no GPU"
+    sharding: Sharding
+    "how sharded ranks gather weights and exchange gradients"
+    earlier_gradient_bytes: int
+    "gradients of earlier micro-batches, or their sums, that a forward pass finds in memory"
+    line: str
+
+
+class Remedy(NamedTuple):
+    """A setting that would save memory."""
+
+    text: str
+    saved_bytes: int
+
+
+def make_plan(
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    rt: Runtime,
+    total_bytes: int | None = None,
+    backend: str | None = None,
+) -> MemoryPlan:
+    """Turn train.memory and optim.name into an optimizer and a budget, and say so; eager runs get gradient checkpointing.
+
+    Args:
+        orig_model: not yet compiled or wrapped; gradient checkpointing is switched on in it if the plan wants it.
+        total_bytes: memory of the device; None: that of rt.device, unknown if it is no GPU.
+        backend: of attention; reference holds a dense mask.
+
+    Raises:
+        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing.
+    """
+    if total_bytes is None and rt.device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
+    compiled = _recomputes(cfg)
+    checkpointing = cfg.model.gradient_checkpointing
+    if not compiled and cfg.train.memory != "speed" and not checkpointing:
+        _enable_checkpointing(orig_model, cfg.train.memory)
+        checkpointing = True
+    shape = shape_of(orig_model)
+    budget = _budget(cfg) if compiled else 1.0
+    dense = backend == "reference"
+    name: OptimizerName = "adamw" if cfg.optim.name == "auto" else cfg.optim.name
+    setup = None
+    if shape is not None:
+        chunk, topology = cfg.loss.chunk_tokens, rt.topology
+        setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology)
+        setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
+    if cfg.optim.name == "auto":
+        too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
+        name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
+        if setup is not None and name != setup.optimizer:
+            setup = replace(setup, optimizer=name)
+            setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
+    found = None if setup is None else estimate(setup)
+    parameters = 0 if rt.topology.sharded else sum(p.numel() for p in orig_model.parameters())
+    earlier = parameters * earlier_gradient_width(layout, rt.precision)  # sharded ranks meet theirs in the warm-up
+    line = _line(cfg, name, budget, checkpointing, found, total_bytes)
+    rt.say(line)
+    optim = replace(cfg.optim, name=name)
+    sharding = Sharding() if setup is None else setup.sharding
+    plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)
+    if found is not None and not fits(found, total_bytes):
+        log.warning(
+            "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s",
+            _gib(found.total),
+            _gib(total_bytes or 0),
+            "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU",
+        )
+    return plan
+
+
+SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
+"Least communication first, least memory last."
+
+
+def _fastest_sharding(s: Setup, total_bytes: int | None, rt: Runtime) -> Sharding:
+    """The first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
+    if not s.topology.sharded:
+        return s.sharding
+    for sharding in SHARDINGS[:-1]:
+        if not rt.any_rank(not fits(estimate(replace(s, sharding=sharding)), total_bytes)):
+            return sharding
+    return SHARDINGS[-1]
+
+
+def _recomputes(cfg: Config) -> bool:
+    """Whether a partitioner that knows of budgets compiles the blocks."""
+    return cfg.compile.enabled and cfg.compile.backend in ("inductor", "aot_eager")
+
+
+def _budget(cfg: Config) -> float:
+    explicit = cfg.compile.activation_memory_budget
+    return BUDGETS[cfg.train.memory] if explicit is None else explicit
+
+
+def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
+    if not orig_model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.memory={preset}: without compilation it takes gradient checkpointing, which "
+            f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
+        )
+    orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> OptimizerName:
+    """What optim.name=auto stands for; `too_much`: adamw would not fit."""
+    if precision != "bf16":
+        return "adamw"
+    if preset == "low":
+        return "adamw8bit" if torchao_installed() and not sharded else "adamw_sr"
+    return "adamw_sr" if too_much else "adamw"
+
+
+def torchao_installed() -> bool:
+    return find_spec("torchao") is not None
+
+
+def fits(found: Estimate, total_bytes: int | None) -> bool:
+    """Whether the device has room; True where its size is unknown."""
+    return total_bytes is None or found.total <= USABLE * total_bytes
+
+
+def _line(
+    cfg: Config, name: str, budget: float, checkpointing: bool, found: Estimate | None, total_bytes: int | None
+) -> str:
+    """The plan for the console."""
+    how = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
+    line = f"memory: {cfg.train.memory}, optimizer {name}, {'gradient checkpointing' if checkpointing else how}"
+    if found is None:
+        return f"{line}; peak unknown: the model's config does not name its sizes"
+    if total_bytes is None:
+        return line
+    parts = ", ".join(
+        f"{field.name.replace('_', ' ')} {getattr(found, field.name) / GIB:.1f}"
+        for field in fields(found)
+        if getattr(found, field.name) >= 0.05 * GIB
+    )
+    return f"{line}; estimated peak {_gib(found.total)} of {_gib(total_bytes)} ({parts})"
+
+
+def compare(plan: MemoryPlan, measured_gib: float) -> str:
+    """Estimated against measured peak of tensors in the warm-up, which holds all that a step holds."""
+    if plan.estimate is None:
+        return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up"
+    estimated = plan.estimate.tensors / GIB
+    off = f", {estimated / measured_gib - 1:+.0%}" if measured_gib else ""
+    return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up, {estimated:.1f} GiB estimated{off}"
+
+
+@contextmanager
+def reserve_optimizer_state(optimizer: torch.optim.Optimizer, plan: MemoryPlan, device: torch.device) -> Iterator[None]:
+    """Hold, on a GPU, what a step has in memory and the warm-up has not: optimizer states that the first update will
+    make and gradients of earlier micro-batches. So a run that cannot fit fails in the warm-up.
+    """
+    held = None
+    if device.type == "cuda":
+        missing = missing_state_bytes(optimizer, plan.optim.name) + plan.earlier_gradient_bytes
+        held = torch.empty(missing, dtype=torch.uint8, device=device)
+    try:
+        yield
+    finally:
+        del held
+
+
+def missing_state_bytes(optimizer: torch.optim.Optimizer, name: str) -> int:
+    """Bytes of the states of all parameters that have none yet."""
+    missing = 0.0
+    for group in optimizer.param_groups:
+        kind = "adamw" if name == "muon" and not group["use_muon"] else name
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p):
+                missing += local(p).numel() * state_width(kind, "bf16" if p.dtype == torch.bfloat16 else "fp32")
+    return int(missing)
+
+
+def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
+    """Of one checkpoint: weights and optimizer states of all ranks."""
+    return sum(
+        p.numel() * (p.element_size() + state_width(plan.optim.name, "bf16" if p.dtype == torch.bfloat16 else "fp32"))
+        for p in orig_model.parameters()
+    )
+
+
+def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
+    """Settings not yet used that would lower the estimated peak, by what the first one named saves, most first."""
+    if plan.setup is None or plan.estimate is None:
+        return []
+    s, found = replace(plan.setup, layout=layout), []
+    for options in (_smaller_batch(s, cfg), _recompute(s, cfg), _optimizer(s), _chunk(s), _more_shards(s)):
+        saved = [(text, plan.estimate.total - estimate(after).total) for text, after in options]
+        saved = [(text, n) for text, n in saved if n >= 0.05 * GIB]
+        if saved:
+            more = "".join(f", {text} {_gib(n)}" for text, n in saved[1:])
+            found.append(Remedy(f"{saved[0][0]} saves {_gib(saved[0][1])}{more}", saved[0][1]))
+    return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+
+
+Option = tuple[str, Setup]
+"A setting as typed, and the run with it."
+
+
+def _smaller_batch(s: Setup, cfg: Config) -> list[Option]:
+    """Half of the rows of a micro-batch; where it is one row, half of the row."""
+    layout = s.layout
+    share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
+    if half:
+        rows = largest_divisor(share, half)
+        budget_rows = largest_divisor(layout.global_batch_size, half)
+        smaller = replace(layout, micro_batch_size=rows, budget_rows=budget_rows)
+        return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
+    longest = layout.row_lengths[-1]
+    halved = longest // 2
+    lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
+    if layout.kind == "packed" and halved >= layout.max_length:
+        return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
+    also = "" if layout.kind != "packed" or cfg.data.row_length is None else f" data.row_length={halved}"
+    shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
+    return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
+
+
+def _recompute(s: Setup, cfg: Config) -> list[Option]:
+    """The presets below that of the run, or budgets where the recipe names one."""
+    if s.checkpointing:
+        return []
+    if not s.compiled:
+        return [("train.memory=balanced", replace(s, checkpointing=True))]
+    if cfg.compile.activation_memory_budget is not None:
+        lower = [b for b in BUDGETS.values() if b < s.budget]
+        return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
+    options = []
+    for preset, budget in BUDGETS.items():
+        if budget < s.budget:
+            named = cfg.optim.name != "auto" or preset != "low"
+            name = s.optimizer if named else _automatic_optimizer(preset, s.precision, False, s.topology.sharded)
+            options.append((f"train.memory={preset}", replace(s, budget=budget, optimizer=name)))
+    return options
+
+
+def _optimizer(s: Setup) -> list[Option]:
+    """Optimizers for bf16 weights with smaller states; else bf16 weights."""
+    if s.precision != "bf16":
+        return [("train.precision=bf16", replace(s, precision="bf16"))]
+    needs = "" if torchao_installed() else " (pip install 'sftkit[fp8]')"
+    smaller = {"adamw_sr": "optim.name=adamw_sr", "adamw8bit": f"optim.name=adamw8bit{needs}"}
+    if s.topology.sharded:  # its states cannot be cut anew
+        del smaller["adamw8bit"]
+    width = state_width(s.optimizer, s.precision)
+    return [
+        (text, replace(s, optimizer=name)) for name, text in smaller.items() if state_width(name, s.precision) < width
+    ]
+
+
+def _more_shards(s: Setup) -> list[Option]:
+    """Weights cut over the processes there are, or over twice as many."""
+    world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
+    number = world_size or 2 * s.topology.world_size
+    rows = s.layout.global_batch_size
+    if rows % number:
+        return []
+    layout = replace(
+        s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
+    )
+    after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
+    return [(f"accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
+
+
+def _chunk(s: Setup) -> list[Option]:
+    quarter = max(s.chunk_tokens // 4, 64)
+    return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
+
+
+def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
+    """What ran out, and the three settings that save most for this run."""
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    device = "the GPU" if plan.total_bytes is None else f"the GPU has {_gib(plan.total_bytes)}"
+    lines = [f"out of memory: {device}"]
+    if torch.cuda.is_available():
+        lines.append(f"tensors took up to {_gib(torch.cuda.max_memory_allocated())}")
+    if tried:
+        lines.append(f"{tried.group(1)} more did not fit")
+    if plan.estimate is not None:
+        lines.append(f"this run was estimated at {_gib(plan.estimate.total)}")
+    best = [f"\n  {remedy.text}" for remedy in remedies(plan, cfg, layout)[:3]]
+    if best:
+        advice = "What saves most here (estimated):" + "".join(best)
+    elif plan.estimate is None:
+        advice = "Lower train.micro_batch_size, or set train.memory=low or optim.name=adamw_sr"
+    else:
+        advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"
+    return ConfigError(", ".join(lines) + ". " + advice)
+
+
+@contextmanager
+def explained(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
+    """Inside, running out of GPU memory is a ConfigError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise explain_oom(error, plan, cfg, layout) from error
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,102 @@
+"""Matrix products of the decoder blocks in float8, through torchao."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import Config
+from sftkit.data.pack import Layout
+from sftkit.errors import ConfigError
+from sftkit.models.structure import decoder_blocks
+from sftkit.runtime.start import Runtime
+
+SMALLEST_HIDDEN_SIZE = 2048
+"Below, casting and scaling cost more than the faster products save."
+NARROWEST = 512
+"Matrices with a side below this stay in bf16: they do not pay, and the routers of experts need their precision."
+MULTIPLE = 16
+"What the float8 product asks of every dimension."
+
+
+def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+    """What train.fp8 asks for, said in a line; nothing if it is null."""
+    if cfg.train.fp8 is not None:
+        if rt.topology.tensor > 1:
+            raise ConfigError(
+                f"train.fp8={cfg.train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
+                "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
+            )
+        multiple = MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
+        odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
+        odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
+        if odd:
+            raise ConfigError(
+                f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
+                f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
+            )
+        number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, cfg.compile.enabled)
+        rt.say(f"{number} linear layers compute in float8, {cfg.train.fp8}")
+
+
+def convert_to_fp8(
+    orig_model: PreTrainedModel,
+    recipe: Literal["tensorwise", "rowwise"],
+    device: torch.device,
+    precision: str,
+    compile: bool,
+) -> int:
+    """Swap the linear layers of the decoder blocks in place; weights, their names and what is saved stay as they are.
+
+    Before compilation and wrapping. The number of tokens of a micro-batch must be a multiple of 16.
+
+    Returns:
+        how many layers compute in float8 from now on.
+
+    Raises:
+        ConfigError: it cannot run here or would be slower: what is missing and what to set.
+    """
+    reason = why_not(orig_model, device, precision, compile)
+    if reason is not None:
+        raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
+    try:
+        from torchao.float8 import Float8LinearConfig  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError(f"train.fp8={recipe} needs torchao ({error}): pip install 'sftkit[fp8]'") from error
+    return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))
+
+
+def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, compile: bool) -> str | None:
+    """What stands against float8 here, None if nothing does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{device.type} has no float8 products: it takes a GPU of compute capability 8.9 (Ada, Hopper) or newer"
+    if precision != "bf16":
+        return f"weights are in {precision}: set train.precision=bf16"
+    if not compile:
+        return "uncompiled float8 is about four times slower than bf16: set compile.enabled=true"
+    hidden_size = orig_model.config.get_text_config().hidden_size
+    if hidden_size < SMALLEST_HIDDEN_SIZE:
+        return f"a model of hidden size {hidden_size} would get slower: it pays from {SMALLEST_HIDDEN_SIZE}"
+    if not convertible(orig_model):
+        return (
+            f"{type(orig_model).__name__} has no linear layer in its decoder blocks whose dimensions are multiples of "
+            f"{MULTIPLE} and at least {NARROWEST}"
+        )
+    return None
+
+
+def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """The linear layers that float8 suits: in decoder blocks, so neither head nor embeddings; wide and divisible."""
+    linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
+    return [m for m in linears if all(n % MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
+
+
+def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
+    """Replace the convertible layers by torchao's Float8Linear with this Float8LinearConfig; the weights are shared."""
+    from torchao.float8 import convert_to_float8_training
+
+    chosen = {id(linear) for linear in convertible(orig_model)}
+    convert_to_float8_training(orig_model, module_filter_fn=lambda module, _: id(module) in chosen, config=config)
+    return len(chosen)

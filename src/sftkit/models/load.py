@@ -1,0 +1,263 @@
+"""The model and tokenizer that a stage starts from: new, a local folder, a run's checkpoint, or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+
+from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
+from sftkit.errors import ConfigError
+from sftkit.models.structure import vocab_size
+from sftkit.models.tokenizer import train_tokenizer, training_texts
+from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.rundir import STATE, resolve
+
+if TYPE_CHECKING:
+    from sftkit.runtime.start import Runtime
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+TURN_MARK = re.compile(r"<\|\w+\|>")
+
+
+def load_options(path: str, model: ModelConfig) -> dict[str, object]:
+    """Arguments for from_pretrained; an unreachable hub means the local cache only, at once."""
+    is_local = os.path.isdir(path)
+    return {
+        "revision": model.revision or "main",
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": is_local or not hub_answers(),
+    }
+
+
+def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigError:
+    """What to put where when a hub name cannot be fetched."""
+    if os.path.isdir(path) or hub_answers():
+        return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
+    return ConfigError(
+        f"{path}: the Hugging Face hub cannot be reached and this {kind} is not in the local cache. On a machine with "
+        f"network run `hf download {path} --local-dir DIR`, copy DIR here and set model.path=DIR"
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set."""
+    own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
+    path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
+    options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise offline_help(path, error, "tokenizer") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_template(model.chat_template)
+        missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
+        if missing:
+            raise ConfigError(
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}; take a "
+                "template made for this tokenizer, or add the token and resize the model first"
+            )
+    return with_pad_token(tokenizer)
+
+
+def read_template(path: str) -> str:
+    """The text of a chat template file."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
+
+
+def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Padding positions are never attended and never targets, so any token will do where a tokenizer has none."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def base_tokenizer(
+    model: ModelConfig,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
+    run_dir: Path,
+    rt: Runtime,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
+    if model.train_tokenizer is None:
+        return load_tokenizer(model)
+    folder = run_dir / "tokenizer"
+    if rt.is_main and not folder.exists():
+        temporary = run_dir / ".tokenizer.tmp"
+        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+        os.rename(temporary, folder)
+    rt.barrier()
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def new_tokenizer(
+    model: ModelConfig,
+    training: TokenizerTraining,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
+) -> PreTrainedTokenizerBase:
+    """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
+    template = model.chat_template or str(Path(__file__).parents[1] / "data" / "chatml.jinja")
+    texts = training_texts(training.sources or train, on_bad_row)
+    return train_tokenizer(texts, training.vocab_size, read_template(template))
+
+
+def load_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", empty: bool = False
+) -> PreTrainedModel:
+    """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
+
+    The optimizer keeps what bf16 weights would lose of an update, see optim.py.
+
+    Args:
+        empty: a model with `model.path` comes without memory for its weights (on the meta device): it will be sharded, and
+            each rank then reads only its own pieces (weights.py).
+
+    Raises:
+        ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
+    """
+    if model.scratch is not None:
+        orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
+    else:
+        path = resolve(model.path or "")
+        try:
+            options = load_options(path, model)
+            if empty:
+                orig_model = empty_model(path, precision, options)
+            else:
+                orig_model = whole_model(AutoModelForCausalLM, path, precision, options)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise offline_help(path, error) from error
+    if len(tokenizer) > vocab_size(orig_model):
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size(orig_model)}: take the tokenizer that belongs "
+            "to the model (model.tokenizer=null), or a model.scratch that fits"
+        )
+    generation = orig_model.generation_config
+    if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
+        generation.do_sample = True  # what such values mean; transformers refuses to save them without it
+    if getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None):
+        orig_model.set_attn_implementation("eager")  # transformers' sdpa leaves the soft cap out
+    if model.gradient_checkpointing:
+        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+    if precision == "fp32" and orig_model._can_set_experts_implementation():
+        orig_model.set_experts_implementation("batched_mm")  # the fp32 fallback of grouped_mm cannot be traced
+    return orig_model
+
+
+def whole_model(loader: Any, path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+    """from_pretrained of a class, but a weight that is missing or of another shape is an error and not random numbers."""
+    orig_model, found = loader.from_pretrained(
+        path,
+        dtype=DTYPES[precision],
+        attn_implementation="sdpa",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{path}: no {', '.join(missing[:3])}{more} for {type(orig_model).__name__} in its files; copy or download the "
+            "model again"
+        )
+    if found["mismatched_keys"]:
+        name, there, here = min(found["mismatched_keys"])
+        raise ConfigError(f"{path}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
+    return orig_model
+
+
+def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+    """The model at this path, buffers computed, parameters on the meta device."""
+    config = AutoConfig.from_pretrained(path, **options)
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        orig_model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=DTYPES[precision],
+            attn_implementation="sdpa",
+            trust_remote_code=options["trust_remote_code"],
+        )
+    orig_model.tie_weights()
+    orig_model.name_or_path = path
+    with suppress(OSError):  # the model has none: that of its config stays
+        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
+    return orig_model
+
+
+def from_scratch(
+    fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
+) -> PreTrainedModel:
+    """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
+    fields = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **fields,
+    }
+    torch.manual_seed(seed)
+    try:
+        config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+        orig_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+    for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(DTYPES[precision])
+    return orig_model
+
+
+def inherit(
+    model: ModelConfig,
+    max_length: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: str,
+    positions: int | None = None,
+) -> tuple[int, str]:
+    """The row length, taken from the run that the model comes from unless set, and a line that says what is inherited.
+
+    Raises:
+        ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
+    """
+    state = Path(resolve(model.path)) / STATE / "state.json" if model.path else None
+    parent = json.loads(state.read_text()).get("max_length") if state is not None and state.is_file() else None
+    length = max_length or parent
+    if length is None:
+        raise ConfigError(
+            f"data.max_length: {model.path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
+        )
+    if positions is not None and length > positions:
+        raise ConfigError(f"data.max_length: {length} is more than the model's {positions} positions")
+    start = f"from {resolve(model.path)}" if model.path else "new model"
+    template = (
+        hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
+    )
+    how = "set in the recipe" if max_length else "inherited"
+    return length, (
+        f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "
+        f"{precision}"
+    )

@@ -1,0 +1,168 @@
+"""Weights from safetensors into a live model: each rank reads the pieces that it holds and no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.models.load import load_options
+from sftkit.ops.dtensor import local, local_region
+from sftkit.runtime.rundir import resolve
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
+    """Memory on the device for parameters that are on the meta device; buffers and real parameters move there."""
+    # What from_pretrained never rounds: the bias that balances experts.
+    exact = set(orig_model._keep_in_fp32_modules_strict or ())
+    for module in orig_model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device, torch.float32 if name in exact else None)
+    if any(p.is_meta for p in orig_model.parameters()):
+        buffers = {id(module): dict(module._buffers) for module in orig_model.modules()}
+        orig_model.to_empty(device=device)
+        for module in orig_model.modules():
+            module._buffers.update(buffers[id(module)])
+    else:
+        orig_model.to(device)  # type: ignore[arg-type]
+    orig_model.tie_weights()
+
+
+def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
+    """Weights of the recipe's model.path into the live model."""
+    path = resolve(model.path or "")
+    options = load_options(path, model)
+    if not options["local_files_only"] or not Path(path).is_dir():
+        path = snapshot_download(
+            path,
+            revision=str(options["revision"]),
+            local_files_only=bool(options["local_files_only"]),
+            allow_patterns=["*.json", "*.safetensors"],
+        )
+    load_weights(orig_model, Path(path))
+
+
+def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Weights of a folder of safetensors into the live model, in its own precision; no collective.
+
+    A model whose names are not those of the files (fused experts, say) is loaded through from_pretrained, which knows
+    every layout that save_pretrained writes, whole on the host.
+
+    Raises:
+        ConfigError: no safetensors, a file that cannot be read, a missing or odd weight.
+    """
+    files = _files(folder)
+    wanted = _wanted(orig_model)
+    others = [name for name in wanted if name not in files]
+    if others:
+        _load_whole(orig_model, wanted, others, folder)
+        return
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(files[name], []).append(name)
+    for path, names in by_file.items():
+        with _named_errors(path), safe_open(path, "pt") as file:
+            for name in names:
+                _fill(wanted[name], file.get_slice(name), f"{path}: {name}")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Weight name -> file."""
+    if (folder / INDEX).is_file():
+        with _named_errors(folder / INDEX):
+            names = json.loads((folder / INDEX).read_text())["weight_map"]
+        outside = [file for file in names.values() if Path(file).name != file]
+        if outside:
+            raise ConfigError(f"{folder / INDEX}: {outside[0]!r} leads out of the folder; take the model's own files")
+        return {name: folder / file for name, file in names.items()}
+    if (folder / SINGLE).is_file():
+        with _named_errors(folder / SINGLE), safe_open(folder / SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), folder / SINGLE)
+    raise ConfigError(
+        f"{folder}: no {SINGLE} and no {INDEX} in it; save the model with save_pretrained of transformers 5"
+    )
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Inside, what goes wrong with reading this file is a ConfigError that names it."""
+    try:
+        yield
+    except (SafetensorError, OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: cannot read weights: {type(error).__name__}: {error}. Copy or download the model again"
+        ) from error
+
+
+def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Name -> what is to be filled, a weight with several names under the first."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in orig_model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, source: object, where: str) -> None:
+    """This rank's piece of a weight, out of a slice of its file."""
+    shape = tuple(source.get_shape())  # type: ignore[attr-defined]
+    if shape != tuple(tensor.shape):
+        raise ConfigError(f"{where} is {list(shape)} and the model's is {list(tensor.shape)}: take its own config.json")
+    if not shape:
+        tensor.copy_(source[:])  # type: ignore[index]
+        return
+    region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in shape]
+    piece = source[tuple(slice(start, start + size) for start, size in region)]  # type: ignore[index]
+    local(tensor).copy_(piece)
+
+
+@torch.no_grad()
+def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], others: list[str], folder: Path) -> None:
+    """All of `wanted` from a whole model on the host; `others` are the names that no file has."""
+    plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
+    loader: Any = plain
+    try:
+        whole, found = loader.from_pretrained(
+            folder, dtype=orig_model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder}: transformers cannot make {_some(others)} of {plain.__name__} out of its files: "
+            f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
+        ) from error
+    saved = whole.state_dict()
+    missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
+    if missing:
+        raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
+    if found["mismatched_keys"]:
+        name, there, here = min(found["mismatched_keys"])
+        raise ConfigError(
+            f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
+        )
+    for name, tensor in wanted.items():
+        value = saved[name]
+        if isinstance(tensor, DTensor):
+            value = value[tuple(slice(start, start + size) for start, size in local_region(tensor))]
+        local(tensor).copy_(value)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,1 @@
+"""What is minimised: hidden states and a batch become named sums."""

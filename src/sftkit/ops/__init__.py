@@ -1,0 +1,1 @@
+"""Operators and kernels: functions of tensors that know no model and no run."""

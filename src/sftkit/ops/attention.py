@@ -1,0 +1,340 @@
+"""Attention that keeps the documents of a row apart: one function registered with transformers, several kernels.
+
+The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
+transformers builds no mask for an attention name of its own, so nothing quadratic exists outside the reference kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from sftkit.data.collate import Batch
+from sftkit.errors import ConfigError
+from sftkit.ops.flash import document_attention
+from sftkit.ops.gather_rows import context_group_name, gather_rows
+
+NAME = "sftkit"
+FLEX_BLOCK = 128
+DENSE_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch lie, in the form that the backend reads; the other fields are None."""
+
+    backend: str
+    max_length: int
+    "upper bound of a document's length, the same for every batch of a run"
+    cu_seqlens: torch.Tensor | None = None
+    "int32 [D+1], starts in the flattened B*T positions; fa4, varlen"
+    doc_ids: torch.Tensor | None = None
+    "int32 [B, T]; flex"
+    blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
+    mask: torch.Tensor | None = None
+    "bool [B, 1, C, T], True where a query sees a key; C = T but for chunks of rows; reference"
+    group: str | None = None
+    "context parallel: the ranks whose chunks make whole rows"
+    chunks: tuple[torch.Tensor, torch.Tensor] | None = None
+    "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
+
+
+def documents_of(batch: Batch, backend: str) -> Documents:
+    """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic."""
+    if batch.columns is not None:
+        return _documents_of_chunks(batch, backend)
+    if backend == "reference":
+        return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
+    if backend == "flex":
+        return Documents(backend, batch.max_doc_length, doc_ids=batch.doc_ids, blocks=flex_blocks(batch.doc_ids))
+    if backend == "sdpa":
+        return Documents(backend, batch.max_doc_length)
+    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
+
+
+def _documents_of_chunks(batch: Batch, backend: str) -> Documents:
+    group = context_group_name()
+    assert batch.columns is not None
+    if backend == "reference":
+        mask = document_mask(batch.doc_ids).index_select(2, batch.columns)
+        return Documents(backend, batch.max_doc_length, mask=mask, group=group)
+    assert batch.cu_seqlens_q is not None
+    assert batch.cu_seqlens_k is not None
+    chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k)
+    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens, group=group, chunks=chunks)
+
+
+def use_document_attention(orig_model: PreTrainedModel) -> None:
+    """Route the model's attention through `attend`.
+
+    Raises:
+        ConfigError: the model's code does not take its attention from transformers' registry.
+    """
+    AttentionInterface.register(NAME, attend)
+    _set_implementation(orig_model, NAME)
+
+
+@contextmanager
+def plain_attention(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
+    before = orig_model.config._attn_implementation
+    _set_implementation(orig_model, plain_implementation(orig_model.config))
+    try:
+        yield
+    finally:
+        _set_implementation(orig_model, str(before))
+
+
+def plain_implementation(config: PreTrainedConfig) -> str:
+    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out without a word."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
+    """What in the model lets tokens see each other besides attention, which no document boundary stops; None: nothing."""
+    kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        return f"a layer of type {', '.join(sorted(map(str, odd)))}"
+    convolutions = [name for name, module in orig_model.named_modules() if isinstance(module, torch.nn.Conv1d)]
+    return f"the convolution {convolutions[0]}" if convolutions else None
+
+
+def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
+    if orig_model.config._attn_implementation == name:
+        return
+    orig_model.set_attn_implementation(name)
+    if orig_model.config._attn_implementation != name:
+        raise ConfigError(
+            f"{type(orig_model).__name__} is not supported: it does not take its attention from transformers' registry"
+        )
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: Documents | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal, document-isolated attention as transformers calls it.
+
+    Args:
+        query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
+        sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
+
+    Returns:
+        ([B, T, H, Dv], None)
+
+    Raises:
+        RuntimeError: called without documents, as generation does outside `plain_attention`.
+    """
+    if documents is None:
+        raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.attention.plain_attention")
+    if kwargs.get("s_aux") is not None:
+        raise RuntimeError("attention sinks (s_aux) are not supported")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if documents.group is not None:
+        key, value = gather_rows(key, value, documents.group)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # latent attention: kernels want one head size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    if documents.cu_seqlens is not None:
+        if softcap is not None or dropout:
+            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
+        out = _flash(query, key, value, documents, scale, sliding_window)
+    elif documents.blocks is not None:
+        out = _flex(query, key, value, documents, scale, sliding_window, softcap)
+    elif documents.mask is not None:
+        out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap)
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
+        ).transpose(1, 2)
+    return out[..., :width], None
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int | None
+) -> torch.Tensor:
+    cu_seqlens = documents.cu_seqlens
+    assert cu_seqlens is not None
+    key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value))
+
+    def attended(query: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor) -> torch.Tensor:
+        rows, _, row_length, _ = query.shape
+        query = query.transpose(1, 2).flatten(0, 1).contiguous()
+        out, _ = document_attention(
+            query, key, value, starts, starts_k, documents.max_length, scale, window or 0, documents.backend
+        )
+        return out.unflatten(0, (rows, row_length))
+
+    if documents.chunks is None:
+        return attended(query, cu_seqlens, cu_seqlens)
+    pairs = zip(query.chunk(2, dim=2), *documents.chunks, strict=True)
+    return torch.cat([attended(*pair) for pair in pairs], dim=1)
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    if window is not None:
+        mask = mask & _within(mask.shape[-1], window, mask.device)
+    grouped = key.shape[1] < query.shape[1]
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2)
+
+
+def _flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """FlexAttention. The block mask is put together here, from tensors, so that no batch's documents are baked in."""
+    doc_ids, blocks = documents.doc_ids, documents.blocks
+    assert doc_ids is not None
+    assert blocks is not None
+    row_length = query.shape[2]
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+        return same if window is None else same & (i - j < window)
+
+    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    counts, indices, reverse_counts, reverse_indices = blocks
+    block_mask = BlockMask(
+        seq_lengths=(row_length, row_length),
+        kv_num_blocks=counts,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=reverse_counts,
+        q_indices=reverse_indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
+        mask_mod=visible,
+    )
+    out = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2)
+
+
+def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:
+    positions = torch.arange(row_length, device=device)
+    return positions[:, None] - positions[None, :] < window
+
+
+def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1, T, T]: True where query i may see key j: same document and j <= i.
+
+    Args:
+        doc_ids: int [B, T]; padding counts as a document of its own, so no row of the mask is empty.
+    """
+    row_length = doc_ids.shape[1]
+    causal = torch.ones(row_length, row_length, dtype=torch.bool, device=doc_ids.device).tril()
+    return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+
+
+def flex_blocks(doc_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which 128 x 128 blocks of a document mask are not empty: for each query block a range of key blocks that ends at
+    its own, from the block where its first document starts; and the same seen from the key blocks.
+
+    Args:
+        doc_ids: int [B, T].
+
+    Returns:
+        (counts int32 [B, 1, M], indices int32 [B, 1, M, M]) by query block and by key block, M = ceil(T / 128)
+    """
+    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    new = torch.ones_like(doc_ids, dtype=torch.bool)
+    new[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    starts = torch.where(new, positions, 0).cummax(1).values
+    first = starts[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [B, M]
+    blocks = torch.arange(first.shape[1], device=doc_ids.device)
+    touched = (blocks[None, None, :] >= first[:, :, None]) & (blocks[None, None, :] <= blocks[None, :, None])
+    return (*_listed(touched), *_listed(touched.transpose(1, 2)))
+
+
+def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
+    indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
+    return counts, indices.contiguous()
+
+
+@contextmanager
+def dense_kernels() -> Iterator[None]:
+    """The order in which backend sdpa looks for a kernel: cuDNN's is the fastest on Hopper."""
+    with sdpa_kernel(DENSE_KERNELS, set_priority=True):
+        yield
+
+
+@contextmanager
+def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None]:
+    """Inside, every sliding window of the model is this short, in its config and in its layers."""
+    owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
+    before = [(owner, owner.sliding_window) for owner in owners if type(getattr(owner, "sliding_window", None)) is int]
+    try:
+        for owner, _ in before:
+            owner.sliding_window = window
+        yield
+    finally:
+        for owner, value in before:
+            owner.sliding_window = value
+
+
+def windows(config: PreTrainedConfig) -> bool:
+    """Whether any layer of the model slides a window."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return getattr(text, "sliding_window", None) is not None

@@ -1,0 +1,236 @@
+"""Which attention backend a run uses: what the recipe names if it runs here, else the fastest that does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import Config
+from sftkit.data.pack import Layout
+from sftkit.errors import ConfigError
+from sftkit.ops import flash
+from sftkit.ops.attention import dense_kernels, windows
+from sftkit.runtime.hardware import user_cache
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"What configs call the dropout of attention weights."
+
+
+def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+    """The backend of training and validation, chosen by the main rank for all; says which and why.
+
+    Raises:
+        ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
+    """
+    named, in_chunks = cfg.attention.backend, rt.topology.context > 1
+    if named == "auto":
+        backend, why = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
+    else:
+        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks)
+        if problem:
+            raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
+        backend, why = named, "named by the recipe"
+    rt.say(f"attention {backend}: {why}")
+    return backend
+
+
+def fastest(
+    orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool, in_chunks: bool = False
+) -> tuple[str, str]:
+    """(backend, why) of those that can serve the run; several are timed against each other.
+
+    Args:
+        compiled: whether the blocks are compiled; flex only exists as generated code.
+        in_chunks: queries are pieces of rows (context parallelism).
+    """
+
+    def problem(backend: str) -> str | None:
+        return refusal(backend, orig_model, layout, device, compiled, in_chunks)
+
+    able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
+    if not able:
+        if problem("flex") is None:
+            return "flex", "no FlashAttention for this model"
+        if device.type != "cuda":
+            return "reference", "runs everywhere"
+        reasons = "; ".join(f"{b} {problem(b)}" for b in ("varlen", "flex"))
+        return "reference", f"a dense mask, quadratic in the row length: {reasons}"
+    if len(able) == 1:
+        return able[0], "the fastest that runs here"
+    times = measured(able, orig_model, layout, device)
+    if not times:
+        return "reference", "nothing faster works"
+    best = min(times, key=times.__getitem__)
+    return best, ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
+
+
+def refusal(
+    backend: str,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    device: torch.device,
+    compiled: bool,
+    in_chunks: bool = False,
+) -> str | None:
+    """Why a backend cannot serve a run, None if it can."""
+    config = orig_model.config.get_text_config()
+    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if backend == "reference":
+        return None
+    if in_chunks and backend in ("sdpa", "flex"):
+        return "attends within whole rows, and context parallelism cuts them"
+    if backend == "sdpa":
+        if layout.kind == "packed":
+            return "sees one document per row, and rows are packed"
+        return "has no sliding window or soft cap" if windows(orig_model.config) or softcap else None
+    if dropout:
+        return f"has no dropout, and the model's is {dropout}"
+    if backend == "flex":
+        if device.type != "cuda":
+            return f"has no backward pass on {device.type}"
+        if head_sizes(orig_model)[0] < 16:
+            return "has no kernel for heads of less than 16"
+        return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
+    if softcap:
+        return "has no soft cap of the scores, which this model needs"
+    problem = flash.missing(backend, device, orig_model.dtype)
+    if problem:
+        return problem
+    head_dim, _ = head_sizes(orig_model)
+    fits = head_dim in (64, 96, 128) if backend == "fa4" else head_dim % 8 == 0 and head_dim <= 256
+    return None if fits else f"has no kernel for heads of {head_dim}"
+
+
+def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
+    """What stands in for the backend where nothing is compiled."""
+    if backend != "flex":
+        return backend
+    softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
+    unusable = softcap or flash.missing("varlen", orig_model.device, orig_model.dtype)
+    return "reference" if unusable else "varlen"
+
+
+def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
+    """(size of a query head, query heads per key head)."""
+    config = orig_model.config.get_text_config()
+    heads = config.num_attention_heads
+    latent = getattr(config, "qk_head_dim", None)
+    head_dim = latent or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(head_dim), heads // int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def measured(
+    backends: list[str], orig_model: PreTrainedModel, layout: Layout, device: torch.device
+) -> dict[str, float]:
+    """Milliseconds of forward and backward of one layer by backend: from the cache, or measured now and put there."""
+    head_dim, groups = head_sizes(orig_model)
+    heads = int(orig_model.config.get_text_config().num_attention_heads)
+    rows, row_length = layout.shapes[-1]
+    length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
+    shape = (heads, heads // groups, head_dim, rows, row_length, length)
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
+    cached = read_cache()
+    if key not in cached:
+        times = {}
+        for name in backends:
+            try:
+                times[name] = _milliseconds(name, *shape, device=device)
+            except Exception as error:  # an installation that does not fit this GPU or torch
+                log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
+        if len(times) < len(backends):
+            return times
+        cached[key] = times
+        write_cache(cached)
+    return cached[key]
+
+
+def read_cache() -> dict[str, dict[str, float]]:
+    """Milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
+    try:
+        found = json.loads(cache_file().read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_cache(values: dict[str, dict[str, float]]) -> None:
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(values, indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): attention is measured again at the next start", path, error.strerror)
+
+
+def cache_file() -> Path:
+    """Where measured times are kept; safe to delete."""
+    return user_cache() / "attention.json"
+
+
+def _milliseconds(
+    backend: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rows: int,
+    row_length: int,
+    length: int,
+    device: torch.device,
+) -> float:
+    positions = rows * row_length
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(count: int) -> torch.Tensor:
+        shape = (positions, count, head_dim)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+
+    query, key, value = random(heads), random(kv_heads), random(kv_heads)
+    if backend == "sdpa":
+
+        def attend() -> torch.Tensor:
+            q, k, v = (x.unflatten(0, (rows, row_length)).transpose(1, 2) for x in (query, key, value))
+            with dense_kernels():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
+    else:
+        starts = torch.arange(0, positions, length, dtype=torch.int32, device=device)
+        cu_seqlens = torch.cat([starts, starts.new_full((1,), positions)])
+
+        def attend() -> torch.Tensor:
+            out, _ = flash.document_attention(
+                query, key, value, cu_seqlens, cu_seqlens, length, head_dim**-0.5, 0, backend
+            )
+            return out
+
+    grad = torch.ones_like(attend())
+    return _gpu_milliseconds(lambda: torch.autograd.grad(attend(), (query, key, value), grad), device)
+
+
+def _gpu_milliseconds(work: Callable[[], object], device: torch.device, warm_up: int = 3, runs: int = 10) -> float:
+    """Of one call, without the host's part: calls are queued behind 60 ms of other work, as they are in a training step,
+    where launching is hidden. Timed one by one, FlashAttention-4's slow launches once cost it the choice."""
+    for _ in range(warm_up):
+        work()
+    torch.cuda.synchronize(device)
+    delay = torch.empty(2**28, dtype=torch.uint8, device=device)  # 0.06 ms to fill on an H200
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(1000):
+        delay.fill_(1)
+    start.record()
+    for _ in range(runs):
+        work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / runs

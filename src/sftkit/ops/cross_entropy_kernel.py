@@ -1,0 +1,152 @@
+"""Cross entropy of rows of logits and its gradient in one Triton kernel, written over the logits."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+
+from sftkit.config.schema import LossConfig
+from sftkit.data.collate import IGNORE
+
+BLOCK = 4096
+WARPS = 16
+
+
+@triton.jit
+def _softcapped(logits, softcap):
+    return softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # softcap * tanh(logits / softcap)
+
+
+@triton.jit
+def _cross_entropy_row(
+    logits,
+    row_stride,
+    targets,
+    sums,
+    sums_stride,
+    vocab,
+    softcap,
+    z_loss,
+    label_smoothing,
+    IGNORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    METRICS: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row. `cross_entropy_` says what goes in and out."""
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride may pass 2^31
+    logits += row * row_stride
+    sums += row
+    columns = tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+
+    if target == IGNORED:
+        for part in tl.static_range(4):
+            tl.store(sums + part * sums_stride, 0.0)
+        if GRADIENTS:
+            for start in range(0, vocab, BLOCK):
+                column = start + columns
+                tl.store(logits + column, tl.zeros([BLOCK], logits.dtype.element_ty), mask=column < vocab)
+        return
+
+    # Pass 1: every lane keeps its own online maximum and sum, so that the loop has no reduction over the block.
+    raw_target = tl.load(logits + target).to(tl.float32)
+    highest = tl.full([BLOCK], -3.0e38, tl.float32)  # finite: -inf minus -inf is NaN
+    exp_sum = tl.zeros([BLOCK], tl.float32)  # of exp(x - highest)
+    weighted = tl.zeros([BLOCK], tl.float32)  # of exp(x - highest) * x
+    plain = tl.zeros([BLOCK], tl.float32)  # of x
+    beaten = tl.zeros([BLOCK], tl.int32)  # 1 where a token ranks above the target; ties go to the first, as in argmax
+    for start in range(0, vocab, BLOCK):
+        column = start + columns
+        inside = column < vocab
+        raw = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = raw
+        if SOFTCAP:
+            x = tl.where(inside, _softcapped(raw, softcap), float("-inf"))
+        distance = x - highest
+        shrink = tl.exp(-tl.abs(distance))  # of the old sum where x is a new maximum, else of x itself
+        higher = distance > 0.0
+        if METRICS:
+            beaten |= ((raw > raw_target) | ((raw == raw_target) & (column < target))).to(tl.int32)
+            x_share = tl.where(shrink > 0.0, shrink * x, 0.0)  # 0 * -inf is NaN
+            weighted = tl.where(higher, weighted * shrink + x, weighted + x_share)
+        if SMOOTHING:
+            plain += tl.where(inside, x, 0.0)
+        exp_sum = tl.where(higher, exp_sum * shrink + 1.0, exp_sum + shrink)
+        highest = tl.maximum(highest, x)
+
+    row_highest = tl.max(highest, 0)
+    rescale = tl.exp(highest - row_highest)
+    row_exp_sum = tl.sum(exp_sum * rescale, 0)
+    lse = row_highest + tl.log(row_exp_sum)
+    x_target = raw_target
+    if SOFTCAP:
+        x_target = _softcapped(raw_target, softcap)
+    nll = lse - x_target
+    loss = nll + z_loss * lse * lse
+    if SMOOTHING:
+        loss += label_smoothing * (x_target - tl.sum(plain, 0) / vocab)
+    tl.store(sums, loss)
+    tl.store(sums + sums_stride, nll)
+    if METRICS:
+        tl.store(sums + 2 * sums_stride, 1.0 - tl.max(beaten, 0).to(tl.float32))
+        tl.store(sums + 3 * sums_stride, lse - tl.sum(weighted * rescale, 0) / row_exp_sum)
+    else:
+        tl.store(sums + 2 * sums_stride, 0.0)
+        tl.store(sums + 3 * sums_stride, 0.0)
+
+    # Pass 2, from the end: what pass 1 read last is still in cache. The reductions above put all reads of pass 1 first.
+    if GRADIENTS:
+        last = (vocab - 1) // BLOCK * BLOCK
+        lse_weight = 1.0 + 2.0 * z_loss * lse
+        for done in range(0, vocab, BLOCK):
+            column = last - done + columns
+            inside = column < vocab
+            x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+            if SOFTCAP:
+                x = _softcapped(x, softcap)
+            gradient = tl.exp(x - lse) * lse_weight - tl.where(column == target, 1.0 - label_smoothing, 0.0)
+            if SMOOTHING:
+                gradient -= label_smoothing / vocab
+            if SOFTCAP:
+                gradient *= 1.0 - (x / softcap) * (x / softcap)
+            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    sums: torch.Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    gradients: bool,
+) -> None:
+    """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
+
+    Args:
+        logits: [N, V], fp32, bf16 or fp16, unit stride in V.
+        targets: int64 [N], unit stride, each IGNORE or in [0, V).
+        sums: fp32 [4, N], written; rows as in `loss.LossSums`; unit stride in N.
+    """
+    assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
+    _cross_entropy_row[(logits.shape[0],)](
+        logits,
+        logits.stride(0),
+        targets,
+        sums,
+        sums.stride(0),
+        logits.shape[1],
+        softcap or 1.0,
+        options.z_loss,
+        options.label_smoothing,
+        IGNORED=IGNORE,
+        SOFTCAP=softcap is not None,
+        SMOOTHING=options.label_smoothing > 0.0,
+        METRICS=options.token_metrics,
+        GRADIENTS=gradients,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

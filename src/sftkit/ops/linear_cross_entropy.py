@@ -1,0 +1,197 @@
+"""The loss: sums over target tokens, computed in chunks together with the gradients, so that the logits of a whole
+batch never exist. Division by the global number of targets happens in step.py, once.
+
+Letters: N rows of hidden states, H their width, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sftkit.config.schema import LossConfig
+from sftkit.data.collate import IGNORE
+
+
+class LossSums(NamedTuple):
+    """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
+
+    loss: Tensor
+    "differentiable: the objective, which is the nll or its smoothed form, plus z_loss * log-partition squared"
+    nll: Tensor
+    "negative log-likelihood"
+    correct: Tensor
+    "targets that are the argmax (the first of equals); 0 unless options.token_metrics"
+    entropy: Tensor
+    "entropy of the predicted distributions; 0 unless options.token_metrics"
+
+
+@torch.compiler.disable
+def linear_nll(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    options: LossConfig,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> LossSums:
+    """Cross entropy of `softcap * tanh((hidden @ head.T + bias) / softcap)` against the targets.
+
+    With gradients enabled, one pass over chunks of `options.chunk_tokens` rows computes the loss and all gradients, and
+    the logits of a chunk become their own gradient in place (as in Liger Kernel, arXiv 2410.10989). Memory beyond the
+    results: one chunk of logits and an fp32 gradient of the head. No host sync.
+
+    Args:
+        hidden: [N, H]; N may be 0.
+        head: [V, H], dtype of hidden; may be shared with the embedding.
+        targets: int64 [N], in [0, V) or IGNORE: such rows count nothing, and their gradient is 0.
+        bias: [V], dtype of hidden.
+        softcap: bound of the logits (Gemma 2, arXiv 2408.00118); None: none.
+    """
+    assert hidden.dtype == head.dtype, f"hidden states are {hidden.dtype}, the head is {head.dtype}"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head, bias)):
+        return LossSums(*_LinearNLL.apply(hidden, head, bias, targets, options, softcap))
+    with torch.no_grad():
+        sums, *_ = _sums_and_gradients(hidden, head, bias, targets, options, softcap, (False, False, False))
+    return LossSums(*sums)
+
+
+class _LinearNLL(torch.autograd.Function):
+    """Forward computes the gradients of the loss sum; backward scales them by the incoming gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossConfig,
+        softcap: float | None,
+    ) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[:3]
+        sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """gradient * scale in `dtype`, rounded once: no wider temporary, and not by a scale that was itself rounded."""
+    if gradient is None:
+        return None
+    # A 0-d scale would be cast to the gradient's dtype before the product; one with dimensions is not.
+    return torch.mul(gradient, scale.view([1] * gradient.dim()), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _sums_and_gradients(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
+    """(the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
+
+    The head's and the bias's gradients add up over chunks and so are at least fp32; that of hidden has its dtype.
+    """
+    num_rows, chunk = len(hidden), options.chunk_tokens
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    sums = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
+    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+    new = torch.empty if num_rows else torch.zeros  # the first chunk overwrites
+    d_head = new(head.shape, dtype=exact, device=head.device) if wanted[1] else None
+    d_bias = torch.zeros(len(head), dtype=exact, device=head.device) if wanted[2] else None
+    buffer = _logits_buffer(min(chunk, num_rows), len(head), hidden)
+    for start in range(0, num_rows, chunk):
+        rows = slice(start, start + chunk)
+        logits = buffer[: len(hidden[rows])]
+        if bias is None:
+            torch.mm(hidden[rows], head.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden[rows], head.t(), out=logits)
+        _cross_entropy_(logits, targets[rows], sums[:, rows], options, softcap, any(wanted))
+        if d_hidden is not None:
+            torch.mm(logits, head, out=d_hidden[rows])
+        if d_head is not None:
+            _add_product_(d_head, logits.t(), hidden[rows], first=start == 0)
+        if d_bias is not None:
+            d_bias += logits.sum(0, dtype=exact)
+    return tuple(row.sum() for row in sums), d_hidden, d_head, d_bias
+
+
+def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """[rows, vocab] that every chunk's logits go to; each starts at a multiple of 128 bytes, as fast matrix products need.
+
+    The columns up to there are zeros: torch's bf16 product on CPU reads them when the logits are its left factor, and what
+    memory happened to hold, or NaN, would get into the gradients.
+    """
+    buffer = like.new_empty(rows, -(-vocab // 64) * 64)
+    buffer[:, vocab:].zero_()
+    return buffer[:, :vocab]
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right (= if first, whatever total held), in total's precision however narrow the factors are."""
+    beta = 0.0 if first else 1.0
+    if total.dtype == right.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+
+
+def _cross_entropy_(
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
+) -> None:
+    """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
+    if logits.is_cuda and sums.dtype == torch.float32:
+        from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
+
+        cross_entropy_(logits, targets, sums, options, softcap, gradients)
+    else:
+        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients)
+
+
+def _reference_cross_entropy_(
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
+) -> None:
+    """`kernels.cross_entropy.cross_entropy_` in torch, for any device; math in the dtype of `sums`."""
+    smoothing, is_target = options.label_smoothing, targets != IGNORE
+    column = torch.where(is_target, targets, 0)[:, None]
+    x = logits.to(sums.dtype)
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    lse = x.logsumexp(1)
+    nll = lse - x.gather(1, column)[:, 0]
+    loss = (1 - smoothing) * nll + options.z_loss * lse.square()
+    if smoothing:
+        loss += smoothing * (lse - x.mean(1))
+    measured = [loss, nll]
+    probability = (x - lse[:, None]).exp_() if gradients or options.token_metrics else x
+    if options.token_metrics:
+        correct = logits.argmax(1) == targets
+        measured += [correct.to(sums.dtype), torch.special.entr(probability).sum(1)]
+    for total, values in zip(sums, measured, strict=False):
+        total.copy_(torch.where(is_target, values, 0.0))
+    if gradients:
+        gradient = probability.mul_((1 + 2 * options.z_loss * lse)[:, None])
+        gradient.scatter_add_(1, column, torch.full_like(nll, smoothing - 1)[:, None])
+        if smoothing:
+            gradient -= smoothing / x.shape[1]
+        if softcap is not None:
+            gradient *= 1 - (x / softcap).square()
+        logits.copy_(gradient.masked_fill_(~is_target[:, None], 0.0))

@@ -1,0 +1,1 @@
+"""Optimizers, their states, gradient clipping, and the learning rate of a step."""

@@ -1,0 +1,303 @@
+"""AdamW for bf16 weights: what bf16 would lose is kept in fp32 masters, or in expectation by stochastic rounding.
+
+An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
+the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
+function on flat tensors: eager on CPU, one compiled graph for all sizes on CUDA. Everything that varies comes in as a 0-d
+tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sftkit.errors import ConfigError
+from sftkit.ops.dtensor import contiguous_strides, local, local_region
+from sftkit.runtime.rng import random_key
+
+WARM_UP_ELEMENTS = 1 << 20
+"Size of the throw-away tensors of the warm-up: Inductor picks its block sizes by it."
+
+
+class Scalars(NamedTuple):
+    """What the update of a group and step needs besides tensors: 0-d fp32 tensors on the CPU."""
+
+    decay: torch.Tensor
+    "learning rate times weight decay"
+    step_size: torch.Tensor
+    "learning rate over the bias correction of exp_avg"
+    rate1: torch.Tensor
+    "1 - beta1"
+    rate2: torch.Tensor
+    "1 - beta2"
+    root2: torch.Tensor
+    "square root of the bias correction of exp_avg_sq"
+    eps: torch.Tensor
+
+
+@functools.lru_cache(maxsize=32)
+def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> Scalars:
+    """The scalars of update number `step`, counted from 1."""
+    beta1, beta2 = betas
+    corrections = (lr / (1 - beta1**step), 1 - beta1, 1 - beta2, (1 - beta2**step) ** 0.5)
+    return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, *corrections, eps)))
+
+
+Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def adamw(
+    weight: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, s: Scalars
+) -> Moments:
+    """The formula (Loshchilov & Hutter 2019, algorithm 2): new weight, exp_avg and exp_avg_sq; all fp32, one shape."""
+    exp_avg = exp_avg + (grad - exp_avg) * s.rate1
+    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * s.rate2
+    direction = exp_avg / (exp_avg_sq.sqrt() / s.root2 + s.eps)
+    return weight - (s.decay * weight + s.step_size * direction), exp_avg, exp_avg_sq
+
+
+def update_exact(
+    weight: torch.Tensor,
+    rounded: torch.Tensor | None,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    clip: torch.Tensor,
+    s: Scalars,
+    offset: torch.Tensor,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
+) -> None:
+    """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows.
+
+    A `clip` of nan leaves everything as it is.
+
+    It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
+    has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
+    """
+    new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s)
+    usable = ~clip.isnan()
+    if rounded is not None:
+        bits = noise16(elements(rounded) + offset, key0, key1)[0]
+        rounded.copy_(torch.where(usable, stochastic_round(new[0], bits), rounded))
+    for stored, value in zip((weight, exp_avg, exp_avg_sq), new, strict=True):
+        stored.copy_(torch.where(usable, value, stored))
+
+
+def update_stochastic(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    clip: torch.Tensor,
+    s: Scalars,
+    offset: torch.Tensor,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
+) -> None:
+    """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
+
+    A `clip` of nan leaves everything as it is.
+    """
+    new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s)
+    usable = ~clip.isnan()
+    noise = noise16(elements(param) + offset, key0, key1)
+    for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
+        stored.copy_(torch.where(usable, stochastic_round(value, bits), stored))
+
+
+def elements(flat: torch.Tensor) -> torch.Tensor:
+    """The number of each element, int32."""
+    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
+
+
+def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
+
+    Args:
+        noise: integers in [0, 65536), uniform: added to the 16 bits that bf16 drops, the carry rounds up.
+    """
+    bits = value.view(torch.int32) + noise.to(torch.int32)
+    kept = (bits & -65536).view(torch.float32)
+    return torch.where(value.isfinite(), kept, value).to(torch.bfloat16)
+
+
+def noise16(index: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor) -> Moments:
+    """Three draws of 16 bits per element: a stateless hash of (keys, element), the same in eager, compiled, on any device.
+
+    Args:
+        index: int32, the element. key0, key1: int32 0-d.
+    """
+    first = mix32(index ^ key0)
+    second = mix32(first ^ key1)
+    return second & 0xFFFF, (second >> 16) & 0xFFFF, first & 0xFFFF
+
+
+def mix32(x: torch.Tensor) -> torch.Tensor:
+    """A permutation of the 32-bit numbers that looks random: lowbias32 with the constants of hash-prospector's issue 19.
+
+    int32 in and out, products wrap around. Masks take away the sign that a right shift of int32 brings in.
+    """
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def int32(bits: int) -> torch.Tensor:
+    """The lowest 32 bits as a signed number, 0-d."""
+    return torch.tensor((bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1), dtype=torch.int32)
+
+
+@functools.cache
+def compiled(update: Callable[..., None]) -> Callable[..., None]:
+    """One graph for every size, step and learning rate."""
+    return torch.compile(update, fullgraph=True, dynamic=True)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements that this rank holds, in one dimension; `.data`, because Dynamo would also guard the shape of the base
+    of a view."""
+    return local(tensor).data.reshape(-1).data
+
+
+def first_element(param: torch.Tensor) -> int:
+    """The number, in the whole parameter, of the first element of this rank's piece.
+
+    Of a parameter cut by rows all elements so get their own numbers, and are rounded as the whole would be. Pieces cut by
+    columns (tensor parallelism) share numbers, so random bits: each rounding is unbiased all the same.
+    """
+    if not isinstance(param, DTensor):
+        return 0
+    region = local_region(param)
+    return sum(start * stride for (start, _), stride in zip(region, contiguous_strides(param.shape), strict=True))
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose states are exact, or unbiased, whatever the dtype of the parameter.
+
+    States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for bf16
+    parameters unless stochastic), `step` (int). They are made at the parameter's first update.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        stochastic: bool = False,
+        seed: int = 0,
+        compile: bool = True,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.stochastic, self.seed, self.compile = stochastic, seed, compile
+        self.clip_coefficient: torch.Tensor | None = None
+        "0-d fp32 tensor on the device, by which the next step multiplies the gradients; then None again. nan: no update"
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. No host sync."""
+        assert closure is None
+        clip, self.clip_coefficient = self.clip_coefficient, None
+        for index, (param, group) in enumerate(self._parameters()):
+            # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
+            if param.grad is not None:
+                clip = torch.ones((), device=param.device) if clip is None else clip
+                self._update(param, group, index, clip)
+
+    def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield param, group
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        return param.dtype != torch.float32 and not self._rounds(param)
+
+    def _rounds(self, param: torch.Tensor) -> bool:
+        return self.stochastic and param.dtype == torch.bfloat16
+
+    def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """States before the first update; their names are also what load_state_dict asks for."""
+        dtype = torch.bfloat16 if self._rounds(param) else torch.float32
+        zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
+        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+
+    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """States of a parameter before its first update."""
+        assert local(param).is_contiguous()
+        master = {"master": flat(param).float()} if self._has_master(param) else {}
+        return {**self._zero_states(param, group), **master}
+
+    def _next_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            state.update(self.new_state(param, group))
+        state["step"] += 1
+        return state
+
+    def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
+        state = self._next_state(param, group)
+        s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], state["step"])
+        assert param.grad is not None
+        rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s)
+        key = random_key(self.seed, state["step"], index)
+        self._run(flat(param), state.get("master"), rest, first_element(param), key)
+
+    def _run(
+        self, param: torch.Tensor, master: torch.Tensor | None, rest: tuple[Any, ...], offset: int, key: int
+    ) -> None:
+        # Dynamo specialises on sizes of 0 and 1, and a graph for one number is not worth having.
+        eager = not (self.compile and param.is_cuda) or param.numel() <= 1
+        run = (lambda update: update) if eager else compiled
+        keys = (int32(offset), int32(key), int32(key >> 32))
+        if self._rounds(param):
+            run(update_stochastic)(param, *rest, *keys)
+        elif master is None:
+            run(update_exact)(param, None, *rest, *keys)
+        else:
+            run(update_exact)(master, param, *rest, *keys)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile what `step` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
+        kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
+        for (dtype, device), group in kinds.items():
+            param = torch.zeros(WARM_UP_ELEMENTS if device.type == "cuda" else 2, dtype=dtype, device=device)
+            state = AdamW._zero_states(self, param, group)
+            master = param.float() if self._has_master(param) else None
+            s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], 1)
+            rest = (torch.zeros_like(param), state["exp_avg"], state["exp_avg_sq"], torch.ones((), device=device), s)
+            self._run(param, master, rest, offset=0, key=0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Bit for bit; torch's own would cast every state to the dtype of its parameter, a master weight to bf16.
+
+        Raises:
+            ConfigError: the states are those of another optimizer.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.clear()
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for saved_id, (param, group) in zip(saved_ids, self._parameters(), strict=True):
+            if saved := state_dict["state"].get(saved_id):
+                self._check_states(saved, param, group)
+                self.state[param] = {
+                    name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
+                    for name, value in saved.items()
+                }
+
+    def _check_states(self, saved: dict[str, Any], param: torch.Tensor, group: dict[str, Any]) -> None:
+        expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
+        dtype = torch.bfloat16 if self._rounds(param) else torch.float32
+        same = {value.dtype for value in saved.values() if isinstance(value, torch.Tensor)} == {dtype}
+        if set(saved) != expected or not same:
+            raise ConfigError(
+                f"optimizer state {sorted(saved)} does not fit {type(self).__name__}, which keeps {sorted(expected)} "
+                f"in {str(dtype).removeprefix('torch.')}: resume with the optim.name and train.precision of the "
+                "checkpoint, or start from its weights with model.path"
+            )

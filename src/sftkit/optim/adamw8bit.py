@@ -1,0 +1,66 @@
+"""torchao's 8-bit AdamW, made to fit the loop: plain learning rates, the same random bits on every rank, a warm-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-not-found]
+
+from sftkit.runtime.rng import random_key
+
+
+class AdamW8bit(TorchaoAdamW8bit):
+    """8-bit block-wise moments (arXiv 2110.02861); bf16 weights are rounded stochastically.
+
+    torchao draws the rounding bits from the device's generator: here it is seeded with (seed, step) for the time of a
+    step, so that replicas stay equal, a resumed run repeats them, and nobody else's random numbers change.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, seed: int = 0
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, bf16_stochastic_round=True)
+        self.seed = seed
+        self.unusable: torch.Tensor | None = None
+        "bool 0-d: whether the next update is left out; the host reads it, as it reads the number of updates"
+        self._set_lr([lr] * len(self.param_groups))
+
+    def _set_lr(self, values: list[Any]) -> None:
+        for group, value in zip(self.param_groups, values, strict=True):
+            group["lr"] = value
+
+    def step(self, closure: None = None) -> None:
+        """One update, or none where `unusable` is set. torchao wants learning rates as tensors, the loop and the checkpoint
+        have floats."""
+        assert closure is None
+        unusable, self.unusable = self.unusable, None
+        if unusable is not None and bool(unusable):
+            return
+        updates = max((int(state["step"]) for state in self.state.values()), default=0)
+        device = self.param_groups[0]["params"][0].device
+        learning_rates = [float(group["lr"]) for group in self.param_groups]
+        self._set_lr([torch.tensor(lr, dtype=torch.float32) for lr in learning_rates])
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            generator = (
+                torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+            )
+            generator.manual_seed(random_key(self.seed, updates) >> 1)
+            super().step()
+        self._set_lr(learning_rates)
+
+    def warm_up(self) -> None:
+        """Compile for each distinct shape: torchao's function is static. Nothing of this optimizer is touched."""
+        seen = set()
+        for group in self.param_groups:
+            for param in group["params"]:
+                kind = (param.shape, param.dtype, param.device, group["weight_decay"])
+                if param.requires_grad and kind not in seen:
+                    seen.add(kind)
+                    self._compile_for(param, group)
+
+    def _compile_for(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        copy = torch.nn.Parameter(torch.zeros_like(param))
+        copy.grad = torch.zeros_like(param)
+        options = {"params": [copy], "weight_decay": group["weight_decay"]}
+        AdamW8bit([options], group["lr"], group["betas"], group["eps"]).step()

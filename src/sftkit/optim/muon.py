@@ -1,0 +1,101 @@
+"""Muon on the matrices of the decoder blocks, AdamW on everything else, in one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sftkit.ops.dtensor import local, local_region
+from sftkit.optim.adamw import AdamW, elements, first_element, flat, int32, noise16, stochastic_round
+from sftkit.runtime.rng import random_key
+
+MOMENTUM = 0.95
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """U V^T of the singular value decomposition, nearly: five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
+
+    Singular values end between 0.5 and 1.5, which is as good here. The same arithmetic as torch.optim.Muon, whose
+    functional form is private and has changed between releases.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.bfloat16().T if tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def update_muon(
+    param: torch.Tensor,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    usable: torch.Tensor,
+) -> None:
+    """In place on fp32 matrices: Nesterov momentum, orthogonalized, scaled to the root mean square of an AdamW update
+    (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that one learning rate serves both.
+
+    Args:
+        param: says of what matrix the others are this rank's piece; the update needs the whole, so a sharded one is
+            gathered, and each rank computes all of it.
+        usable: bool 0-d; where False nothing changes.
+    """
+    momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
+    direction = grad.lerp(momentum, MOMENTUM)
+    update = _own_piece(orthogonalized(_whole(direction, param)), param)
+    new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+    momentum_buffer.copy_(torch.where(usable, momentum, momentum_buffer))
+    weight.copy_(torch.where(usable, new, weight))
+
+
+def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return piece
+    mesh, placements = param.device_mesh, param.placements
+    stride = (param.shape[1], 1)
+    return DTensor.from_local(
+        piece.bfloat16(), mesh, placements, run_check=False, shape=param.shape, stride=stride
+    ).full_tensor()
+
+
+def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return whole
+    return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
+
+
+class Muon(AdamW):
+    """Groups with `use_muon` take Muon, the others this package's AdamW.
+
+    States of a matrix: `momentum_buffer` (fp32, flat), `step` (int), and for a bf16 matrix `master` (fp32, flat).
+    """
+
+    def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if not group["use_muon"]:
+            return super()._zero_states(param, group)
+        return {"step": 0, "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
+
+    def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
+        if not group["use_muon"]:
+            return super()._update(param, group, index, clip)
+        state = self._next_state(param, group)
+        assert param.grad is not None
+        piece = local(param)
+        weight = state.get("master", flat(param)).view(piece.shape)
+        momentum_buffer = state["momentum_buffer"].view(piece.shape)
+        grad = local(param.grad).float() * clip
+        update_muon(param, weight, grad, momentum_buffer, group["lr"], group["weight_decay"], ~clip.isnan())
+        if "master" in state:
+            key = random_key(self.seed, state["step"], index)
+            numbers = elements(state["master"]) + first_element(param)
+            noise = noise16(numbers, int32(key), int32(key >> 32))[0]
+            rounded = stochastic_round(state["master"], noise).view(piece.shape)
+            piece.copy_(torch.where(clip.isnan(), piece, rounded))
+        return None

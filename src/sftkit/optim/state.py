@@ -1,0 +1,77 @@
+"""Optimizer states by the names of their parameters and in their shapes: what checkpoints store, at any sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.ops.dtensor import local
+
+STEP = "step"
+
+
+def named_states(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`exp_avg.<parameter>` -> tensor of the parameter's shape, a view of the live state (of this rank's piece, as a
+    DTensor, where the parameter is sharded); `step.<parameter>` -> int64 0-d.
+
+    States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, param in _named(optimizer, orig_model):
+        state = _state(optimizer, param)
+        found[f"{STEP}.{name}"] = torch.tensor(int(state[STEP]), dtype=torch.int64)
+        for key, value in state.items():
+            if key != STEP:
+                found |= _as_parameter(f"{key}.{name}", value, param)
+    return found
+
+
+def states_loaded(
+    optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor]
+) -> None:
+    """After a checkpoint was loaded into the tensors of `named_states`: take over the numbers of updates."""
+    for name, param in _named(optimizer, orig_model):
+        state, step = optimizer.state[param], int(tensors[f"{STEP}.{name}"])
+        if isinstance(state[STEP], torch.Tensor):
+            state[STEP].fill_(step)
+        else:
+            state[STEP] = step
+
+
+def _named(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    names = {id(p): name for name, p in orig_model.named_parameters()}
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+    state = optimizer.state[param]
+    if state:
+        return state
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    if isinstance(optimizer, torch.optim.AdamW):
+        step = torch.zeros((), dtype=torch.float32, device=param.device)
+        state.update({STEP: step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)})
+    else:
+        state.update(optimizer.new_state(param, group))  # type: ignore[attr-defined]
+    return state
+
+
+def _as_parameter(key: str, value: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """The tensors of one state."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the piece
+        return {f"{key}.codes": _shaped(value.codes, param), f"{key}.scale": value.scale}
+    return {key: _shaped(value, param)}
+
+
+def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
+    piece = value.view(local(param).shape)
+    if not isinstance(param, DTensor):
+        return piece
+    return DTensor.from_local(
+        piece, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,149 @@
+"""Weights cut over the ranks with torch's FSDP2: compiled blocks one by one, embedding and head with them.
+
+Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its piece. The model
+keeps its class and its parameter names; parameters are DTensors from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+from sftkit.models.structure import decoder_blocks, embedding_module, head
+from sftkit.parallel.tensor import cut_matrices
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is traded between memory and communication; decided with the memory plan."""
+
+    keep_weights: bool = True
+    "gathered weights stay from the first forward pass of a step to its last backward pass, else of a block at a time"
+    keep_gradients: bool = True
+    "gradients of earlier micro-batches add up whole, in fp32, and are exchanged once a step; else after each of them"
+
+    def describe(self) -> str:
+        """For the console."""
+        weights = "gathered once a step" if self.keep_weights else "gathered for each pass, block by block"
+        gradients = "exchanged once a step" if self.keep_gradients else "exchanged after each micro-batch"
+        return f"weights {weights}, gradients {gradients}"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The process groups of a sharded run."""
+
+    blocks: DeviceMesh
+    "what the weights of blocks are cut over by FSDP: [shards] or [replicas, shards]; context ranks count as shards"
+    rest: DeviceMesh
+    "the same for embedding, final norm and head, where tensor-parallel ranks, which compute other positions, count too"
+    tensor: DeviceMesh | None
+    context: DeviceMesh | None
+
+
+def make_meshes(topology: Topology, device_type: str) -> Meshes:
+    """Process groups for a topology; every rank calls it."""
+    t = topology
+
+    def mesh(*sizes_and_names: tuple[int, str]) -> DeviceMesh:
+        sizes, names = zip(*sizes_and_names, strict=True)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+    if t.tensor > 1:
+        whole = mesh((t.replicas, "replicas"), (t.shards, "shards"), (t.tensor, "tensor"))
+        rest = mesh((t.replicas, "replicas"), (t.shards * t.tensor, "shards"))
+        return Meshes(_without_one_replica(whole, t), _without_one_replica(rest, t), whole["tensor"], None)
+    whole = mesh((t.replicas, "replicas"), (t.shards * t.context, "shards"))
+    blocks = _without_one_replica(whole, t)
+    if t.context == 1:
+        return Meshes(blocks, blocks, None, None)
+    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"]
+    return Meshes(blocks, blocks, None, context)
+
+
+def _without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
+    return mesh["shards"] if topology.replicas == 1 else mesh["replicas", "shards"]
+
+
+def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision: str) -> None:
+    """Cut the weights of `model.orig_model` in place, after the blocks have been compiled (lazily) and before the optimizer.
+
+    Args:
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `nll` become methods that gather what they need, as the
+            forward pass of orig_model does from now on.
+        precision: of the weights; gradients are summed in fp32.
+
+    Raises:
+        ConfigError: the model's blocks are not named, or tensor parallelism does not know its layers.
+    """
+    orig_model = model.orig_model
+    assert isinstance(orig_model, PreTrainedModel)
+    blocks = decoder_blocks(orig_model)
+    if not blocks:
+        raise ConfigError(
+            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use ddp.yaml"
+        )
+    if meshes.tensor is not None:
+        cut_matrices(orig_model, blocks, meshes.tensor)
+    reduce_dtype = torch.float32 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    keep = sharding.keep_weights
+    for block in blocks:
+        fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
+    alone = _alone(orig_model)
+    for module in alone:  # neither is read in the backward pass: the loss has its gradients by then
+        piece = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
+        piece.set_unshard_in_backward(False)
+    fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
+    for piece in fsdp_modules(orig_model):
+        piece.set_gradient_divide_factor(1.0)
+        piece.set_force_sum_reduction_for_comms(True)
+    orig_model._sharding = sharding  # type: ignore[assignment]
+    _gather_in(orig_model, model, "sums")
+    _gather_in(orig_model, model, "hidden_states")
+    if head(orig_model) in alone:
+        _gather_in(head(orig_model), model, "nll")
+    for before, after in itertools.pairwise(blocks):
+        before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+
+
+def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
+    embedding, projection = embedding_module(orig_model), head(orig_model)
+    return [] if projection.weight is embedding.weight else [embedding, projection]
+
+
+def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> None:
+    """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and let go after."""
+    setattr(owner, name, getattr(model, name))
+    register_fsdp_forward_method(owner, name)
+    setattr(model, name, getattr(owner, name))
+
+
+def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
+    """The modules that gather weights of their own."""
+    return (module for module in orig_model.modules() if isinstance(module, FSDPModule))
+
+
+def set_gradient_sync(model: torch.nn.Module, last: bool) -> None:
+    """Before each micro-batch of a sharded model: whether it is the last of its step."""
+    orig_model = model.orig_model
+    sharding = getattr(orig_model, "_sharding", None)
+    assert isinstance(orig_model, FSDPModule)
+    assert isinstance(sharding, Sharding)
+    orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
+    orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
+
+
+def let_go(orig_model: torch.nn.Module) -> None:
+    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
+    for piece in fsdp_modules(orig_model):
+        piece.reshard()

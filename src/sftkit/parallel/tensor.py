@@ -1,0 +1,127 @@
+"""Tensor parallelism: the matrices of a block cut over ranks, activations between them cut by position.
+
+Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
+feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
+(Megatron's sequence parallelism, arXiv 2205.05198). In `whole_rows`, for decoding and checks, nothing is cut by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from sftkit.errors import ConfigError
+from sftkit.models.structure import decoder_blocks
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"Architectures whose blocks have the layers below and no other."
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+_cut_by_position = True
+
+
+def between() -> Placement:
+    """How activations lie between attention and feed-forward layers."""
+    return Shard(1) if _cut_by_position else Replicate()
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Inside, every rank of a group has all positions of its rows: inputs of any length, as in decoding."""
+    global _cut_by_position
+    before, _cut_by_position = _cut_by_position, False
+    try:
+        yield
+    finally:
+        _cut_by_position = before
+
+
+def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
+    """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
+
+    Raises:
+        ConfigError: an architecture that is not in MODEL_TYPES, or heads or channels that the ranks do not divide.
+    """
+    check_tensor_parallel(orig_model, mesh.size())
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if name in COLUMNS:
+                _cut(module, mesh, Shard(0))
+                module.register_forward_hook(_to_local)
+            elif name in ROWS:
+                _cut(module, mesh, Shard(1))
+                module.register_forward_pre_hook(_as_dtensor(mesh, Shard(-1)))
+                module.register_forward_hook(_add_up)
+            elif name in NORMS:
+                _cut(module, mesh, Replicate())
+                module.register_forward_pre_hook(_as_dtensor(mesh, None))
+                module.register_forward_hook(_gather)
+            elif name in HEAD_NORMS:
+                _cut(module, mesh, Replicate())
+                module.register_forward_pre_hook(_as_dtensor(mesh, Shard(2)))
+                module.register_forward_hook(_to_local)
+
+
+def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
+    """What `cut_matrices` raises."""
+    config = orig_model.config.get_text_config()
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
+            f"{', '.join(MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name)
+        if number % size:
+            raise ConfigError(
+                f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
+            )
+    known = {*COLUMNS, *ROWS, *NORMS, *HEAD_NORMS}
+    modules = decoder_blocks(orig_model)[0].named_modules()
+    odd = [name for name, module in modules if name not in known and next(module.parameters(False), None) is not None]
+    if odd:
+        raise ConfigError(
+            f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "
+            "know: set it to 1 and use accelerate_configs/fsdp2.yaml"
+        )
+
+
+def _cut(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, param in list(module.named_parameters(recurse=False)):
+        along = placement
+        if name == "bias" and placement == Shard(1):
+            along = Replicate()
+        piece = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
+        module.register_parameter(name, torch.nn.Parameter(piece, requires_grad=param.requires_grad))
+
+
+def _as_dtensor(mesh: DeviceMesh, placement: Placement | None) -> Any:
+    """A hook that says of what whole the input is this rank's piece; None: as activations lie between layers."""
+
+    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        at = between() if placement is None else placement
+        return (DTensor.from_local(inputs[0], mesh, [at], run_check=False), *inputs[1:])
+
+    return hook
+
+
+def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+    return output.to_local()
+
+
+def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
+    """Whole rows; a DTensor still, so that the gradients of what reads it are added up before they are scattered."""
+    return output.redistribute(placements=[Replicate()])
+
+
+def _add_up(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+    return output.redistribute(placements=[between()]).to_local()

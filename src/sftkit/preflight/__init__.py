@@ -1,0 +1,1 @@
+"""What a run would learn and cost, before a GPU is used."""

@@ -1,0 +1,233 @@
+"""What a run will cost, before it starts: positions of each layout, memory, disk, and hours where a speed was measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
+from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
+from sftkit.memory.estimate import GIB
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
+
+SAMPLE = 20_000
+"Documents on which layouts other than the run's own are planned; their positions are scaled up."
+SAME = (
+    *("model.path", "model.scratch", "data.max_length", "train.micro_batch_size", "train.precision", "train.fp8"),
+    *("train.memory", "attention.backend", "compile.enabled", "compile.mode"),
+)
+"Settings that an earlier run must share for its speed to be expected of this one."
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Useful tokens per second that an earlier run measured."""
+
+    tok_per_sec: float
+    "median of the second half of its logged lines"
+    run: str
+    device: str | None
+    world_size: int | None
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def layout_facts(
+    data: DataConfig, train: TrainConfig, layout: Layout, epoch: Sequence[GlobalBatch], lengths: np.ndarray
+) -> list[dict[str, Any]]:
+    """Shapes, padding, steps and positions of an epoch in each of the four layouts.
+
+    `x_dynamic` is positions over those of the dynamic layout; `break_even` over those of an eager loop that pads each
+    micro-batch to its own longest document: so many times faster per position must the compiled step be to win.
+
+    Args:
+        layout: the run's own, planned as `epoch`.
+        lengths: int [D], positions of the training documents.
+    """
+    some = lengths
+    if len(lengths) > SAMPLE:
+        some = lengths[np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]]
+    scale = float(lengths.sum()) / float(some.sum())
+    every = [
+        layout if kind == layout.kind else _other_layout(data, train, layout, kind, some)
+        for kind in ("packed", "bucketed", "fixed", "dynamic")
+    ]
+    plans = [epoch if one is layout else plan_epoch(some, one, seed=0, epoch=0) for one in every]
+    scales = [1.0 if one is layout else scale for one in every]
+    positions = [num_positions(plan, one) * s for plan, one, s in zip(plans, every, scales, strict=True)]
+    part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
+    eager = (
+        positions[-1]
+        * eager_positions(lengths if every[-1] is layout else some, part, every[-1])
+        / num_positions(part, every[-1])
+    )
+    return [
+        {
+            "layout": one.kind,
+            "own": one is layout,
+            "shapes": shapes_text(one),
+            "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
+            "steps": round(len(plan) * s),
+            "positions": round(count),
+            "x_dynamic": count / positions[-1],
+            "break_even": count / eager,
+            "tok_per_sec": None,
+        }
+        for one, plan, count, s in zip(every, plans, positions, scales, strict=True)
+    ]
+
+
+def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
+    """Another layout for the same data and processes; settings that only go with one layout hold for that one."""
+    asked = data.pad_multiple or PAD_MULTIPLE
+    multiple = asked if own.max_length % asked == 0 else 1
+    data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
+    train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was said once
+    return make_layout(data, own.max_length, train, own.world_size, lengths)
+
+
+def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:
+    """Positions of an epoch in which each micro-batch of the dynamic layout is padded to its own longest document."""
+    ranks = range(dynamic.world_size)
+    micro_batches = (rows for batch in epoch for rank in ranks for rows in batch.micro_batches(dynamic, rank))
+    documents = ([lengths[i] for row in rows for i in row] for rows in micro_batches)
+    return sum(dynamic.padded(int(max(found))) * len(found) for found in documents if found)
+
+
+def shapes_text(layout: Layout) -> str:
+    """The shapes that a micro-batch may have, rows x positions."""
+    if layout.dynamic:
+        step = f", multiples of {layout.pad_multiple}" if layout.pad_multiple > 1 else ""
+        return f"{layout.micro_batch_size}x({layout.padded(1)} to {layout.max_length}{step})"
+    return ", ".join(f"{rows}x{length}" for rows, length in layout.shapes)
+
+
+# ---- speed and time --------------------------------------------------------------------------------------------------
+
+
+def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[str, Speed]:
+    """By layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) has measured.
+
+    Args:
+        here: (device name, processes); runs on others are passed over. None: any, as the speed says where it is from.
+    """
+    run_dir = Path(cfg.run.dir)
+    folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}.old-*")]
+    found: dict[str, Speed] = {}
+    for file in sorted((f for d in folders if (f := d / "metrics.jsonl").is_file()), key=_modified, reverse=True):
+        speed, kind = _speed(file), _comparable(file.with_name("config.yaml"), cfg)
+        if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
+            continue
+        found.setdefault(kind, speed)
+    return found
+
+
+def _modified(file: Path) -> float:
+    return file.stat().st_mtime
+
+
+def _speed(metrics: Path) -> Speed | None:
+    rates = []
+    for line in metrics.read_text().split("\n"):
+        try:
+            rates.append(json.loads(line).get("perf/tok_per_sec"))
+        except ValueError:  # cut short by a kill
+            continue
+    rates = [rate for rate in rates if rate]
+    if not rates:
+        return None
+    try:
+        where = json.loads(metrics.with_name("environment.json").read_text())
+    except (OSError, ValueError):
+        where = {}
+    return Speed(median(rates[len(rates) // 2 :]), str(metrics.parent), where.get("device"), where.get("world_size"))
+
+
+def _comparable(config: Path, cfg: Config) -> str | None:
+    """The layout of an earlier run whose speed says something about this recipe, None if it does not."""
+    try:
+        earlier = yaml.safe_load(config.read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    mine = json.loads(json.dumps(asdict(cfg)))  # tuples become lists
+    kind = _get(earlier, "data.layout")
+    keys = (*SAME, "data.row_length") if kind == cfg.data.layout == "packed" else SAME
+    return kind if all(_get(earlier, key) == _get(mine, key) for key in keys) else None
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, speed: Speed | None) -> dict[str, Any]:
+    """Steps, epochs and tokens of the run, and its hours where an earlier run has measured a speed."""
+    wanted = train.epochs * steps_in_epoch if train.epochs else None
+    steps = min(n for n in (wanted, train.max_steps) if n is not None)
+    tokens = tokens_in_epoch * steps / steps_in_epoch
+    return {
+        "steps": steps,
+        "epochs": steps / steps_in_epoch,
+        "tokens": round(tokens),
+        "tok_per_sec": speed.tok_per_sec if speed else None,
+        "hours": tokens / speed.tok_per_sec / 3600 if speed else None,
+        "measured_in": speed.run if speed else None,
+        "measured_on": f"{speed.world_size or '?'} x {speed.device or 'unknown device'}" if speed else None,
+    }
+
+
+# ---- memory and disk -------------------------------------------------------------------------------------------------
+
+
+def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[str, Any] | None:
+    """The estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
+    if plan is None or plan.estimate is None:
+        return None
+    parts = {field.name: getattr(plan.estimate, field.name) / GIB for field in fields(plan.estimate)}
+    fitting = None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes)
+    return {
+        "optimizer": plan.optim.name,
+        "estimated_gib": plan.estimate.total / GIB,
+        "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
+        "fits": fitting,
+        "parts_gib": parts,
+        "remedies": [remedy.text for remedy in remedies(plan, cfg, layout)[:3]],
+    }
+
+
+def disk_facts(
+    run_dir: Path, checkpoint: CheckpointConfig, steps: int, orig_model: PreTrainedModel | None, plan: MemoryPlan | None
+) -> dict[str, Any]:
+    """Free space where the run will be, against its checkpoints at the moment when most are there."""
+    folder = run_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
+    count = checkpoints_at_once(checkpoint, steps)
+    return {
+        "folder": str(folder),
+        "free_gib": free / GIB,
+        "checkpoint_gib": None if size is None else size / GIB,
+        "checkpoints": count,
+        "needed_gib": None if size is None else count * size / GIB,
+        "fits": None if size is None else count * size <= free,
+    }
+
+
+def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
+    """The most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being written."""
+    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
+    pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
+    return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)

@@ -1,0 +1,157 @@
+"""What tokenized data is made of, counted before training: sources, roles, lengths, ends of turns, duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.config.schema import SourceConfig, source_label
+from sftkit.data import chat, readers
+from sftkit.data.sources import COUNTS, opened, parse
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError, DataError
+
+ROWS_READ = 2_000
+"Rows of each source that are read again for roles, which tokenized data no longer has."
+
+
+@dataclass
+class RowSample:
+    """What the first rows of the sources are."""
+
+    rows_read: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
+    "messages of each role"
+    conversations: dict[str, bool] = field(default_factory=dict)
+    "source name -> whether it has conversations; a source that cannot be read again is missing"
+
+
+def source_facts(examples: Examples) -> list[dict[str, Any]]:
+    """For each source its name, what became of its rows, and its tokens and targets.
+
+    Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
+    """
+    sources, count = np.asarray(examples.source), len(examples.source_names)
+    tokens = np.bincount(sources, weights=examples.lengths, minlength=count)
+    learned = np.add.reduceat(examples.is_target, examples.offsets[:-1], dtype=np.int64)  # no document is empty
+    targets = np.bincount(sources, weights=learned, minlength=count)
+    facts = []
+    for i, name in enumerate(examples.source_names):
+        counts = examples.counts.get(name, {})
+        numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
+        facts.append({"name": name, **numbers, "tokens": int(tokens[i]), "targets": int(targets[i])})
+    return facts
+
+
+def length_facts(lengths: np.ndarray) -> dict[str, Any]:
+    """Histogram in powers of two (counts[i] documents of edges[i] to edges[i + 1] - 1 positions) and percentiles."""
+    edges = [2 ** int(np.log2(max(int(lengths.min()), 1)))]
+    while edges[-1] <= lengths.max():
+        edges.append(edges[-1] * 2)
+    counts, _ = np.histogram(lengths, bins=edges)
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    return {
+        "edges": edges,
+        "counts": counts.tolist(),
+        "mean": float(lengths.mean()),
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": int(lengths.max()),
+    }
+
+
+def first_rows(sources: Iterable[SourceConfig]) -> RowSample:
+    """Roles of the first ROWS_READ rows of each source. What cannot be read is left out: tokenizing has reported it."""
+    sample = RowSample()
+    for source in sources:
+        name = source_label(source)
+        if source.path == "builtin:docs":  # text, and seconds to make again
+            sample.conversations[name] = False
+            continue
+        if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
+            source = replace(source, split=readers.base_split(source.split))
+        try:
+            sample.conversations[name] = _add_rows(sample, source)
+        except (OSError, ConfigError, DataError):
+            continue
+    return sample
+
+
+def _add_rows(sample: RowSample, source: SourceConfig) -> bool:
+    """Count the roles of a source's first rows; whether there was a conversation."""
+    before = sample.roles.total()
+    for raw in islice(opened(source).rows(), ROWS_READ):
+        sample.rows_read += 1
+        try:
+            messages = parse(raw).messages
+        except DataError:
+            continue
+        if isinstance(messages, list):
+            sample.roles.update(str(m["role"]) for m in messages if isinstance(m, dict) and "role" in m)
+    return sample.roles.total() > before
+
+
+def of_conversations(examples: Examples, sample: RowSample) -> np.ndarray:
+    """bool [D]: documents of the sources that have conversations."""
+    flags = [sample.conversations.get(name, False) for name in examples.source_names]
+    return np.asarray(flags)[np.asarray(examples.source)]
+
+
+def end_of_turn_pct(examples: Examples, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> float | None:
+    """Share of the chosen documents whose last token, always a target, is one after which an answer is over."""
+    if not chosen.any():
+        return None
+    last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
+    return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """sha256 of the chat template, None without one."""
+    template = tokenizer.chat_template
+    return hashlib.sha256(str(template).encode()).hexdigest() if template else None
+
+
+def duplicate_facts(
+    training: Examples, validation: dict[str, Examples], sources: Sequence[SourceConfig]
+) -> dict[str, Any]:
+    """Documents with the same tokens as an earlier one, passes by `repeat` left out, and validation documents that are
+    trained on.
+
+    Returns:
+        duplicate_pct; validation_in_train, by source how many documents occur in training.
+    """
+    once = _first_passes(training, sources)
+    seen = _fingerprints(training, once)
+    distinct = set(seen)
+    found = {
+        name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))
+        for name, examples in validation.items()
+    }
+    return {
+        "duplicate_pct": 100.0 * (1.0 - len(distinct) / len(seen)),
+        "validation_in_train": found,
+    }
+
+
+def _first_passes(examples: Examples, sources: Sequence[SourceConfig]) -> np.ndarray:
+    """Indices of the documents without the further passes that `repeat` asks for; passes stand one after the other."""
+    found = []
+    for i, source in enumerate(sources):
+        documents = np.flatnonzero(np.asarray(examples.source) == i)
+        found.append(documents[: len(documents) // source.repeat])
+    return np.concatenate(found)
+
+
+def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
+    """64-bit hashes of the documents' tokens."""
+    ids = np.asarray(examples.ids)
+    starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
+    return [hash(ids[start:end].tobytes()) for start, end in zip(starts, ends, strict=True)]

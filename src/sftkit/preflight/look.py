@@ -1,0 +1,268 @@
+"""A look at what a run will learn and cost, before it does: preflight.json, a few lines, and warnings in words.
+
+Training writes it on the main rank; scripts/inspect_data.py shows all of it without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config.schema import Config
+from sftkit.data.loader import Batches
+from sftkit.data.pack import GlobalBatch, Layout
+from sftkit.data.types import Examples
+from sftkit.memory.plan import MemoryPlan
+from sftkit.preflight import costs as costs
+from sftkit.preflight import data as facts
+from sftkit.runtime.files import replace_text
+from sftkit.runtime.hardware import device_name
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+FILE = "preflight.json"
+
+TRUNCATED_PCT = 50.0
+DROPPED_PCT = 20.0
+TARGET_PCT = 5.0
+END_OF_TURN_PCT = 99.0
+PADDING_PCT = 50.0
+OVERLAP_PCT = 1.0
+"Of a validation source's documents; a few pieces of boilerplate are the same in any two parts of a corpus."
+DUPLICATE_PCT = 5.0
+"Beyond these a warning is due."
+
+
+def look(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    validation: dict[str, Examples],
+    layout: Layout,
+    epoch: Sequence[GlobalBatch],
+    orig_model: PreTrainedModel | None = None,
+    plan: MemoryPlan | None = None,
+    here: tuple[str, int] | None = None,
+) -> dict[str, Any]:
+    """What preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
+
+    Args:
+        epoch: the first epoch of `examples` in `layout`.
+        orig_model: on any device, also meta: only its sizes are read. None with `plan`: memory and disk are unknown.
+        here: (device name, processes), to believe only speeds measured on such; None: any.
+    """
+    sample = facts.first_rows(cfg.data.train)
+    conversations = facts.of_conversations(examples, sample)
+    sources, lengths = facts.source_facts(examples), examples.lengths
+    tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
+    speeds = costs.measured_speeds(cfg, here)
+    layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
+    for row in layouts:
+        row["tok_per_sec"] = speeds[row["layout"]].tok_per_sec if row["layout"] in speeds else None
+    time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
+    found: dict[str, Any] = {
+        "sources": sources,
+        "validation": [source for one in validation.values() for source in facts.source_facts(one)],
+        "max_length": layout.max_length,
+        "lengths": facts.length_facts(lengths),
+        "target_pct": 100.0 * targets / tokens,
+        "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
+        "template_sha256": facts.template_hash(tokenizer) if conversations.any() else None,
+        "roles": dict(sample.roles),
+        "rows_read": sample.rows_read,
+        **facts.duplicate_facts(examples, validation, cfg.data.train),
+        "layouts": layouts,
+        "memory": costs.memory_facts(cfg, layout, plan),
+        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
+        "time": time,
+    }
+    return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
+
+
+def record(
+    run_dir: Path,
+    cfg: Config,
+    rt: Runtime,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    validation: dict[str, Examples],
+    orig_model: PreTrainedModel,
+    plan: MemoryPlan,
+) -> None:
+    """Write preflight.json, say what was read in a few lines, and warn of data. Main rank only, no collectives.
+
+    Memory and disk are in the file; the memory plan and the checkpoints speak for themselves.
+    """
+    if not rt.is_main:
+        return
+    here = (device_name(rt.device), rt.world_size)
+    examples, layout, epoch = batches.examples, batches.layout, batches.plan(0)
+    found = look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan, here)
+    try:
+        replace_text(run_dir / FILE, json.dumps(found, indent=1, ensure_ascii=False))
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / FILE, error)
+    for line in lines(found):
+        rt.say(line)
+    for warning in data_warnings(found):
+        log.warning("warning: %s", warning)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """A calm table for the console: a line per source, then lengths, roles, layout and time."""
+    shown = [f"{'train':<10}{source_text(source)}" for source in found["sources"]]
+    shown += [f"{'val':<10}{source_text(source)}" for source in found["validation"]]
+    lengths = found["lengths"]
+    shown.append(
+        f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, "
+        f"p99 {lengths['p99']:,.0f}, max {lengths['max']:,} of {found['max_length']:,} positions"
+    )
+    if found["roles"]:
+        roles = ", ".join(f"{count:,} {role}" for role, count in sorted(found["roles"].items(), key=lambda r: -r[1]))
+        shown.append(f"{'roles':<10}{roles} (of the first {found['rows_read']:,} rows)")
+        shown.append(f"{'chat':<10}template {template_text(found)}, end of turn learned in {end_text(found)}")
+    own = own_layout(found)
+    shown.append(
+        f"{'layout':<10}{own['layout']}, {own['shapes']}: {own['padding_pct']:.1f} % padding, "
+        f"{own['steps']:,} steps an epoch"
+    )
+    return [*shown, f"{'time':<10}{time_text(found['time'])}"]
+
+
+def source_text(source: dict[str, Any]) -> str:
+    """What was read of a source, and what became of it; what did not happen is not mentioned."""
+    share = 100.0 * source["targets"] / source["tokens"] if source["tokens"] else 0.0
+    became = {
+        "truncated": "truncated",
+        "dropped_too_long": "dropped as too long",
+        "dropped_no_target": "dropped without target",
+        "skipped_bad": "bad rows skipped",
+    }
+    happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])
+    return (
+        f"{source['name']}: {source['rows']:,} rows, {source['documents']:,} documents, {source['tokens']:,} tokens, "
+        f"{share:.1f} % targets{happened}"
+    )
+
+
+def template_text(found: dict[str, Any]) -> str:
+    """The start of the chat template's hash."""
+    return found["template_sha256"][:12] if found["template_sha256"] else "none"
+
+
+def end_text(found: dict[str, Any]) -> str:
+    share = found["end_of_turn_pct"]
+    return "none: text only" if share is None else f"{share:.1f} % of conversations"
+
+
+def time_text(time: dict[str, Any]) -> str:
+    """Steps and epochs, with hours where a speed was measured."""
+    text = f"{time['steps']:,} steps, {time['epochs']:.2f} epochs, {time['tokens']:,} tokens"
+    if time["hours"] is None:
+        return f"{text}; hours unknown until a first run has measured the speed"
+    minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
+    hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.2g} s"
+    measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"
+    return f"{text}; about {hours} at {measured}"
+
+
+def size_text(gib: float) -> str:
+    """A size in the unit that suits it: 12.3 GiB, 41 MiB, 0.3 MiB."""
+    if gib >= 10 or gib == 0:
+        return f"{gib:,.1f} GiB"
+    if gib >= 0.5:
+        return f"{gib:.2f} GiB"
+    mib = 1024 * gib
+    return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"
+
+
+def own_layout(found: dict[str, Any]) -> dict[str, Any]:
+    return next(row for row in found["layouts"] if row["own"])
+
+
+def data_warnings(found: dict[str, Any]) -> list[str]:
+    """What is wrong with the data or its layout, and what to do about it."""
+    warnings = [text for source in found["sources"] for text in _source_warnings(source, found["max_length"])]
+    if found["target_pct"] < TARGET_PCT:
+        warnings.append(
+            f"only {found['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "
+            "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
+        )
+    share = found["end_of_turn_pct"]
+    if share is not None and share < END_OF_TURN_PCT:
+        warnings.append(
+            f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not teach the "
+            f"model to stop. Raise data.max_length ({found['max_length']}), or leave them out with data.too_long=drop"
+        )
+    if found["duplicate_pct"] > DUPLICATE_PCT:
+        warnings.append(
+            f"{found['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
+            "remove them, or use repeat for a source that should"
+        )
+    of_validation = {source["name"]: source["documents"] for source in found["validation"]}
+    for name, count in found["validation_in_train"].items():
+        if count > OVERLAP_PCT / 100 * of_validation[name]:
+            warnings.append(
+                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too little "
+                "about new data. Take another split for data.val, or slices that do not overlap"
+            )
+    return [*warnings, *_padding_warning(found)]
+
+
+def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
+    rows, found = max(source["rows"], 1), []
+    if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
+        found.append(
+            f"source {source['name']}: {source['truncated']:,} of {source['rows']:,} rows are longer than data.max_length "
+            f"({max_length}) and truncated. Raise data.max_length, or set data.too_long=drop"
+        )
+    reasons = {
+        "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
+        "dropped_no_target": "no target left within data.max_length: raise it, or shorten the prompts",
+        "skipped_bad": "bad rows: the log names the first; data.on_bad_row=error stops at it",
+    }
+    dropped = sum(source[key] for key in reasons)
+    if 100.0 * dropped > DROPPED_PCT * rows:
+        why = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
+        found.append(f"source {source['name']}: {dropped:,} of {source['rows']:,} rows are not used. {why}")
+    return found
+
+
+def _padding_warning(found: dict[str, Any]) -> list[str]:
+    own = own_layout(found)
+    if own["padding_pct"] <= PADDING_PCT:
+        return []
+    best = min(found["layouts"], key=lambda row: row["padding_pct"])
+    if own["steps"] == 1:
+        advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"
+    elif best["own"]:
+        advice = "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
+    else:
+        advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
+    return [f"{own['padding_pct']:.1f} % of the positions are padding in the {own['layout']} layout. {advice}"]
+
+
+def machine_warnings(found: dict[str, Any]) -> list[str]:
+    """Where the GPU or the disk is too small."""
+    warnings, memory, disk = [], found["memory"], found["disk"]
+    if memory and memory["fits"] is False:
+        advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
+        warnings.append(
+            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} GiB: it may "
+            f"run out of memory. What saves most: {advice}"
+        )
+    if disk["fits"] is False:
+        warnings.append(
+            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and {disk['checkpoints']} checkpoints of "
+            f"{size_text(disk['checkpoint_gib'])} need {size_text(disk['needed_gib'])}. Free some space, choose another run.dir, "
+            "or set checkpoint.every=null for the last one only"
+        )
+    return warnings

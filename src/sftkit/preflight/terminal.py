@@ -1,0 +1,229 @@
+"""What `scripts/inspect_data.py` adds to the preflight: a model without memory, samples with their masks, the terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, init_empty_weights
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from sftkit.config.schema import Config, ModelConfig
+from sftkit.data.pack import Layout
+from sftkit.data.template import special_tokens_of
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+from sftkit.memory.plan import MemoryPlan, make_plan
+from sftkit.models.load import load_model
+from sftkit.preflight import look as preflight
+from sftkit.runtime.start import Runtime
+
+BAR_WIDTH = 40
+CONTROLS = {n: 0x2400 + n for n in range(32) if n not in (9, 10)} | {127: 0x2421} | dict.fromkeys(range(128, 160), "�")
+"Control characters to visible ones: data must not steer a terminal."
+
+log = logging.getLogger(__name__)
+
+
+# ---- the model that will be trained, without its weights -------------------------------------------------------------
+
+
+def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
+    """The model with parameters that have sizes and no memory; None, with a line that says why, if it is not here."""
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            return load_model(model, tokenizer, 0, precision, empty=True)
+    except ConfigError as error:
+        log.warning("memory and checkpoint sizes stay unknown: %s", error)
+        return None
+
+
+def gpu_precision(cfg: Config) -> str:
+    """What the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
+    return "bf16" if cfg.train.precision == "auto" else cfg.train.precision
+
+
+def memory_plan(
+    cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None
+) -> MemoryPlan | None:
+    """The plan of a run on one GPU of that size (None: this machine's, if it has one), without touching it."""
+    if orig_model is None:
+        return None
+    total = None if gpu_gib is None else int(gpu_gib * 2**30)
+    if total is None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+    said_later = logging.getLogger("sftkit.memory.plan")  # what it says and warns of is in the preflight
+    said_later.disabled = True
+    try:
+        with redirect_stdout(io.StringIO()):
+            return make_plan(cfg, orig_model, layout, Runtime(Accelerator(cpu=True), gpu_precision(cfg)), total)
+    finally:
+        said_later.disabled = False
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of a document that are all learned or not, and all special or not."""
+
+    text: str
+    target: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One document as it is learned."""
+
+    source: str
+    document: int
+    tokens: int
+    targets: int
+    pieces: tuple[Piece, ...]
+
+
+def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Preview]:
+    """`count` documents spread over the data, or all of them if there are fewer."""
+    special = tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer))
+    chosen = np.linspace(0, len(examples) - 1, num=min(count, len(examples)), dtype=int)
+    return [_preview(examples, int(i), tokenizer, np.asarray(special)) for i in chosen]
+
+
+def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBase, special: np.ndarray) -> Preview:
+    example = examples[document]
+    is_special = np.isin(example.ids, special)
+    pieces = []
+    for start, end in runs(2 * example.is_target.astype(int) + is_special):
+        text = str(tokenizer.decode(example.ids[start:end].tolist())).translate(CONTROLS)
+        pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
+    name = examples.source_names[examples.source[document]]
+    return Preview(name, document, len(example.ids), int(example.is_target.sum()), tuple(pieces))
+
+
+def runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each run of equal values."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return list(pairwise(edges))
+
+
+def preview_title(preview: Preview) -> str:
+    return f"{preview.source}, document {preview.document:,}: {preview.tokens:,} tokens, {preview.targets:,} targets"
+
+
+def preview_text(preview: Preview, marks: bool) -> Text:
+    """Targets green and underlined, context dim, special tokens boxed; with `marks` in brackets, for no colour."""
+    text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
+    inside = False
+    for piece in preview.pieces:
+        if marks and piece.target != inside:
+            text.append("[[" if piece.target else "]]", style="not bold")
+            inside = piece.target
+        style = "green underline" if piece.target else "dim"
+        words = piece.text
+        if piece.special:
+            style, words = f"{style} reverse", f"<{words}>" if marks else words
+        text.append(words, style=f"not bold {style}")
+    return text.append("]]" if inside else "", style="not bold")
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:
+    """All of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
+    plain = console.no_color or not console.is_terminal
+    for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
+        console.print(line, markup=False, soft_wrap=True)
+    for warning in found["warnings"]:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print(layout_table(found))
+    if samples:
+        console.print(
+            "\ntargets are those of chat_sft.py; mid_train.py and base_train.py learn every token but the first"
+        )
+        legend = (
+            "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
+        )
+        console.print(legend, markup=not plain)
+    for sample in samples:
+        console.print(preview_text(sample, marks=plain), soft_wrap=True)
+
+
+def memory_text(found: dict[str, Any]) -> str:
+    """The estimated peak with its larger parts, against the GPU's size if that is known."""
+    memory = found["memory"]
+    if memory is None:
+        return "unknown: the sizes of the model are"
+    least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {preflight.size_text(gib)}"
+        for name, gib in memory["parts_gib"].items()
+        if gib >= least > 0
+    )
+    size = f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (--gpu-gib compares it with a GPU)"
+    total = preflight.size_text(memory["estimated_gib"])
+    return f"about {total} on one GPU{size}: {parts}; optimizer {memory['optimizer']}"
+
+
+def disk_text(found: dict[str, Any]) -> str:
+    """What checkpoints take at most, and what is free."""
+    disk = found["disk"]
+    free = f"{preflight.size_text(disk['free_gib'])} free in {disk['folder']}"
+    if disk["checkpoint_gib"] is None:
+        return f"{free}; size of a checkpoint unknown"
+    number = "one checkpoint" if disk["checkpoints"] == 1 else f"at most {disk['checkpoints']} checkpoints"
+    return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
+
+
+def histogram(lengths: dict[str, Any]) -> str:
+    """Documents by length, in powers of two."""
+    lines, most = ["document length in positions"], max(lengths["counts"])
+    for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
+        bar = "█" * round(BAR_WIDTH * count / most)
+        lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def layout_table(found: dict[str, Any]) -> Table:
+    """Shapes, padding, steps and positions of each layout on this data, and what compiling must gain for it to win."""
+    table = Table(title="layouts on this data (one epoch)", title_justify="left", caption_justify="left")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("shapes (rows x positions)")
+    for column in ("padding", "steps", "positions", "x dynamic", "break-even", "tok/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in found["layouts"]:
+        speed = row["tok_per_sec"]
+        table.add_row(
+            f"{row['layout']} *" if row["own"] else row["layout"],
+            row["shapes"],
+            f"{row['padding_pct']:.1f} %",
+            f"{row['steps']:,}",
+            f"{row['positions']:,}",
+            f"{row['x_dynamic']:.2f}",
+            f"{row['break_even']:.2f}",
+            "-" if speed is None else f"{speed:,.0f}",
+        )
+    table.caption = f"* the recipe's own. {LAYOUT_NOTES}"
+    return table
+
+
+LAYOUT_NOTES = (
+    "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest document "
+    "of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own longest. So "
+    "many times faster per position must the compiled step be for the layout to win; below 1 it wins without any gain "
+    "from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
+)

@@ -1,0 +1,1 @@
+"""Pages about runs. Reads the files of run directories and nothing else; no torch."""

@@ -1,0 +1,210 @@
+"""README.md beside an exported model: a Hugging Face model card from the run's files."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sftkit.reports.collect import is_part, latest
+from sftkit.reports.details import SOURCES
+from sftkit.reports.files import Rows, dicts, mapping, number
+from sftkit.reports.numbers import duration, parameters, show
+from sftkit.reports.pieces import columns, said
+
+Report = dict[str, Any]
+_WORDS = {True: "PASS", False: "**FAIL**", None: "not checked"}
+
+
+LICENCE = ("license", "license_name", "license_link")
+"Keys of the header that are yours: a card that is written again keeps them."
+
+
+def licence(card: Path) -> dict[str, str]:
+    """What the header of an earlier card says of the licence; empty without one that can be read."""
+    try:
+        _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
+        found = mapping(yaml.safe_load(header))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return {key: found[key] for key in LICENCE if isinstance(found.get(key), str)}
+
+
+def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
+    """The card: header that the hub reads, then what, how, data, settings, checks, results and environment.
+
+    Args:
+        kept: what `licence` has read from the card that this one replaces.
+    """
+    kept = kept or {}
+    parts = [
+        f"# {md(report['run']['name'])}",
+        _what(report),
+        _use(),
+        _training(report),
+        _data(report),
+        _settings(report),
+        _proof(report),
+        _results(report),
+        _environment(report),
+        _licence(kept),
+    ]
+    return f"---\n{_header(report, kept)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _licence(kept: Mapping[str, str]) -> str:
+    if kept:
+        return "## Licence\n\n" + ", ".join(code(text) for text in kept.values())
+    return (
+        "## Licence\n\nNone is stated here. The licences of the base model and of the training data apply; "
+        "state yours as `license:` in the header of this file, which a later report keeps."
+    )
+
+
+def _header(report: Report, kept: Mapping[str, str]) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    name = re.sub(r"[^\w.-]+", "-", report["run"]["name"])
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row["task"],
+            dataset_name=row["task"],
+            metric_type=row["metric"],
+            metric_value=row["value"],
+            metric_name=row["metric"],
+        )
+        for row in _scores(report)
+        if not is_part(row) and row["task"] != "centred_mean"  # which no dataset is
+    ]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=report["run"]["base_model"],
+        datasets=report["run"]["datasets"] or None,
+        tags=["sftkit"],
+        model_name=name if results else None,
+        eval_results=results or None,
+        license=kept.get("license"),
+        license_name=kept.get("license_name"),
+        license_link=kept.get("license_link"),
+    )
+    return data.to_yaml().strip()
+
+
+def _scores(report: Report) -> Rows:
+    """The final evaluation, without one the newest of each task."""
+    return [row for row in latest(report["final"] or report["evaluations"]) if row["value"] is not None]
+
+
+def md(value: Any) -> str:
+    """Text of any origin inside a line or a table cell of Markdown: nothing in it is markup."""
+    text = html.escape(" ".join(said(value).split()), quote=False)
+    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
+
+
+def code(value: Any) -> str:
+    """A setting as code in a table cell."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"<code>{md(text)}</code>"
+
+
+def block(text: str) -> str:
+    """Text in a fence that is longer than any in it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}"
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A Markdown table of cells that are Markdown already."""
+    marks = ["---:" if index in right else "---" for index in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), marks, *rows])
+
+
+def _what(report: Report) -> str:
+    run = report["run"]
+    size = f" with {parameters(run['parameters'])} parameters" if run["parameters"] else ""
+    start = (
+        f"`{run['base_model']}`" if run["base_model"] else md(run["model"] or "a model that its settings do not name")
+    )
+    return f"A language model{size}, trained with sftkit. It starts from {start}."
+
+
+def _use() -> str:
+    lines = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'path = "."  # this folder, or its id on the hub',
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        "model = AutoModelForCausalLM.from_pretrained(path)",
+    )
+    return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
+
+
+def _training(report: Report) -> str:
+    status, summary = report["status"], report["summary"]
+    rows = [["status", md(status.get("status"))], ["optimizer steps", show(number(status.get("step")))]]
+    rows += [["tokens", show(summary["tokens"])]] if number(summary.get("tokens")) else []
+    rows += [["time in steps", duration(summary["train_seconds"])]] if number(summary.get("train_seconds")) else []
+    rows += [[f"{row['name']} ({row['how']})", row["text"]] for row in report["headline"] if row["value"] is not None]
+    command = f"\n\n{block(report['command'])}" if report["command"] else ""
+    return f"## Training\n\n{grid(['', ''], rows, right=(1,))}{command}"
+
+
+def _data(report: Report) -> str | None:
+    found = dicts(report["preflight"].get("sources"))
+    if found:
+        head, cells = columns(found, SOURCES)
+        right = range(1, len(head))
+        return f"## Training data\n\n{grid(head, [[md(value) for value in row] for row in cells], right=right)}"
+    sources = dicts(mapping(report["config"].get("data")).get("train"))
+    rows = [[code(source.get("path")), md(source.get("split"))] for source in sources]
+    return f"## Training data\n\n{grid(['source', 'split'], rows)}" if rows else None
+
+
+def _settings(report: Report) -> str | None:
+    rows = [[code(row["key"]), code(row["value"]), code(row["default"])] for row in report["config_changed"]]
+    return (
+        f"## Settings\n\nWhat differs from the defaults.\n\n{grid(['setting', 'value', 'default'], rows)}"
+        if rows
+        else None
+    )
+
+
+def _proof(report: Report) -> str | None:
+    rows = [
+        [
+            _WORDS[row["ok"] if isinstance(row.get("ok"), bool) else None],
+            *(md(row.get(key)) for key in ("name", "found", "expected")),
+        ]
+        for row in report["proof"]
+    ]
+    return (
+        f"## Checks that the run made of itself\n\n{grid(['', 'check', 'found', 'expected'], rows)}" if rows else None
+    )
+
+
+def _results(report: Report) -> str | None:
+    rows = []
+    for row in _scores(report):
+        interval = (
+            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else "–"
+        )
+        cells = [row["value"], row["chance"], row["examples"], row["step"]]
+        value, *others = (show(cell) for cell in cells)
+        rows.append([md(row["task"]), md(row["metric"]), value, interval, *others])
+    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
+    return f"## Results\n\n{grid(head, rows, right=range(2, 7))}" if rows else None
+
+
+def _environment(report: Report) -> str | None:
+    found = report["environment"]
+    flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
+    rows = [[md(key.replace("_", " ")), md(value)] for key, value in (flat | mapping(found.get("packages"))).items()]
+    return f"## Environment\n\n{grid(['', ''], rows)}" if rows else None

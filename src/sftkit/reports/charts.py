@@ -1,0 +1,270 @@
+"""Charts as inline SVG: lines over steps, intervals by task, a histogram. Colours come from the page's style."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sftkit.reports.markup import Html, el, join
+from sftkit.reports.numbers import axis_texts, log_ticks, show, ticks
+
+Point = tuple[float, float | None]
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
+_MOST_TITLES = 60
+_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart."""
+
+    label: str
+    points: Sequence[Point]
+    "(step, value); None breaks the line"
+    style: int = 0
+    "colour and dashes, 0 to 5"
+    other: bool = False
+    "of the run that this one is compared with"
+    intervals: Sequence[tuple[float, float, float]] = field(default=())
+    "(step, low, high)"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to positions in the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (
+            (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
+        return round(self.start + (self.end - self.start) * (at - low) / (high - low), 1)
+
+    def ticks(self, count: int) -> list[float]:
+        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, count)
+
+
+def is_log(series: Sequence[Series]) -> bool:
+    """Whether values span so much that a logarithmic axis shows them better."""
+    values = [v for one in series for _, v in one.points if v is not None]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
+
+
+def line_chart(
+    series: Sequence[Series],
+    label: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    level: float | None = None,
+    width: float = 400.0,
+    height: float = 220.0,
+) -> Html | None:
+    """Lines over steps, None if there is not one value.
+
+    Args:
+        label: what a screen reader says.
+        zero: the axis begins at 0.
+        level: a dashed line across, such as chance.
+    """
+    shown = [one for one in series if any(value is not None for _, value in one.points)]
+    shown.sort(key=lambda one: one.other)  # dashes lie on solid lines, so that both are seen where they agree
+    if not shown:
+        return None
+    steps = [step for one in shown for step, value in one.points if value is not None]
+    values = [value for one in shown for _, value in one.points if value is not None]
+    values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
+    values += [0.0] if zero and not log else []
+    values += [level] if level is not None else []
+    first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
+    x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
+    y = Axis(*_range(min(values), max(values), 0.06, zero, log), height - BOTTOM, TOP, log)
+    across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
+    return _drawing(
+        width,
+        height,
+        label,
+        _grid(x, y, width, height),
+        el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end"),
+        across,
+        [_series(one, x, y, line_class(one, shown)) for one in shown],
+    )
+
+
+def _range(low: float, high: float, room: float, zero: bool = False, log: bool = False) -> tuple[float, float]:
+    """The ends of an axis: the values and some room around them, never empty."""
+    if log:
+        return low / 1.08, high * 1.08
+    if high == low == 0:
+        return 0.0, 1.0
+    if high == low:
+        spread = abs(high) * 0.05
+        low, high = low - spread, high + spread
+    margin = (high - low) * room
+    return (low if zero and low == 0 else low - margin), high + margin
+
+
+def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
+    """Horizontal lines with their values, and steps below; labels at the ends stay inside."""
+    rows, columns = y.ticks(4), x.ticks(5 if width < 500 else 9)
+    parts = []
+    for value, text in zip(rows, axis_texts(rows), strict=True):
+        parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
+        parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
+    for value, text in zip(columns, axis_texts(columns), strict=True):
+        if value == int(value):  # there is no half step
+            parts.append(_line(x(value), height - BOTTOM, x(value), height - BOTTOM + 4, "base"))
+            parts.append(el("text", text, x=x(value), y=height - BOTTOM + 16, class_="tick", text_anchor="middle"))
+    parts.append(_line(LEFT, height - BOTTOM, width - RIGHT, height - BOTTOM, "base"))
+    return join(parts)
+
+
+def line_class(one: Series, series: Sequence[Series]) -> str:
+    """The class of a line. Of two runs this one's lines are solid, the other's dashed and of hues that this has not."""
+    if one.other:
+        return f"other o{one.style % 2}"
+    return f"s{one.style % 6}" + (" solid" if any(each.other for each in series) else "")
+
+
+def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
+    """The line, its intervals, and points that say their value when pointed at."""
+    pieces: list[list[str]] = [[]]
+    for step, value in one.points:
+        if value is None:
+            pieces.append([])
+        else:
+            pieces[-1].append(f"{x(step)},{y(value)}")
+    known = [(step, value) for step, value in one.points if value is not None]
+    few = len(known) <= 24
+    stride = -(-len(known) // _MOST_TITLES)
+    told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
+    dots = [
+        el(
+            "circle",
+            el("title", f"{one.label}, step {show(step)}: {show(value)}"),
+            cx=x(step),
+            cy=y(value),
+            r=2.6 if few else 5,
+            class_="dot" if few else "dot hidden",
+        )
+        for step, value in told
+    ]
+    bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
+    lines = [el("polyline", points=" ".join(piece)) for piece in pieces if len(piece) > 1]
+    return el("g", bars, lines, dots, class_=kind)
+
+
+def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
+    """A row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
+
+    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is no share.
+    """
+    shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
+    if not shown:
+        return None
+    left, pitch = 138.0, 24.0
+    height = pitch * len(shown) + 30
+    lowest = min(0.0, *(row["value"] for row in shown))
+    x = Axis(lowest * 1.05, 1.0, left, width - 60)
+    grid = ticks(lowest, 1.0, 5) if lowest else [0.0, 0.25, 0.5, 0.75, 1.0]
+
+    def at_most(value: float) -> float:
+        return x(min(max(value, x.low), x.high))
+
+    parts = [
+        join(
+            _line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"),
+            el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"),
+        )
+        for v, text in zip(grid, axis_texts(grid), strict=True)
+    ]
+    for index, row in enumerate(shown):
+        at = 6 + pitch * (index + 0.5)
+        name = str(row["name"])
+        parts.append(
+            el(
+                "g",
+                el("title", interval_text(row)),
+                el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
+                _line(at_most(row["low"]), at, at_most(row["high"]), at, "bar") if _has_interval(row) else None,
+                _line(at_most(row["chance"]), at - 7, at_most(row["chance"]), at + 7, "chance")
+                if row.get("chance") is not None
+                else None,
+                el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
+                el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
+                class_="s0",
+            )
+        )
+    return _drawing(width, height, label, parts)
+
+
+def interval_text(row: dict[str, Any]) -> str:
+    """`arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
+    interval = f", 95 % interval {row['low']:.3f} to {row['high']:.3f}" if _has_interval(row) else ""
+    chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
+    return f"{row['name']}: {row['value']:.4g}{interval}{chance}"
+
+
+def _has_interval(row: dict[str, Any]) -> bool:
+    return row.get("low") is not None and row.get("high") is not None
+
+
+def histogram(
+    edges: Sequence[float], counts: Sequence[float], marks: dict[str, float], unit: str, label: str
+) -> Html | None:
+    """Bars between edges (one more than counts), and named values marked across them."""
+    if not counts or len(edges) != len(counts) + 1 or max(counts) <= 0 or list(edges) != sorted(edges):
+        return None
+    width, height = 440.0, 220.0
+    bins = len(counts)
+    x = Axis(0.0, float(bins), LEFT, width - RIGHT)  # a bin is as wide as another, whatever its edges
+    y = Axis(0.0, max(counts) * 1.06, height - BOTTOM, TOP)
+    place = _place(edges)
+    rows = y.ticks(4)
+    parts: list[Any] = []
+    for value, text in zip(rows, axis_texts(rows), strict=True):
+        parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
+        parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
+    gap = 1.0 if bins <= 80 else 0.0
+    for index, count in enumerate(counts):
+        title = el("title", f"{show(edges[index])} to {show(edges[index + 1])} {unit}: {show(count)}")
+        size = max(x(index + 1) - x(index) - gap, 0.5)
+        parts.append(el("rect", title, x=x(index), y=y(count), width=size, height=y(0) - y(count), class_="column"))
+    for name, value in marks.items():
+        at = x(place(value))
+        parts.append(el("g", el("title", f"{name}: {show(value)} {unit}"), _line(at, TOP, at, y(0), "mark")))
+    texts = axis_texts(list(edges))
+    stride = max(1, -(-bins * (max(map(len, texts)) * 7 + 14) // int(width - LEFT - RIGHT)))
+    for index in range(0, bins + 1, int(stride)):
+        parts.append(el("text", texts[index], x=x(index), y=height - BOTTOM + 16, class_="tick", text_anchor="middle"))
+    parts.append(_line(LEFT, y(0), width - RIGHT, y(0), "base"))
+    parts.append(el("text", unit, x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end"))
+    return _drawing(width, height, label, parts)
+
+
+def _place(edges: Sequence[float]) -> Callable[[float], float]:
+    """Where a value lies among the edges, in bins."""
+
+    def place(value: float) -> float:
+        for index in range(len(edges) - 1):
+            if value <= edges[index + 1]:
+                size = edges[index + 1] - edges[index]
+                return index + (min(max((value - edges[index]) / size, 0.0), 1.0) if size else 0.0)
+        return float(len(edges) - 1)
+
+    return place
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
+    return el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
+
+
+def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
+    return el("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)

@@ -1,0 +1,303 @@
+"""Everything that report.html shows, as one dictionary: report.json."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sftkit.errors import ConfigError
+from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
+from sftkit.reports.numbers import show
+from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
+
+Curve = list[list[float | None]]
+"""[step, value or null] in order of the steps."""
+Found = dict[tuple[float, str, str], dict[str, Any]]
+"""(step, task, metric) -> an evaluation."""
+MARKS_OF_A_RUN = ("config.yaml", "run_status.json", "metrics.jsonl")
+FINAL = "evals/final"
+"Folder in the run with what scripts/evaluate.py has found of its last checkpoint."
+_BUCKETS = 160
+_MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
+_BOUNDS = ("low", "high", "chance")
+_MEANS = ("centred_mean", "families")
+
+
+def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
+    """What a run's files say, ready to show; `against` is a second run to compare with.
+
+    Raises:
+        ConfigError: a folder is not there or holds no run.
+    """
+    report = _run(run_dir)
+    if against is not None:
+        other = _run(against)
+        kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
+        report["against"] = {key: other[key] for key in kept}
+        report["against"]["config_diff"] = differences(report["config"], other["config"])
+    return report
+
+
+def check_run(run_dir: Path) -> None:
+    """Refuse a folder that holds no run."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder; name a run directory such as runs/default/sft")
+    if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
+        files = " nor ".join(MARKS_OF_A_RUN)
+        raise ConfigError(f"{run_dir}: no run: it holds neither {files}; name a run directory such as runs/default/sft")
+
+
+def newest_run(root: Path) -> Path:
+    """The run under `root` that was written to last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    marks = ("run_status.json", "metrics.jsonl")  # other programs, wandb among them, write a config.yaml too
+    found = [path for name in marks for path in root.glob(f"**/{name}") if not _is_left_over(path.relative_to(root))]
+    if not found:
+        raise ConfigError(f"{root}/: no run there; make one (make smoke, make sft) or name a run directory")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a file is of an earlier run that was set aside, or of a dashboard's own folder."""
+    return any(part == "wandb" or ".old-" in part for part in path.parts)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that a folder such as evals/final is in; None if it is in none."""
+    parents = folder.absolute().parents
+    return next((path for path in parents if any((path / name).is_file() for name in MARKS_OF_A_RUN[1:])), None)
+
+
+def _run(run_dir: Path) -> dict[str, Any]:
+    check_run(run_dir)
+    notes: list[str] = []
+    settings = read_settings(run_dir / "config.yaml", notes)
+    status = mapping(read_json(run_dir / "run_status.json", notes))
+    environment = mapping(read_json(run_dir / "environment.json", notes))
+    summary = mapping(read_json(run_dir / "summary.json", notes))
+    proof = mapping(read_json(run_dir / "proof.json", notes))
+    preflight = mapping(read_json(run_dir / "preflight.json", notes))
+    metrics = read_rows(run_dir / "metrics.jsonl", notes)
+    evals = read_rows(run_dir / "evals.jsonl", notes, optional=True)
+    samples = read_rows(run_dir / "samples.jsonl", notes, optional=True)
+    events = read_rows(run_dir / "events.jsonl", notes, optional=True)
+    folder = checkpoint(run_dir)
+    full = _curves(metrics) | _curves(evals)
+    last = {name: points[-1][1] for name, points in full.items()}
+    world_size = number(environment.get("world_size"))
+    digits = re.fullmatch(r"step-(\d{1,12})", folder.name) if folder else None
+    last_step = float(digits.group(1)) if digits else number(status.get("step")) or 0.0
+    return {
+        "run": {
+            "name": "/".join(run_dir.resolve().parts[-2:]),
+            "model": model_name(settings),
+            "base_model": origin(settings),
+            "datasets": hub_datasets(settings),
+            "parameters": count_parameters(folder) if folder else None,
+            "checkpoint": folder.name if folder else None,
+            "device": environment.get("device"),
+            "world_size": int(world_size) if world_size else None,
+        },
+        "status": status,
+        "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
+        "command": _command(status.get("resume")),
+        "headline": headline(full, last, on_cpu=str(environment.get("device", "")).startswith("CPU")),
+        "proof": dicts(proof.get("rows")),
+        "logits": mapping(proof.get("logits")),
+        "curves": {name: thin(points) for name, points in full.items()},
+        "last": last,
+        "evaluations": evaluations(run_dir, evals, notes),
+        "final": final_evaluation(run_dir, last_step, notes),
+        "samples": _samples(samples),
+        "preflight": preflight,
+        "events": events,
+        "config": settings,
+        "config_changed": changed(settings),
+        "environment": environment,
+        "against": None,
+        "notes": notes,
+    }
+
+
+def model_name(settings: dict[str, Any]) -> str | None:
+    """What was trained: a path or hub id, or the shape of one that starts from nothing."""
+    model = mapping(settings.get("model"))
+    scratch = mapping(model.get("scratch"))
+    if scratch:
+        return f"{scratch.get('model_type', 'model')} from scratch"
+    return str(model["path"]) if model.get("path") else None
+
+
+def _command(resume: Any) -> str | None:
+    """The command that started the run: the one that resumes it, without its last word."""
+    try:
+        words = shlex.split(resume) if isinstance(resume, str) else []
+    except ValueError:
+        return None
+    return shlex.join(word for word in words if word != "train.resume=auto") or None
+
+
+# ---- numbers over steps ----
+
+
+def _curves(rows: Rows) -> dict[str, Curve]:
+    """Every metric by name over the steps; where a step comes twice, the later line counts."""
+    curves: dict[str, dict[float, float | None]] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        for name, value in row.items():
+            if step is not None and name not in ("step", "time") and (value is None or number(value) is not None):
+                curves.setdefault(name, {})[step] = number(value)
+    return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}
+
+
+def thin(points: Curve) -> Curve:
+    """At most about 500 points that look the same: of each stretch its lowest, its highest, and a gap if it has one."""
+    if len(points) <= 3 * _BUCKETS:
+        return points
+    kept = {0, len(points) - 1}
+    for bucket in range(_BUCKETS):
+        stretch = range(bucket * len(points) // _BUCKETS, (bucket + 1) * len(points) // _BUCKETS)
+        values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
+        kept |= {min(values)[1], max(values)[1]} if values else set()
+        kept |= {next(i for i in stretch if points[i][1] is None)} if len(values) < len(stretch) else set()
+    return [points[i] for i in sorted(kept)]
+
+
+def headline(curves: dict[str, Curve], last: dict[str, float | None], on_cpu: bool = False) -> Rows:
+    """The numbers that people ask for first, as {"name", "value", "text", "how"}."""
+
+    def known(name: str) -> list[float]:
+        return [value for _, value in curves.get(name, []) if value is not None]
+
+    def middle(name: str) -> float | None:
+        values = known(name)
+        return median(values[1:] or values) if values else None
+
+    mfu = middle("perf/mfu")
+    rows = [
+        ("training loss", last.get("train/loss"), "", "nats per target, last logged line"),
+        ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation"),
+        (
+            "tokens/s per process" if on_cpu else "tokens/s per GPU",
+            middle("perf/tok_per_sec_per_gpu"),
+            "",
+            "useful tokens, median without the first line",
+        ),
+        (
+            "MFU",
+            round(100 * mfu, 1) if mfu is not None else None,
+            "%",
+            "of the bf16 peak, median without the first line",
+        ),
+        (
+            "peak memory",
+            max(known("mem/peak_gib"), default=None),
+            "GiB",
+            "most of the process, resident" if on_cpu else "most that tensors took",
+        ),
+        ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
+    ]
+    return [{"name": n, "value": v, "text": show(v, u if v is not None else ""), "how": how} for n, v, u, how in rows]
+
+
+# ---- evaluations and samples ----
+
+
+def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
+    """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
+    found: Found = {}
+    told: set[tuple[float, str, str]] = set()
+    for path in sorted(run_dir.glob("evals/step-*/results.json")):
+        digits = re.fullmatch(r"step-(\d{1,12})", path.parent.name)
+        for row in dicts(read_json(path, notes)) if digits else []:
+            told |= _keep_task(found, float(digits.group(1)) if digits else 0.0, row)
+    for row in rows:
+        step = number(row.get("step"))
+        for name, value in row.items():
+            prefix, _, rest = name.partition("/")
+            task, _, metric = rest.partition("/")
+            if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
+                continue
+            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in found)):
+                continue
+            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
+            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
+            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+    return [found[key] for key in sorted(found)]
+
+
+def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
+    """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
+    found: Found = {}
+    for row in dicts(read_json(run_dir / FINAL / "results.json", notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or f"step-{last_step:06.0f}")
+        digits = re.search(r"step-(\d{1,12})/?$", model)
+        if digits and float(digits.group(1)) == last_step:
+            _keep_task(found, last_step, row)
+        else:
+            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
+    return [row | {"final": True} for _, row in sorted(found.items())]
+
+
+def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+    """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    found.pop((step, task, metric), None)
+    _keep(found, step, row)
+    told = set()
+    for name, value in mapping(row.get("metrics")).items():
+        kind, _, part = name.partition("/")
+        told.add((step, part or task, kind))
+        if part and kind == metric:
+            _keep(found, step, {"task": part, "metric": kind, "value": value})
+    return told
+
+
+def _keep(found: Found, step: float, row: dict[str, Any]) -> None:
+    """Add an evaluation, unless there is one of this step, task and metric."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
+    others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
+    made = {"step": int(step), "task": task, "metric": metric} | numbers | others
+    found.setdefault((step, task, metric), made)
+
+
+def latest(evaluation_rows: Rows) -> Rows:
+    """The newest evaluation of each task and metric: means first, then tasks, then what is only a part of one."""
+    newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
+
+    def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
+        return is_part(newest[key]), key[0] not in _MEANS, key
+
+    return [newest[key] for key in sorted(newest, key=place)]
+
+
+def standing(report: dict[str, Any]) -> Rows:
+    """What stands for the model: its final evaluation, and the newest one of tasks that this has not."""
+    return latest([*report["evaluations"], *report["final"]])
+
+
+def is_part(row: dict[str, Any]) -> bool:
+    """Whether an evaluation is a part of another, such as one of the families: it comes without interval and chance."""
+    return row["low"] is None and row["chance"] is None and row["task"] not in _MEANS
+
+
+def _samples(rows: Rows) -> Rows:
+    """[{"step", "samples": [...]}], newest first; the last evaluations, the first samples of each, texts cut to a length."""
+    by_step: dict[float, Rows] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if step is not None:
+            texts = {
+                key: str(row[key])[:_MOST_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
+            }
+            by_step.setdefault(step, []).append(texts)
+    steps = sorted(by_step, reverse=True)[:_MOST_EVALUATIONS]
+    return [{"step": int(step), "samples": by_step[step][:_MOST_SAMPLES]} for step in steps]

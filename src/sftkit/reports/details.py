@@ -1,0 +1,219 @@
+"""What the page says of the data, the compiler, the settings and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sftkit.reports.charts import histogram
+from sftkit.reports.files import Rows, dicts, mapping, number
+from sftkit.reports.markup import Html, el
+from sftkit.reports.numbers import moment, show
+from sftkit.reports.pieces import columns, facts, numbers, said, section, setting, table
+
+Report = dict[str, Any]
+SOURCES = {
+    "name": "source",
+    "rows": "rows",
+    "documents": "documents",
+    "tokens": "tokens",
+    "targets": "targets",
+    "truncated": "truncated",
+    "dropped_too_long": "dropped, too long",
+    "dropped_no_target": "dropped, no target",
+    "skipped_bad": "skipped, bad",
+}
+LAYOUTS = {
+    "layout": "layout",
+    "shapes": "shapes",
+    "padding_pct": "padding %",
+    "steps": "steps",
+    "positions": "positions",
+    "x_dynamic": "x dynamic",
+    "break_even": "break-even",
+    "tok_per_sec": "measured tokens/s",
+}
+_MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
+_EVENTS = {
+    "recompile": "compiled after the warm-up",
+    "graph_break": "graph break",
+    "nonfinite": "not finite",
+    "spike": "spike",
+    "checkpoint_fallback": "older checkpoint used",
+    "starvation": "waiting for data",
+}
+_UNITS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
+_MOST_EVENTS = 200
+
+
+def data(report: Report) -> Html:
+    """Lengths, sources, layouts and masks, as found before training."""
+    found: dict[str, Any] = report["preflight"]
+    if not found:
+        return section(
+            "data", "Data", _logged_data(report), lead="This run has no preflight.json: its data was not looked at."
+        )
+    warnings = found["warnings"] if isinstance(found.get("warnings"), list) else []
+    roles = [f"{show(count)} {role}" for role, count in mapping(found.get("roles")).items()]
+    sample = f" in the first {show(found['rows_read'])} rows" if number(found.get("rows_read")) else ""
+    masks = {
+        "target tokens": _percent(found.get("target_pct")),
+        "end of turn is the last target": _percent(found.get("end_of_turn_pct")),
+        "chat template sha256": found.get("template_sha256"),
+        f"messages{sample}": ", ".join(roles) or None,
+        "duplicate documents": _percent(found.get("duplicate_pct")),
+        **{f"{name}: validation rows in training": n for name, n in mapping(found.get("validation_in_train")).items()},
+    }
+    tables = [
+        _table(found.get(k), SOURCES, t) for k, t in (("sources", "Sources"), ("validation", "Validation sources"))
+    ]
+    tables.append(_layouts(found.get("layouts")))
+    memory, disk, time = (facts(dict(_leaves(found.get(key))), key.capitalize()) for key in ("memory", "disk", "time"))
+    return section(
+        "data",
+        "Data",
+        [el("p", said(warning), class_="warning") for warning in warnings],
+        el(
+            "div",
+            _lengths(mapping(found.get("lengths"))),
+            facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows"),
+            class_="two",
+        ),
+        tables,
+        el("div", memory, el("div", disk, time), class_="two"),
+        _logged_data(report),
+    )
+
+
+def _percent(value: Any) -> str | None:
+    return show(value, "%") if number(value) is not None else None
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings by the words on the way to them; what is not known is left out."""
+    for key, item in mapping(value).items():
+        words = f"{name} {key}".strip().replace("_", " ").split()
+        label = " ".join(_UNITS.get(word, word) for word in words)
+        if isinstance(item, dict):
+            yield from _leaves(item, label)
+        elif item is not None and item != []:
+            yield label, item
+
+
+def _lengths(lengths: dict[str, Any]) -> Html | None:
+    marks = {name: value for key, name in _MARKS.items() if (value := number(lengths.get(key))) is not None}
+    label = "Number of documents by their length in tokens"
+    drawing = histogram(numbers(lengths.get("edges")), numbers(lengths.get("counts")), marks, "tokens", label)
+    known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
+    words = ", ".join(f"{name} {show(value)}" for name, value in known.items() if number(value) is not None)
+    if drawing is None:
+        return el("p", f"Lengths: {words}") if words else None
+    caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))
+    return el("figure", caption, drawing)
+
+
+def _table(rows: Any, names: dict[str, str], caption: str) -> Html | None:
+    if not (found := dicts(rows)):
+        return None
+    head, cells = columns(found, names)
+    return table(
+        head, [[said(value) if isinstance(value, dict | list) else value for value in row] for row in cells], caption
+    )
+
+
+def _layouts(rows: Any) -> Html | None:
+    marked = [row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"} for row in dicts(rows)]
+    return _table(marked, LAYOUTS, "Layouts")
+
+
+def _logged_data(report: Report) -> Html | None:
+    """What the run itself counted: shares of sources and rows left out."""
+    names = sorted(name for name in report["last"] if name.startswith("data/"))
+    counted = {name.removeprefix("data/"): report["last"][name] for name in names}
+    return facts(dict(_leaves(counted)), "Counted in training, last line")
+
+
+def compiler(report: Report) -> Html:
+    """Graphs, seconds by phase, the shapes that ran and why anything was compiled late."""
+    last: dict[str, Any] = report["last"]
+    names = ("graphs", "recompiles", "graph_breaks", "cache_hits", "seconds")
+    counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
+    phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
+    shapes = [
+        [name.removeprefix("shape/").replace("x", " x "), value]
+        for name, value in last.items()
+        if name.startswith("shape/") and name != "shape/id"
+    ]
+    if not (counts or phases or shapes):
+        return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
+    late = [event for event in report["events"] if event.get("kind") in ("recompile", "graph_break")]
+    reasons = [(el("h3", "Why"), [el("pre", said(event.get("text"))) for event in late[:20]])] if late else None
+    return section(
+        "compile",
+        "Compiler",
+        el(
+            "div",
+            facts(counts, "Graphs"),
+            el(
+                "div",
+                table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
+                table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
+            ),
+            class_="two",
+        ),
+        reasons,
+    )
+
+
+def events(report: Report) -> Html:
+    """What happened that should not, by step."""
+    rows: Rows = report["events"]
+    if not rows:
+        return section(
+            "events", "Events", lead="None: no recompile, no value that was not finite, no spike, no waiting for data."
+        )
+    cells = [
+        [
+            show(number(row.get("step"))),
+            _EVENTS.get(str(row.get("kind")), said(row.get("kind"))),
+            said(row.get("text")),
+            moment(row.get("time")),
+        ]
+        for row in rows[:_MOST_EVENTS]
+    ]
+    lead = f"The first {_MOST_EVENTS} of {len(rows)}." if len(rows) > _MOST_EVENTS else None
+    return section("events", "Events", table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=lead)
+
+
+def settings(report: Report) -> Html:
+    """What differs from the defaults, and from the other run where there is one."""
+    parts = []
+    if report["against"]:
+        rows = [[r["key"], setting(r["value"]), setting(r["other"])] for r in report["against"]["config_diff"]]
+        its = report["against"]["run"]["name"]
+        same = el("p", f"No setting differs from {its}.")
+        parts.append(table(["setting", "this run", its], rows, f"Different in {its}", text=(1, 2)) if rows else same)
+    rows = [[r["key"], setting(r["value"]), setting(r["default"])] for r in report["config_changed"]]
+    if rows:
+        parts.append(table(["setting", "value", "default"], rows, "Different from the defaults", text=(1, 2)))
+    lead = None if parts else "The settings cannot be read."
+    return section("settings", "Settings", parts, lead=lead)
+
+
+def environment(report: Report) -> Html:
+    """Versions, machine, git state and the exact command."""
+    found = dict(report["environment"])
+    packages = mapping(found.pop("packages", None))
+    command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None
+    notes = (
+        [el("h3", "What this page lacks"), el("ul", [el("li", note) for note in report["notes"]])]
+        if report["notes"]
+        else None
+    )
+    return section(
+        "environment",
+        "Environment",
+        el("div", facts(dict(_leaves(found)), "Machine"), facts(packages, "Versions"), class_="two"),
+        command,
+        notes,
+    )

@@ -1,0 +1,97 @@
+"""Numbers as people read them: four digits that matter, thousands set apart, times in hours and minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sftkit.reports.files import number
+
+NONE = "–"
+
+
+def show(value: Any, unit: str = "") -> str:
+    """A number with four digits that matter and its unit; a dash where there is none. Texts stay as they are."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    found = number(value)
+    if found is None:
+        return NONE
+    if found == int(found) and abs(found) < 1e15 and (isinstance(value, int) or abs(found) >= 1000 or found == 0):
+        text = f"{found:,.0f}"
+    elif abs(found) >= 1000:
+        text = f"{found:,.0f}" if abs(found) < 1e15 else f"{found:.3g}"
+    else:
+        text = plain(f"{found:.4g}")
+    return f"{text} {unit}".rstrip()
+
+
+def plain(text: str) -> str:
+    """2e-05 as 2e-5."""
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else text
+
+
+def parameters(count: Any) -> str:
+    """494,032,768 as 494 M."""
+    found = number(count)
+    if found is None:
+        return NONE
+    size, suffix = next(((size, s) for size, s in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if found >= size), (1.0, ""))
+    return f"{found / size:.3g} {suffix}".rstrip()
+
+
+def duration(seconds: Any) -> str:
+    """7384 as 2 h 03 min."""
+    found = number(seconds)
+    if found is None or found < 0:
+        return NONE
+    if found < 60:
+        return f"{found:.1f} s" if found < 10 else f"{found:.0f} s"
+    minutes = round(found / 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{int(found) // 60} min {int(found) % 60:02d} s"
+
+
+def moment(unix_seconds: Any) -> str:
+    """A Unix time as date and time in UTC."""
+    found = number(unix_seconds)
+    if found is None or not 0 < found < 1e11:
+        return NONE
+    return datetime.fromtimestamp(found, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) in [low, high], about `count` of them."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.75)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers in [low, high] for a logarithmic axis: powers of ten, with 2 and 5 times those if they are few."""
+    exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
+        if len(found) >= 3:
+            return found[:: -(-len(found) // 6)]
+    return found if len(found) >= 2 else ticks(low, high)
+
+
+def axis_texts(values: Sequence[float]) -> list[str]:
+    """Labels of ticks, all with the same suffix (k, M, G) and as many decimals as they need to differ."""
+    largest = max((abs(value) for value in values), default=0.0)
+    if 0 < largest < 1e-3:
+        return [plain(f"{value:.3g}") for value in values]
+    size, suffix = next(((size, s) for size, s in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= size), (1.0, ""))
+    size = 1e3 if suffix == "k" else size
+    return [plain(f"{value / size:.6g}") + (suffix if value else "") for value in values]

@@ -1,0 +1,102 @@
+"""report.html: one file, no script, nothing from the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftkit.reports import details, sections
+from sftkit.reports.files import number
+from sftkit.reports.markup import Html, el
+from sftkit.reports.numbers import duration, moment, parameters, show
+from sftkit.reports.pieces import badge, said, table
+from sftkit.reports.style import CSS
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+SECTIONS = (
+    ("proof", "Proof", sections.proof),
+    ("curves", "Curves", sections.curves),
+    ("evaluations", "Evaluations", sections.evaluations),
+    ("samples", "Samples", sections.samples),
+    ("data", "Data", details.data),
+    ("compile", "Compiler", details.compiler),
+    ("events", "Events", details.events),
+    ("settings", "Settings", details.settings),
+    ("environment", "Environment", details.environment),
+)
+_GOOD = {"finished": True, "failed": False}
+
+
+def render(report: dict[str, Any]) -> str:
+    """The whole page, from what `gather` returns."""
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="referrer", content="no-referrer"),
+        el("title", f"{report['run']['name']} · training report"),
+        el("style", Html(CSS)),
+    )
+    body = el("body", _header(report), el("main", [build(report) for _, _, build in SECTIONS]), _footer())
+    return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
+
+
+def _header(report: dict[str, Any]) -> Html:
+    status = report["status"]
+    word = status.get("status") if isinstance(status.get("status"), str) else "status not known"
+    facts = [el("li", el("b", value), f" {name}") for name, value in _facts(report) if value]
+    tiles = [
+        el("div", el("dt", row["name"]), el("dd", row["text"], class_="value"), el("dd", row["how"], class_="how"))
+        for row in report["headline"]
+    ]
+    error = el("div", said(status["error"]), class_="error", role="alert") if status.get("error") else None
+    links = [el("a", title, href=f"#{name}") for name, title, _ in SECTIONS]
+    return el(
+        "header",
+        el(
+            "div",
+            el("div", el("h1", report["run"]["name"]), badge(_GOOD.get(word), word), class_="title"),
+            el("ul", facts, class_="facts"),
+            error,
+            el("dl", tiles, class_="headline"),
+            _comparison(report),
+            el("nav", links, aria_label="Sections"),
+        ),
+    )
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """(what it is, value) of the line under the title."""
+    run, status, summary = report["run"], report["status"], report["summary"]
+    size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
+    device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
+    steps = number(status.get("step"))
+    total = number(status.get("total_steps"))
+    return [
+        (size, said(run["model"]) if run["model"] else None),
+        ("", said(device) if device else None),
+        (f"of {show(total)} steps" if total else "steps", show(steps) if steps is not None else None),
+        ("tokens", show(summary.get("tokens")) if number(summary.get("tokens")) else None),
+        ("in steps", duration(summary.get("train_seconds")) if number(summary.get("train_seconds")) else None),
+        ("warm-up", duration(summary.get("warm_up_seconds")) if number(summary.get("warm_up_seconds")) else None),
+        ("", moment(status.get("time")) if number(status.get("time")) else None),
+    ]
+
+
+def _comparison(report: dict[str, Any]) -> Html | None:
+    """The headline numbers of both runs and the change from the other to this one."""
+    if not report["against"]:
+        return None
+    rows = []
+    for mine, its in zip(report["headline"], report["against"]["headline"], strict=True):
+        known = mine["value"] is not None and its["value"]
+        change = f"{100 * (mine['value'] / its['value'] - 1):+.1f} %" if known else None
+        rows.append([mine["name"], mine["text"], its["text"], change])
+    names = [report["run"]["name"], report["against"]["run"]["name"]]
+    return table(["", *names, "change"], rows, f"Compared with {names[1]}")
+
+
+def _footer() -> Html:
+    return el(
+        "footer", "Made from the files of the run directory; report.json beside this page has the same content as data."
+    )

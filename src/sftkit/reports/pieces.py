@@ -1,0 +1,158 @@
+"""The small parts that sections are made of: badges, tables, figures, lists of facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sftkit.reports.charts import Series, is_log, line_chart, line_class
+from sftkit.reports.files import Rows, number
+from sftkit.reports.markup import Html, el, join
+from sftkit.reports.numbers import NONE, show
+
+_ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
+_WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
+_MOST_VALUES = 12
+_KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
+
+
+def badge(ok: bool | None, text: str | None = None) -> Html:
+    """A word with an icon: colour alone says nothing."""
+    icon = el("svg", el("path", d=_ICONS[ok]), viewBox="0 0 12 12", aria_hidden="true")
+    return el("span", icon, text or _WORDS[ok], class_=_KINDS[ok])
+
+
+def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html:
+    """A part of the page with a heading; the navigation links to `name`."""
+    head = el("h2", title, id=f"{name}-title")
+    return el(
+        "section",
+        head,
+        el("p", lead, class_="soft") if lead else None,
+        *parts,
+        id=name,
+        aria_labelledby=f"{name}-title",
+    )
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = ()
+) -> Html:
+    """A table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are."""
+    left = {0, *text}
+
+    def cell(index: int, value: Any) -> Html:
+        if index == 0:
+            return el("th", value, scope="row", class_="any")
+        if index in left or isinstance(value, Html):
+            return el("td", value if isinstance(value, Html) else show(value), class_="any")
+        return el("td", show(value), class_="num")
+
+    titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
+    body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
+    return scroll(
+        el("table", el("caption", caption) if caption else None, el("thead", el("tr", titles)), el("tbody", body))
+    )
+
+
+def scroll(content: Html) -> Html:
+    """Something wide, which scrolls by itself instead of widening the page."""
+    return el("div", content, class_="scroll")
+
+
+def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
+    """Names and values, two columns; values may be of any kind."""
+    if not values:
+        return None
+    rows = [
+        el("tr", el("th", name, scope="row", class_="any"), el("td", said(value), class_="any"))
+        for name, value in values.items()
+    ]
+    return scroll(el("table", el("caption", caption) if caption else None, el("tbody", rows), class_="facts-table"))
+
+
+def said(value: Any) -> str:
+    """Any value of a setting or a fact as text."""
+    if value is None:
+        return NONE
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return f"{len(value)} values" if len(value) > _MOST_VALUES else ", ".join(map(show, value)) or NONE
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return show(value)
+
+
+def setting(value: Any) -> Html:
+    """A setting as it is written in a recipe."""
+    return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def figure(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    zero: bool = False,
+    level: float | None = None,
+    wide: bool = False,
+) -> Html | None:
+    """A chart with its title, unit and legend; a logarithmic axis where values span much. None without a value."""
+    shown = [one for one in series if any(value is not None for _, value in one.points)]
+    log = not zero and is_log(shown)
+    label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
+    options: dict[str, Any] = {"log": log, "zero": zero, "level": level}
+    drawing = line_chart(shown, label, **options)
+    if drawing is None:
+        return None
+    if wide:
+        wider = line_chart(shown, label, **options, width=960.0, height=270.0)
+        drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))
+    words = ", ".join(word for word in (unit, "logarithmic" if log else "") if word)
+    caption = el("figcaption", title, el("span", words, class_="soft") if words else None, _legend(shown, level))
+    return el("figure", caption, drawing)
+
+
+def _last(one: Series) -> str:
+    return f"{one.label}, last {show(next((v for _, v in reversed(one.points) if v is not None), None))}"
+
+
+def _legend(series: Sequence[Series], level: float | None) -> Html | None:
+    """What each line is; nothing where there is but one."""
+    if len(series) < 2 and level is None:
+        return el("div", class_="legend", aria_hidden="true")
+    lines = [
+        el(
+            "span",
+            el(
+                "svg",
+                el("polyline", points="1,4 25,4"),
+                viewBox="0 0 26 8",
+                aria_hidden="true",
+                class_=line_class(one, series),
+            ),
+            one.label,
+        )
+        for one in series
+    ]
+    if level is not None:
+        line = el("line", x1=1, y1=4, x2=25, y2=4, class_="level")
+        lines.append(el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true"), f"chance {show(level)}"))
+    return el("div", lines, class_="legend")
+
+
+def points(curve: Any, scale: float = 1.0) -> list[tuple[float, float | None]]:
+    """A curve of report.json as points of a chart."""
+    return [(step, value * scale if value is not None else None) for step, value in curve or []]
+
+
+def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+    """(titles, cells) of the columns that any row has."""
+    present = [key for key in names if any(row.get(key) is not None for row in rows)]
+    return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
+
+
+def numbers(values: Any) -> list[float]:
+    """The numbers of a list, none if any item is no number."""
+    found = [number(value) for value in values] if isinstance(values, list) else []
+    return [value for value in found if value is not None] if None not in found else []

@@ -1,0 +1,96 @@
+"""The settings of a run: read, compared with the defaults or with another run's, and where its model comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.keys import table
+from sftkit.config.yaml_tree import parse
+from sftkit.reports.files import Rows, clean, dicts, mapping
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
+_ABSENT = object()
+
+
+def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    """config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        notes.append(f"{path.name} is not there")
+        return {}
+    problems: list[str] = []
+    try:
+        settings = mapping(clean(parse(text, path.name, problems).plain()))
+    except RecursionError:
+        settings, problems = {}, ["nested too deeply"]
+    notes.extend(f"{path.name}: {problem}" for problem in problems[:3])
+    return settings
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; lists of plain values are values, lists of mappings have a number for each."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from flat(item, f"{key}.{name}" if key else str(name))
+    elif dicts(value):
+        for index, item in enumerate(value):
+            yield from flat(item, f"{key}.{index}")
+    else:
+        yield key, value
+
+
+def changed(settings: dict[str, Any]) -> Rows:
+    """Settings that differ from their default, as {"key", "value", "default"}; default null also where there is none."""
+    rows = []
+    for key, value in flat(settings):
+        known = table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
+        default = known.default if known is not None else None
+        if known is None or known.required or _text(value) != _text(default):
+            rows.append({"key": key, "value": value, "default": default})
+    return rows
+
+
+def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
+    """Settings of two runs that differ, as {"key", "value", "other"}; where they live is left out."""
+    mine, its = dict(flat(settings)), dict(flat(other))
+    keys = [key for key in dict.fromkeys([*mine, *its]) if key != "run.dir"]
+    return [
+        {"key": key, "value": mine.get(key), "other": its.get(key)}
+        for key in keys
+        if _text(mine.get(key, _ABSENT)) != _text(its.get(key, _ABSENT))
+    ]
+
+
+def _text(value: Any) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)
+
+
+def origin(settings: dict[str, Any]) -> str | None:
+    """The hub model that this run, or the run that it goes on from, started with; None for one trained from scratch."""
+    for _ in range(10):
+        path = mapping(settings.get("model")).get("path")
+        if not isinstance(path, str):
+            return None
+        folder = os.path.expanduser(path)  # os.path, because no name is too long or too odd for it
+        files = (os.path.join(folder, name) for name in ("config.yaml", "recipe.yaml"))
+        recipe = next((file for file in files if os.path.isfile(file)), None)
+        if recipe is None:
+            local = os.path.exists(folder) or path.startswith(("runs/", ".", "~", "/"))
+            return path if not local and _HUB_ID.fullmatch(path) else None
+        settings = read_settings(Path(recipe), [])
+    return None
+
+
+def hub_datasets(settings: dict[str, Any]) -> list[str]:
+    """Hub ids of the training data."""
+    paths = [source.get("path") for source in dicts(mapping(settings.get("data")).get("train"))]
+    ids = [path for path in paths if isinstance(path, str) and _DATA_ID.fullmatch(path) and not _DATA_FILE.search(path)]
+    return list(dict.fromkeys(path for path in ids if not os.path.exists(path)))

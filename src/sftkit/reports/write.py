@@ -1,0 +1,63 @@
+"""What a run says of itself, from its files alone: report.html, report.json, and a model card beside the exported model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+from sftkit.reports.card import licence, model_card
+from sftkit.reports.collect import gather, newest_run, run_of
+from sftkit.reports.files import checkpoint, replace
+from sftkit.reports.page import render
+
+__all__ = ["gather", "newest_run", "report_of_folder", "try_report", "write_report"]
+_MOST_SECONDS = 20.0
+
+
+def write_report(run_dir: Path, against: Path | None = None, out: Path | None = None) -> Path:
+    """Write report.html and report.json, and README.md into the step directory that LATEST names. Returns the page's path.
+
+    Args:
+        against: a second run, whose curves, settings and results are shown beside those of this one.
+        out: the HTML file to write instead, the JSON file beside it; the run directory is then left as it is.
+
+    Raises:
+        ConfigError: `run_dir` or `against` is no run.
+        OSError: a file cannot be written.
+    """
+    report = gather(run_dir, against)
+    target = out or run_dir / "report.html"
+    texts = {target.with_suffix(".json"): json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"}
+    texts[target] = render(report)
+    folder = checkpoint(run_dir)
+    if out is None and folder is not None:
+        card = folder / "README.md"
+        texts[card] = model_card(report, licence(card))
+    for path, text in texts.items():
+        replace(path, text)
+    return target
+
+
+def try_report(run_dir: Path, say: Callable[[str], None], most_seconds: float = _MOST_SECONDS) -> None:
+    """Write the report where it must neither fail nor hold what goes on; `say` tells where it is, or why there is none."""
+
+    def work() -> None:
+        try:
+            said.append(f"report: {write_report(run_dir)}")
+        except Exception as error:  # a page must not fail a run
+            said.append(f"no report: {type(error).__name__}: {error}")
+
+    said: list[str] = []
+    thread = Thread(target=work, daemon=True, name="report")
+    thread.start()
+    thread.join(most_seconds)
+    say(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; python scripts/report.py {run_dir}")
+
+
+def report_of_folder(folder: Path, say: Callable[[str], None]) -> None:
+    """Write the report anew of the run that a folder with results lies in; nothing where it lies in none."""
+    run_dir = run_of(folder)
+    if run_dir is not None:
+        try_report(run_dir, say)

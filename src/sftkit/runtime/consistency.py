@@ -1,0 +1,89 @@
+"""All ranks of a run must be the same run: recipe, versions and data are compared before anything is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+
+from sftkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sftkit.runtime.start import Runtime
+
+
+def agree(rt: Runtime, what: dict[str, str]) -> None:
+    """Compare named values over all ranks; every rank must call it.
+
+    Raises:
+        ConfigError: on every rank, with each name that differs and who has which value.
+    """
+    if rt.world_size == 1:
+        return
+    gathered: list[dict[str, str]] = [{}] * rt.world_size
+    torch.distributed.all_gather_object(gathered, what)
+    differences = compare(gathered)
+    if differences:
+        lines = "\n  ".join(differences)
+        raise ConfigError(
+            f"the ranks of this run differ; start all of them from the same checkout and recipe:\n  {lines}"
+        )
+
+
+def compare(values: list[dict[str, str]]) -> list[str]:
+    """A line for each name whose value is not the same on all ranks."""
+    lines = []
+    for name in sorted(set().union(*values)):
+        ranks: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(values):
+            ranks.setdefault(of_rank.get(name, "not there"), []).append(str(rank))
+        if len(ranks) > 1:
+            who = (f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
+            lines.append(f"{name}: {'; '.join(who)}")
+    return lines
+
+
+def neighbours(rt: Runtime) -> dict[int, int]:
+    """Rank -> process id of the ranks that this process can see, so on its machine and in its container; every rank must
+    call it."""
+    here = (_place(), os.getpid())
+    gathered = [here] * rt.world_size
+    if rt.world_size > 1:
+        torch.distributed.all_gather_object(gathered, here)
+    return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
+
+
+def _place() -> tuple[str, str, str]:
+    """Where process ids have a meaning: host names alone may be the same on several machines."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    found = boot.read_text().strip() if boot.exists() else ""
+    return socket.gethostname(), found, os.readlink(namespace) if namespace.exists() else ""
+
+
+def identity(recipe: str) -> dict[str, str]:
+    """What makes the ranks one run before data is read: the resolved recipe, key by key, and the versions."""
+    try:
+        ours = version("sftkit")
+    except PackageNotFoundError:  # run from its sources
+        ours = "not installed"
+    return {"sftkit": ours, "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}
+
+
+def data_identity(lengths: np.ndarray) -> dict[str, str]:
+    """What the plan of every epoch follows from: number and lengths of the training documents, int64 [D]."""
+    digest = hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()
+    return {"training documents": f"{len(lengths):,} (sha256 of their lengths {digest[:16]})"}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": repr(value)}
+    return flat

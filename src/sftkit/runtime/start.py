@@ -1,0 +1,249 @@
+"""Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+)
+from transformers.utils import logging as transformers_logging
+
+from sftkit.config.schema import LogConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology, take_topology
+from sftkit.data.collate import WHOLE, Part
+from sftkit.errors import ConfigError, Stopped
+from sftkit.parallel.fsdp import set_gradient_sync
+from sftkit.runtime.hardware import device_name
+from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
+from sftkit.runtime.status import note_progress, report
+from sftkit.tracking.remote import dashboard_name
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+Value = TypeVar("Value")
+
+
+@dataclass
+class Runtime:
+    """This process's place in the run."""
+
+    accelerator: Accelerator
+    precision: str
+    "bf16 | fp32"
+    topology: Topology = field(default_factory=Topology)
+    stopping: Stopping = field(default_factory=Stopping)
+    "this rank's wish to end early"
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def data_world_size(self) -> int:
+        """Groups of ranks that hold different rows; fewer than ranks under tensor and context parallelism."""
+        return self.world_size // self.topology.parts
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups this rank belongs to."""
+        return self.rank // self.topology.parts
+
+    @property
+    def part(self) -> Part:
+        """Which positions of its group's rows this rank computes."""
+        index = self.rank % self.topology.parts
+        if self.topology.context > 1:
+            return Part("chunks", index, self.topology.context)
+        return Part("columns", index, self.topology.tensor) if self.topology.tensor > 1 else WHOLE
+
+    @property
+    def gradient_scale(self) -> float:
+        """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, the sharded model adds up."""
+        return 1.0 if self.topology.sharded else float(self.world_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(self, model: Module) -> torch.nn.Module:
+        """Device and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers")
+            prepared = self.accelerator.prepare(model)
+        assert isinstance(prepared, torch.nn.Module)
+        return prepared
+
+    def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
+        """Gradients are exchanged only in the last micro-batch of a step; of a sharded model as its plan says."""
+        if self.topology.sharded:
+            set_gradient_sync(model, sync)
+            return nullcontext()
+        return nullcontext() if sync else self.accelerator.no_sync(model)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over ranks."""
+        if self.world_size == 1:
+            return values
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; every rank must ask."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
+
+    def from_main(self, decide: Callable[[], Value]) -> Value:
+        """What the main rank decides, on every rank; the others do not ask."""
+        if self.world_size == 1:
+            return decide()
+        box = [decide() if self.is_main else None]
+        broadcast_object_list(box)
+        return box[0]  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def main_first(self) -> AbstractContextManager[object]:
+        """The main process does it first (and fills the cache), then the others."""
+        return self.accelerator.main_process_first()
+
+    def say(self, text: str) -> None:
+        """Print once for the whole run."""
+        if self.is_main:
+            say(text)
+
+    def stop_requested(self) -> bool:
+        """Whether any rank wishes to stop; every rank must ask."""
+        return self.any_rank(self.stopping.wanted())
+
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation,
+        whose progress it is for the watchdog."""
+        note_progress()
+        if self.stop_requested():
+            raise Stopped
+
+    def agreed_signal(self) -> int | None:
+        """The signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
+        return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
+
+
+def resolve_precision(wanted: str) -> str:
+    """'auto' follows the launcher's mixed_precision, else bf16 on a GPU that has it, else fp32."""
+    if wanted != "auto":
+        return wanted
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", "bf16"):
+        raise ConfigError(
+            f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
+        )
+    use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return "bf16" if launched == "bf16" or use_bf16 else "fp32"
+
+
+def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
+    """Join the process group, seed every generator.
+
+    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
+    """
+    precision = resolve_precision(train.precision)
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
+    accelerator = Accelerator(
+        mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
+        log_with=dashboard_name(log),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
+        ],
+    )
+    quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    seed_everything(run.seed + accelerator.process_index)
+    rt = Runtime(accelerator, precision, topology)
+    where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
+    where += f" ({topology.describe()})" if rt.world_size > 1 else ""
+    rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
+    return rt
+
+
+def quiet_libraries(level: int = logging.INFO) -> None:
+    """Our own messages as plain lines; warnings only from the libraries that chat at info level."""
+    logging.basicConfig(level=level, format="%(message)s")
+    for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def start_device() -> torch.device:
+    """For scripts without a process group: the GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy, torch CPU and every GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
+    """Inside, Python's cycle collector runs only when the yielded function, gc.collect, is called: never in the middle of
+    a step, where it would stop one rank and with it all. What exists already is never looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def script(main: Callable[[], None]) -> None:
+    """Run a script's main: errors as messages and in the run directory, process group closed.
+
+    Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
+    destructor, which waits for a gloo thread that waits for the interpreter lock.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        code = report(error)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            end_process(code)  # closing the group would wait for ranks that wait for this one
+        sys.exit(code)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,274 @@
+"""run_status.json: how the run stands or ended, for people and requeue scripts; and which rank failed first, and of what."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from sftkit.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from sftkit.runtime.signals import say
+
+STATUS, ERRORS = "run_status.json", "rank-errors"
+Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
+_TOLD_TO_STOP = ("stopped", "preempted")
+_SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
+_LOOK_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended a rank."""
+
+    rank: int
+    step: int
+    "the step it was in; 0: before the first"
+    phase: str
+    error: str
+    time: float
+    symptom: bool = False
+    "it saw only what another rank, whose own error is the cause, did to it"
+
+    def __str__(self) -> str:
+        where = f"at step {self.step}" if self.step else "before the first step"
+        return f"rank {self.rank} failed {where} ({self.phase}): {self.error}"
+
+
+@dataclass
+class RunStatus:
+    """Where this process is in the run. `at` is called on the way and costs nothing; files are written at the ends."""
+
+    run_dir: Path
+    rank: int
+    world_size: int
+    step: int = 0
+    total_steps: int | None = None
+    phase: str = "start"
+    since: float = field(default_factory=time.monotonic)
+    "when the phase began, time.monotonic()"
+    longest_step_seconds: float = 0.0
+    failure: Failure | None = None
+    "this rank's own"
+    neighbours: dict[int, int] = field(default_factory=dict)
+    "rank -> process id of the ranks on this machine"
+
+    def at(self, step: int, phase: str) -> None:
+        """Note that this rank enters a phase of a step."""
+        now = time.monotonic()
+        if self.phase == "step":
+            self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
+        self.step, self.phase, self.since = step, phase, now
+
+    def begin(self, environ: Mapping[str, str]) -> None:
+        """The run starts: what an earlier start left is cleared. Main rank."""
+        shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
+        self.write("running", launch=launch_id(environ))
+
+    def write(self, status: Outcome, **more: Any) -> None:
+        """Replace run_status.json."""
+        before = read_status(self.run_dir)
+        values = {
+            "status": status,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "signal": None,
+            "first_failing_rank": None,
+            "error": None,
+            "resume": resume_command(sys.argv),
+            "launch": before.get("launch"),
+            "time": round(time.time(), 3),
+        }
+        _replace(self.run_dir / STATUS, values | more)
+
+    def end_of_signal(self, number: int) -> None:
+        """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
+        then how that one ended is what is written."""
+        with suppress(OSError):
+            if self.failures() or read_status(self.run_dir).get("status") in _TOLD_TO_STOP:
+                return
+            if gone := self.gone():
+                text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
+                self.write("failed", first_failing_rank=gone[0], error=text)
+                return
+            self.write("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
+
+    def gone(self) -> list[int]:
+        """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,
+        which it does for those that it tells only when this one, too, has ended."""
+        return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
+
+    def write_end(self, stopped: bool, number: int | None) -> None:
+        """Training has ended with its checkpoint; `number`: the signal that stopped it, None: the time limit. Main rank."""
+        outcome: Outcome = "preempted" if stopped else "finished"
+        name = None if number is None else signal.Signals(number).name
+        self.write("stopped" if number == signal.SIGINT else outcome, signal=name)
+
+    def failed(self, error: BaseException | str, symptom: bool = False) -> Failure:
+        """Write this rank's error, once, for the others to find."""
+        if self.failure is None:
+            text = error if isinstance(error, str) else describe(error)
+            symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
+            self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
+            folder = self.run_dir / ERRORS
+            with suppress(OSError):  # on a full disk the error itself is what must be told
+                folder.mkdir(parents=True, exist_ok=True)
+                _replace(folder / f"rank{self.rank:03d}.json", asdict(self.failure))
+        return self.failure
+
+    def failures(self) -> list[Failure]:
+        """Of all ranks, causes before symptoms, earliest first."""
+        found = [Failure(**json.loads(path.read_text())) for path in (self.run_dir / ERRORS).glob("rank*.json")]
+        if self.failure is not None and all(failure.rank != self.rank for failure in found):
+            found.append(self.failure)  # the disk had no room for it
+        return sorted(found, key=lambda failure: (failure.symptom, failure.time))
+
+    def first_failure(self) -> Failure | None:
+        """What ended the run. A rank that only lost a connection looks a few seconds for the cause."""
+        end = time.monotonic() + _LOOK_SECONDS
+        while not (found := self.failures()) or (found[0].symptom and time.monotonic() < end):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.1)
+        if not found[0].symptom:
+            return found[0]
+        silent = sorted(set(range(self.world_size)) - {failure.rank for failure in found})
+        if len(silent) != 1:
+            return found[0]
+        text = f"it ended without a word (killed? out of memory?); rank {found[0].rank} then saw: {found[0].error}"
+        return Failure(silent[0], found[0].step, found[0].phase, text, found[0].time)
+
+    def write_failed(self) -> Failure | None:
+        """run_status.json of a failed run, from what the ranks have written. Returns the first failure."""
+        first = self.first_failure()
+        ended = read_status(self.run_dir).get("status")
+        # A rank that was told to stop before there was anything to save took the others with it.
+        if first is not None and not (ended in _TOLD_TO_STOP and all(failure.symptom for failure in self.failures())):
+            with suppress(OSError):
+                self.write("failed", step=first.step, first_failing_rank=first.rank, error=str(first))
+        return first
+
+
+_current: list[RunStatus] = []
+"The run of this process: what its signal thread and the end of its script write to."
+
+
+def open_status(run_dir: Path, rank: int, world_size: int) -> RunStatus:
+    """The status of the run in this directory, the same object for the whole process."""
+    if not (_current and _current[0].run_dir == run_dir):
+        _current[:] = [RunStatus(run_dir, rank, world_size)]
+    return _current[0]
+
+
+def note_progress() -> None:
+    """The present phase goes on: a part of it is done."""
+    if _current:
+        _current[0].since = time.monotonic()
+
+
+def report(error: BaseException) -> int:
+    """Write down how the run failed and print it, the cause instead of its symptoms; then the run's page, which shows the
+    error too. Returns the exit code."""
+    code = _tell(error)
+    if _current and _current[0].rank == 0:
+        with suppress(Exception):  # whatever becomes of the page, the run ends with its own error
+            from sftkit.reports.write import try_report
+
+            try_report(_current[0].run_dir, say)
+    return code
+
+
+def _tell(error: BaseException) -> int:
+    code = 2 if isinstance(error, ConfigError | DataError) else 1
+    expected = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
+    prefix, cause = "", None
+    if _current:
+        status = _current[0]
+        own = status.failed(error)
+        cause = status.write_failed()
+        prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
+        if cause is not None and cause.rank != own.rank:
+            if cause.error != own.error:
+                say(f"\nerror: {cause}", error=True)
+            return code
+    if not expected:
+        say("".join(traceback.format_exception(error)), error=True)
+    place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
+    say(f"\nerror: {place}", error=True)
+    return code
+
+
+def describe(error: BaseException) -> str:
+    """The message, with the class of an error that is not made for users."""
+    text = str(error).strip()
+    named = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
+    return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Whether it says that another rank is gone, and nothing about this one."""
+    return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """run_status.json; empty where there is none that can be read."""
+    try:
+        values = json.loads((run_dir / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def launch_id(environ: Mapping[str, str]) -> str | None:
+    """The launcher of this process, which stays the same over its restarts; None without torch's elastic launcher."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    launcher = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}:{launcher.pid}:{launcher.create_time():.2f}"
+
+
+def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank calls it."""
+    if setting is not None or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return setting
+    import torch.distributed as dist  # torch is not imported with this module, which the launcher reads too
+
+    main = environ.get("RANK") == "0"
+    again = [main and read_status(Path(run_dir)).get("launch") == launch_id(environ)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(again)
+    if main and again[0]:
+        say(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
+    return "auto" if again[0] else None
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command that continues a run whose script was started with these words."""
+    words = [word for word in argv if not word.startswith("train.resume=")]
+    return shlex.join(["python", "-m", "sftkit.launch", *words, "train.resume=auto"])
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON under a name of this process, then rename: several ranks may write at a time. On a full disk in place."""
+    text = json.dumps(values, indent=1)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        with path.open("r+") as file:  # not truncated first: its blocks are all that there is
+            file.write(text)
+            file.truncate()

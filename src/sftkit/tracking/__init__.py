@@ -1,0 +1,1 @@
+"""What a run says of itself while it trains: metrics, events, the console, a dashboard."""

@@ -1,0 +1,231 @@
+"""Numbers that must not pass unnoticed: losses and gradient norms that are not finite, and spikes."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from sftkit.config.schema import NumericsConfig
+from sftkit.data.loader import Batches, StepBatches
+from sftkit.errors import NonFiniteError
+from sftkit.runtime.start import Runtime
+from sftkit.runtime.status import RunStatus
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.tracker import Tracker
+
+WINDOW = 128
+"steps that a spike is measured against"
+ENOUGH = 32
+"steps before which nothing is called a spike"
+SIGMAS = 6.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host has learned of a step, the same on every rank."""
+
+    step: int
+    stop: bool
+    "a rank wishes to stop"
+    finite: bool
+    step_batches: StepBatches
+    "without its micro-batches"
+    own_targets: int
+    "target tokens of this rank"
+    outcome: StepOutcome
+
+
+class LateFlags:
+    """The flags of steps, read without making the host wait: on a GPU two steps later, when they have long arrived."""
+
+    def __init__(self, device: torch.device, late: int) -> None:
+        """`late`: steps that pass before the flags of one are read."""
+        self._cuda, self._late = device.type == "cuda", late
+        self._waiting: deque[tuple[Known, torch.Tensor, torch.cuda.Event | None]] = deque()
+        # Taken once: pinning memory makes the device wait.
+        self._host = [torch.empty(2, pin_memory=self._cuda) for _ in range(late + 1)]
+
+    def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """A step that has been launched; `known` must be asked after each."""
+        host = self._host[step % len(self._host)].copy_(outcome.flags, non_blocking=True)
+        arrived = None
+        if self._cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        targets = sum(batch.num_targets for batch in step_batches.micro_batches)
+        known = Known(step, False, True, replace(step_batches, micro_batches=[]), targets, outcome)
+        self._waiting.append((known, host, arrived))
+
+    def known(self, wait: bool) -> list[Known]:
+        """Steps whose flags can be read by now, oldest first; `wait`: all."""
+        found = []
+        while len(self._waiting) > (0 if wait else self._late):
+            launched, host, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            stop, broken = host.tolist()
+            found.append(replace(launched, stop=stop > 0, finite=broken == 0))
+        return found
+
+
+class Spikes:
+    """Losses and gradient norms far above those of the steps before: kept on the device, judged when a line is logged."""
+
+    def __init__(self, rt: Runtime, log_every: int) -> None:
+        self._rt = rt
+        self._values = torch.zeros(log_every, 2, device=rt.device)  # this rank's nll sum, gradient norm
+        self._steps: list[tuple[int, int]] = []  # (step, target tokens)
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, step: int, num_targets: int, outcome: StepOutcome) -> None:
+        """One step; no host sync."""
+        row = self._values[len(self._steps)]
+        row[0].copy_(outcome.sums[1])
+        row[1].copy_(outcome.grad_norm)
+        self._steps.append((step, num_targets))
+
+    def read(self) -> list[str]:
+        """A line for each spike since the last call; every rank must call it."""
+        count = len(self._steps)
+        sums = self._rt.sum(self._values[:count, 0].clone()).tolist()
+        norms = self._values[:count, 1].tolist()
+        lines = []
+        for (step, targets), total, norm in zip(self._steps, sums, norms, strict=True):
+            for name, value, history in (
+                ("loss", total / max(targets, 1), self._losses),
+                ("gradient norm", norm, self._norms),
+            ):
+                if not math.isfinite(value):
+                    continue
+                if is_spike(value, history):
+                    lines.append(
+                        f"step {step}: {name} {value:.4g} is far above {statistics.fmean(history):.4g}, its mean so far"
+                    )
+                history.append(value)
+        self._steps.clear()
+        return lines
+
+
+def is_spike(value: float, history: deque[float]) -> bool:
+    """More than 6 standard deviations above the mean of the last 128 steps; a deviation counts as 1 % of the mean at least."""
+    if len(history) < ENOUGH:
+        return False
+    mean = statistics.fmean(history)
+    return value > mean + SIGMAS * max(statistics.pstdev(history), 0.01 * abs(mean))
+
+
+class Health:
+    """Counts what went wrong, and ends training where the recipe says so."""
+
+    def __init__(
+        self,
+        numerics: NumericsConfig,
+        rt: Runtime,
+        status: RunStatus,
+        batches: Batches,
+        tracker: Tracker,
+        log_every: int,
+    ) -> None:
+        self._numerics, self._rt, self._status, self._batches = numerics, rt, status, batches
+        self._tracker = tracker
+        self._flags = LateFlags(rt.device, late=2 if rt.device.type == "cuda" else 0)
+        self._spikes = Spikes(rt, log_every)
+        self._nonfinite = self._in_a_row = self._in_window = 0
+
+    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """One step that has been launched; `settle` must be called after each."""
+        self._flags.push(step, step_batches, outcome)
+        self._spikes.add(step, step_batches.num_targets, outcome)
+
+    def settle(self, wait: bool) -> tuple[bool, int]:
+        """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
+
+        Returns:
+            (whether a rank wishes to stop, target tokens of the steps that were left out)
+
+        Raises:
+            NonFiniteError: on every rank; the weights have been left as they were before that step.
+        """
+        steps = self._flags.known(wait)
+        stop, left_out = any(known.stop for known in steps), 0
+        if stop:  # this step is the last one: it is logged and saved
+            steps += self._flags.known(wait=True)
+        for known in steps:
+            self._in_a_row = 0 if known.finite else self._in_a_row + 1
+            if known.finite:
+                continue
+            self._nonfinite += 1
+            self._in_window += 1
+            left_out += known.step_batches.num_targets
+            self._write_documents(known)
+            if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
+                raise self._error(known)
+            text = f"step {known.step}: the loss or gradient norm is not finite; left out"
+            self._tracker.event("nonfinite", known.step, text)
+        return stop, left_out
+
+    def read(self) -> tuple[dict[str, float | None], list[str]]:
+        """(metrics, a line for each spike since the last call); every rank must call it."""
+        lines = self._spikes.read()
+        values: dict[str, float | None] = {
+            "health/spikes": len(lines),
+            "health/skipped_steps": self._in_window,
+            "health/nonfinite_steps": self._nonfinite,
+        }
+        self._in_window = 0
+        return values, lines
+
+    def _write_documents(self, known: Known) -> None:
+        """This rank's documents of a step that is not finite, as a file."""
+        found = {
+            "step": known.step,
+            "epoch": known.step_batches.epoch,
+            "loss": float(known.outcome.sums[1]) / max(known.own_targets, 1),
+            "grad_norm": float(known.outcome.grad_norm),
+            "documents": documents_of(self._batches, known.step_batches),
+        }
+        name = f"nonfinite-step-{known.step:06d}-rank{self._rt.rank:03d}.json"
+        with suppress(OSError):  # on a full disk the error itself is what must be told
+            (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
+
+    def _error(self, known: Known) -> NonFiniteError:
+        """With the loss of every rank."""
+        own = float(known.outcome.sums[1]) / max(known.own_targets, 1)
+        losses = [0.0] * self._rt.world_size
+        if self._rt.world_size > 1:
+            torch.distributed.all_gather_object(losses, own)
+        else:
+            losses = [own]
+        norm = float(known.outcome.grad_norm)
+        broken = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        who = (
+            f"the loss of rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
+            if broken
+            else "the gradient norm"
+        )
+        values = ", ".join(f"rank {rank}: {loss:.4g}" for rank, loss in enumerate(losses))
+        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
+        error = NonFiniteError(
+            f"step {known.step}: {who} is not finite{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
+            f"was left out. The documents of that step are in {self._status.run_dir}/nonfinite-step-{known.step:06d}-rank*.json. "
+            "Look at them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out "
+            "with numerics.on_nonfinite=skip"
+        )
+        self._status.failed(error, symptom=bool(broken) and self._rt.rank not in broken)
+        return error
+
+
+def documents_of(batches: Batches, step_batches: StepBatches) -> list[dict[str, object]]:
+    """This rank's documents of a step: index, source and token ids."""
+    examples = batches.examples
+    return [
+        {"index": i, "source": examples.source_names[int(examples.source[i])], "ids": examples[i].ids.tolist()}
+        for i in step_batches.documents
+    ]

@@ -1,0 +1,191 @@
+"""Speed, utilisation, memory, shapes and data between two logged lines. Names, units and formulas: docs/metrics.md."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import LossConfig
+from sftkit.data.loader import Batches, StepBatches
+from sftkit.data.pack import Layout
+from sftkit.data.types import Examples
+from sftkit.models.structure import train_flops
+from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
+
+
+class Meter:
+    """Counts what happened since the last `read`; the losses and norms stay on the device until then."""
+
+    def __init__(self, orig_model: PreTrainedModel, loss: LossConfig, batches: Batches, rt: Runtime) -> None:
+        self._orig_model, self._loss, self._rt = orig_model, loss, rt
+        self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
+        self._examples = batches.examples
+        self.shapes = ShapeCounts(batches.layout, rt.part.count)
+        self.syncs = SyncCounter(rt.device)
+        self._clock = StepClock(rt.device)
+        self.total_tokens = 0
+        self.total_step_seconds = 0.0
+        self.seen_targets = self.planned_targets = 0
+        "of all logged steps: counted in the batches of all ranks; of the plan, which gradients are divided by"
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = self._left_out = 0
+        self._own_targets = 0
+        self._wait_seconds = self._paused_seconds = self._skew = 0.0
+        self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
+        self._sums = torch.zeros(4, device=self._rt.device)
+        self._grad_norm = torch.zeros((), device=self._rt.device)
+        self._start = time.perf_counter()
+
+    def start(self) -> None:
+        """The window begins now."""
+        self._start = time.perf_counter()
+        self._clock.begin()
+
+    @property
+    def seen_tokens(self) -> int:
+        """Document tokens since the start of the run, this window included."""
+        return self.total_tokens + self._tokens
+
+    def waited(self, seconds: float) -> None:
+        """Time the loop stood still for data."""
+        self._wait_seconds += seconds
+
+    def paused(self, seconds: float) -> None:
+        """Time spent in evaluation and checkpoints, which is not training time."""
+        self._paused_seconds += seconds
+        self._clock.begin()
+
+    def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """One step. The sums of one that is not finite are left out here, its targets by `left_out`."""
+        self._steps += 1
+        self._clock.step_ended()
+        self.shapes.add(step_batches)
+        self._source_tokens += np.asarray(step_batches.source_tokens)
+        self._tokens += step_batches.num_tokens
+        self._targets += step_batches.num_targets
+        self._own_targets += sum(batch.num_targets for batch in step_batches.micro_batches)
+        self._positions += step_batches.num_positions
+        self._pairs += step_batches.attention_pairs
+        self._skew += step_batches.rank_skew - 1.0
+        self._sums += torch.where(outcome.flags[1] > 0, 0.0, outcome.sums)
+        self._grad_norm = outcome.grad_norm
+
+    def left_out(self, num_targets: int) -> None:
+        """A step of this window turned out not to be finite: its targets are in no mean."""
+        self._left_out += num_targets
+
+    def read(self) -> dict[str, float | None]:
+        """The window's metrics; every rank must call it. Waits for the device, once."""
+        targets = self._targets - self._left_out
+        sums, waits, peaks = self._exchange()
+        self.planned_targets += self._targets
+        objective, nll, correct, entropy = (value / targets if targets else None for value in sums)
+        seconds = time.perf_counter() - self._start - self._paused_seconds
+        self.total_tokens += self._tokens
+        self.total_step_seconds += seconds
+        flops = train_flops(self._orig_model, self._tokens, self._targets, self._pairs)
+        peak = self._peak * self._rt.world_size if self._peak else None
+        p50, p95 = percentiles(self._clock.read())
+        values: dict[str, float | None] = {
+            "train/loss": nll,
+            "train/grad_norm": _finite(float(self._grad_norm)),
+            "perf/tok_per_sec": self._tokens / seconds,
+            "perf/tok_per_sec_per_gpu": self._tokens / seconds / self._rt.world_size,
+            "perf/target_tok_per_sec": self._targets / seconds,
+            "perf/target_tok_per_sec_per_gpu": self._targets / seconds / self._rt.world_size,
+            "perf/mfu": flops / seconds / peak if peak else None,
+            "perf/step_seconds": seconds / max(self._steps, 1),
+            "perf/step_p50_seconds": p50,
+            "perf/step_p95_seconds": p95,
+            "perf/data_wait_pct": 100.0 * max(waits) / seconds,
+            "perf/host_syncs": self.syncs.count,
+            "mem/peak_gib": max(peaks),
+            **memory_counters(self._rt.device),
+            "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
+            "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
+            **self._source_shares(),
+            **left_out_rows(self._examples),
+            **self.shapes.values(),
+            "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
+        }
+        if self._loss.z_loss or self._loss.label_smoothing:
+            values["train/objective"] = objective
+        if self._loss.token_metrics:
+            values |= {"train/token_accuracy": correct, "train/entropy": entropy}
+        self._reset()
+        return values
+
+    def _exchange(self) -> tuple[list[float], list[float], list[float]]:
+        """(sums over ranks, in the order of LossSums; each rank's seconds of waiting for data; each rank's peak in GiB)."""
+        ranks = self._rt.world_size
+        own = torch.zeros(3, ranks)
+        own[:, self._rt.rank] = torch.tensor(
+            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_targets)]
+        )
+        known = self._rt.sum(torch.cat([self._sums, own.flatten().to(self._sums.device)])).tolist()
+        waits, peaks, targets = (known[4 + i * ranks : 4 + (i + 1) * ranks] for i in range(3))
+        self.seen_targets += round(sum(targets))
+        return known[:4], waits, peaks
+
+    def _source_shares(self) -> dict[str, float | None]:
+        """data/share/<source> of the window; nothing where there is one source."""
+        names, total = self._examples.source_names, max(int(self._source_tokens.sum()), 1)
+        shares = (self._source_tokens / total).tolist()
+        return (
+            {f"data/share/{name}": share for name, share in zip(names, shares, strict=True)} if len(names) > 1 else {}
+        )
+
+
+class ShapeCounts:
+    """Counts the shapes of the micro-batches that reach the compiled model, against those that the layout declares."""
+
+    def __init__(self, layout: Layout, parts: int) -> None:
+        """`parts`: processes that share a row."""
+        self._layout, self._parts = layout, parts
+        self.seen: Counter[tuple[int, int]] = Counter()
+        "(rows, row length) -> micro-batches of this rank"
+        self._last = (0, 0)
+
+    def add(self, step_batches: StepBatches) -> None:
+        """The micro-batches of a step, as they are: what the plan says does not count."""
+        for batch in step_batches.micro_batches:
+            rows, columns = batch.input_ids.shape
+            self._last = (rows, columns * self._parts)
+            self.seen[self._last] += 1
+
+    @property
+    def undeclared(self) -> int:
+        """Micro-batches of a shape that was not declared."""
+        return sum(count for shape, count in self.seen.items() if not self._layout.declares(*shape))
+
+    def values(self) -> dict[str, float | None]:
+        """shape/*: the counts of every declared shape; of symbolic ones only those that were not declared."""
+        declared = () if self._layout.dynamic else self._layout.shapes
+        known = declared.index(self._last) if self._last in declared else None
+        counts: dict[str, float | None] = {
+            f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared
+        }
+        return {"shape/id": known, **counts, "shape/undeclared": self.undeclared}
+
+
+def left_out_rows(examples: Examples) -> dict[str, float | None]:
+    """data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
+    totals: Counter[str] = Counter()
+    for counts in examples.counts.values():
+        totals.update(counts)
+    dropped = totals["dropped_too_long"] + totals["dropped_no_target"] + totals["skipped_bad"]
+    return {"data/dropped_rows": dropped, "data/truncated_rows": totals["truncated"]}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,297 @@
+"""metrics.jsonl is the record; the console and a dashboard mirror it. Rank 0 only, and never an error into training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sftkit.config.schema import LogConfig
+from sftkit.errors import NonFiniteError, RecompileError
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.remote import Mirror, first_line, open_dashboard
+
+log = logging.getLogger(__name__)
+Kind = Literal["recompile", "graph_break", "nonfinite", "spike", "checkpoint_fallback", "starvation"]
+ALERTS: dict[Kind, tuple[str, str]] = {
+    "recompile": ("recompile after the warm-up", "WARN"),
+    "graph_break": ("graph break", "WARN"),
+    "nonfinite": ("loss or gradient norm not finite", "ERROR"),
+    "spike": ("spike of loss or gradient norm", "WARN"),
+    "checkpoint_fallback": ("resumed from an older checkpoint", "WARN"),
+    "starvation": ("training waits for data", "WARN"),
+}
+"Kind of event -> (title, level) of the alert on the dashboard."
+STARVED_PCT, STARVED_LINES = 20.0, 3
+SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
+RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
+TABLE_ROWS, TABLE_CHARACTERS = 1000, 2000
+"A table on the dashboard has the newest rows, with so much of each text; samples.jsonl has all of both."
+CONSOLE_VALUES = 8
+
+
+class Tracker:
+    """Writes one line per logged step, evaluation and event: file, console, dashboard."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        logging_config: LogConfig,
+        rt: Runtime,
+        config: dict[str, Any],
+        first_step: int = 0,
+        run_id: str | None = None,
+    ) -> None:
+        """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
+        continued."""
+        self._rt, self._run_dir, self._step = rt, run_dir, first_step
+        self.run_id = run_id
+        "of the run on the dashboard, None without one; on the main rank"
+        self._mirror: Mirror | None = None
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._lines = self._starved_lines = 0
+        self._told: set[tuple[Kind, str]] = set()
+        if not rt.is_main:
+            return
+        for name in ("metrics.jsonl", "evals.jsonl", "samples.jsonl"):
+            drop_rows_after(run_dir / name, first_step)
+        drop_evals_after(run_dir / "evals", first_step)
+        drop_rows_after(run_dir / "events.jsonl", sys.maxsize)  # what happened, happened: only a broken line goes
+        dashboard = open_dashboard(logging_config, run_dir, run_id, config, rt.accelerator)
+        if dashboard is not None:
+            self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if isinstance(error, NonFiniteError):
+            self._record("nonfinite", self._step, first_line(error))  # the console has the whole error
+        if isinstance(error, RecompileError):
+            self._record("recompile", self._step, first_line(error))
+        if self._mirror is not None and (said := self._mirror.finish(exit_code=0 if kind is None else 1)):
+            self._rt.say(f"{self._mirror.dashboard.name}: {said}")
+
+    def start_progress(self, step: int, total_steps: int) -> None:
+        """A live bar with ETA on a terminal; plain lines need nothing."""
+        console = Console()
+        if not (self._rt.is_main and console.is_terminal):
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total_steps, completed=step)
+
+    def advance(self, step: int) -> None:
+        """A step has been launched."""
+        self._step = step
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def say(self, text: str) -> None:
+        """A line for the person watching, above the progress bar where there is one."""
+        if self._progress is not None:
+            with suppress(OSError, ValueError):  # a terminal that is gone
+                self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            self._rt.say(text)
+
+    def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
+        """One training line; an event if training has waited for data in this one and the two before."""
+        self._append("metrics.jsonl", step, values)
+        self.say(train_line(step, total_steps, values))
+        wait = values["perf/data_wait_pct"] or 0.0
+        self._lines += 1
+        starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
+        self._starved_lines = self._starved_lines + 1 if starved else 0
+        if self._starved_lines == STARVED_LINES:
+            self.event(
+                "starvation",
+                step,
+                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
+                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk",
+            )
+
+    def log_evals(self, step: int, values: dict[str, float | None], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One evaluation.
+
+        Args:
+            values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in evals/step-NNNNNN/results.json.
+            samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
+        """
+        if not self._rt.is_main:
+            return
+        results = read_results(self._run_dir / "evals" / f"step-{step:06d}" / "results.json")
+        if values:
+            self._append("evals.jsonl", step, values)
+            self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
+        if samples:
+            self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+            self._table("samples", step, SAMPLE_COLUMNS, read_rows(self._run_dir / "samples.jsonl")[-TABLE_ROWS:])
+        if results:
+            self._table("eval/results", step, RESULT_COLUMNS, [{"step": step, **result} for result in results])
+
+    def event(self, kind: Kind, step: int, text: str) -> None:
+        """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
+        if self._rt.is_main:
+            self.say(f"step {step}: {text}" if not text.startswith("step ") else text)
+            self._record(kind, step, text)
+
+    def new_events(self, kind: Kind, step: int, texts: Sequence[str]) -> None:
+        """Those of a list of all so far that were not told yet, each text once."""
+        for text in texts:
+            if (kind, text) not in self._told:
+                self._told.add((kind, text))
+                self.event(kind, step, text)
+
+    def _record(self, kind: Kind, step: int, text: str) -> None:
+        if not self._rt.is_main:
+            return
+        self._write("events.jsonl", [{"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}])
+        if self._mirror is not None:
+            title, level = ALERTS[kind]
+            self._mirror.alert(title, step, shortened(text), level)
+
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines; a full disk costs them, not the run, whose checkpoint may still find room."""
+        try:
+            with (self._run_dir / name).open("a") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            log.warning("%s: %d lines are lost (%s)", self._run_dir / name, len(rows), first_line(error))
+
+    def _append(self, name: str, step: int, values: dict[str, float | None]) -> None:
+        if not self._rt.is_main:
+            return
+        self._write(name, [{"step": step, "time": round(time.time(), 3), **values}])
+        if self._mirror is not None:
+            self._mirror.row(step, values)
+
+    def _table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._mirror is not None:
+            cells = [[shortened(row.get(column)) for column in columns] for row in rows]
+            self._mirror.table(name, step, columns, cells)
+
+
+def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
+    """The aligned console line."""
+    mfu = values.get("perf/mfu")
+    width = len(str(total_steps))
+    parts = [
+        f"step {step:>{width}}/{total_steps}",
+        f"loss {number(values['train/loss'], '7.4f')}",
+        f"grad {number(values['train/grad_norm'], '7.3f')}",
+        f"lr {values['train/lr']:.2e}",
+        f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
+        f"mfu {100 * mfu:4.1f}%" if mfu is not None else "mfu    -",
+        f"{values['perf/step_seconds']:7.3f} s/step",
+        f"wait {values['perf/data_wait_pct']:4.1f}%",
+        f"pad {values['data/padding_pct']:4.1f}%",
+        f"mem {number(values['mem/peak_gib'], '5.1f')} GiB",
+        f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
+    ]
+    return "  ".join(parts)
+
+
+def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:
+    """An evaluation on one line: all values of a few, else of each task the one that stands for it, and the means."""
+    shown = {name: value for name, value in values.items() if not name.endswith(("/low", "/high"))}
+    if results or len(shown) > CONSOLE_VALUES:
+        means = ("val/loss", "val/bpb", "eval/centred_mean", "eval/families/acc")
+        shown = {name: shown[name] for name in means if name in shown}
+        shown |= {f"eval/{result['task']}": result["value"] for result in results}
+    parts = [
+        f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
+        for name, value in shown.items()
+        if value is not None
+    ]
+    return "  ".join(parts)
+
+
+def number(value: float | None, form: str) -> str:
+    """The number, or a dash of the same width where there is none."""
+    return format(value, form) if value is not None else "-".rjust(int(form.partition(".")[0]))
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
+    if not path.exists():
+        return
+    kept = [line for line in lines_of(path) if row_step(line) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
+
+
+def drop_evals_after(folder: Path, step: int) -> None:
+    """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
+    for path in folder.glob("*"):
+        final = read_results(path / "results.json") if path.name == "final" else []
+        names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
+        kind, _, digits = names[0].rpartition("/")[2].partition("-")
+        if kind == "step" and digits.isdecimal() and int(digits) > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def has_row(path: Path, step: int) -> bool:
+    """Whether a file of rows has one of this step."""
+    return path.exists() and any(row_step(line) == step for line in lines_of(path))
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
+    return [line for line in path.read_text().split("\n") if line]
+
+
+def row_step(line: str) -> float:
+    """The step of a row; infinite for one that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return math.inf
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
+    try:
+        lines = lines_of(path)
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if row_step(line) < math.inf]
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What an evaluation wrote of its tasks; nothing where it had none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return []
+
+
+def shortened(value: Any) -> Any:
+    """A text as long as a table or an alert shows it; anything else as it is."""
+    if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
+        return value[: TABLE_CHARACTERS - 1] + "…"
+    return value

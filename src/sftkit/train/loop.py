@@ -1,0 +1,265 @@
+"""The only training loop. It takes things and functions, never a stage name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.compile import debug as compile_debug
+from sftkit.compile.contract import step_contract
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import Config, EvalConfig
+from sftkit.data.loader import Batches
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import Prepared, prepare_step
+from sftkit.errors import NonFiniteError, Stopped
+from sftkit.memory.plan import MemoryPlan, explained
+from sftkit.optim.build import learning_rate
+from sftkit.runtime.consistency import agree, data_identity
+from sftkit.runtime.signals import Deadline, save_seconds
+from sftkit.runtime.start import Runtime, garbage_collected_between_steps
+from sftkit.runtime.status import open_status
+from sftkit.runtime.watchdog import watched
+from sftkit.tracking.health import Health
+from sftkit.tracking.meter import Meter
+from sftkit.tracking.tracker import Tracker, has_row
+from sftkit.train import proof
+from sftkit.train.prefetch import on_device
+from sftkit.train.summary import Trained
+
+Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
+"step -> (metrics, sample answers)"
+
+
+def train(
+    cfg: Config,
+    rt: Runtime,
+    model: torch.nn.Module,
+    orig_model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    plan: MemoryPlan,
+    *,
+    evaluate: Evaluate,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    resumed: dict[str, int],
+) -> Trained:
+    """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
+
+    Args:
+        model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
+            `evaluate` and `checkpoints` see.
+        plan: how memory is spent, for the warm-up and for the message when it runs out.
+        evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
+        resumed: what Checkpoints.resume returned.
+
+    Raises:
+        NonFiniteError: as numerics.on_nonfinite says.
+        CheckpointError: the last checkpoint could not be written.
+    """
+    total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+    agree(rt, data_identity(batches.examples.lengths))
+    status = open_status(checkpoints.run_dir, rt.rank, rt.world_size)
+    status.step, status.total_steps = resumed["step"], total_steps
+    if cfg.train.max_minutes is not None and rt.is_main:
+        rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
+    step = resumed["step"]
+    metrics: dict[str, float | None] = {}
+    evals: dict[str, float | None] = {}
+    evals_at_start: dict[str, float | None] = {}
+    samples: list[dict[str, Any]] = []
+    watch = CompileWatch()
+    with watched(status, cfg.run, rt.stopping):
+        status.at(step, "warm-up")
+        prepared = prepare_step(cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker)
+        ends = end_tokens(orig_model)
+        rows = [
+            *prepared.proof,
+            proof.mask_row(batches.examples, ends),
+            proof.resume_row(step, checkpoints.resumed_from),
+        ]
+        already_done = step == total_steps  # what proved it when it was trained stays
+        if rt.is_main and not already_done:
+            proof.write(checkpoints.run_dir, rows)
+        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
+        for problem in checkpoints.passed_over:
+            tracker.event("checkpoint_fallback", step, problem)
+        rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
+        stopped = rt.stop_requested()
+        # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
+        if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
+            status.at(step, "evaluation")
+            with watch.evaluating():
+                evals, samples, stopped = _evaluated(evaluate, step)
+            evals_at_start = {} if step else evals
+            tracker.log_evals(step, evals, samples)
+            checkpoints.evaluated(step, evals)
+
+        orig_model.train()
+        meter = Meter(orig_model, cfg.loss, batches, rt)
+        meter.total_tokens = resumed.get("tokens", 0)
+        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every)
+        tracker.start_progress(step, total_steps)
+        steps = on_device(batches.steps(step, total_steps), rt.device)
+        folder = checkpoints.run_dir / f"step-{step:06d}"
+        on_recompile = cfg.compile.on_recompile if prepared.compiled else "warn"
+        with (
+            proved(checkpoints.run_dir, rt, rows, lambda error: closing_rows(meter, batches, prepared, watch, error)),
+            step_contract(on_recompile, watch.graph_break_reasons()),
+            explained(plan, cfg, batches.layout),
+            completed(checkpoints),
+            garbage_collected_between_steps() as collect,
+        ):
+            meter.start()
+            while step < total_steps and not stopped:
+                started = time.perf_counter()
+                step += 1
+                status.at(step, "data")
+                step_batches = next(steps)
+                meter.waited(time.perf_counter() - started)
+
+                status.at(step, "step")
+                lr = learning_rate(step, total_steps, cfg.optim)
+                wish = rt.stopping.wanted()
+                with meter.syncs.watching():
+                    outcome = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt, stop=wish)
+                meter.add(step_batches, outcome)
+                health.add(step, step_batches, outcome)
+                tracker.advance(step)
+
+                last = step == total_steps
+                logs = last or step % cfg.log.every == 0
+                saves = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
+                evaluates = evaluation_due(cfg.eval, step, total_steps)
+                # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
+                stopped, left_out = health.settle(wait=logs or saves or evaluates)
+                meter.left_out(left_out)
+                if rt.stopping.deadline is not None:
+                    rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
+                if logs or stopped:
+                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
+                    metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
+                    health_metrics, spikes = health.read()
+                    metrics |= health_metrics
+                    tracker.log_metrics(step, total_steps, metrics)
+                    tracker.new_events("recompile", step, watch.recompile_kinds())
+                    tracker.new_events("graph_break", step, watch.graph_break_reasons())
+                    for spike in spikes:
+                        tracker.event("spike", step, spike)
+                    collect(1)
+
+                # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
+                pausing = time.perf_counter()
+                state: dict[str, Any] = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
+                state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
+                state["save_seconds"] = save_seconds(checkpoints.last_save)
+                if saves or stopped:
+                    status.at(step, "checkpoint")
+                    folder = checkpoints.save(step, state, wait=last or stopped)
+                if evaluates and not stopped:
+                    status.at(step, "evaluation")
+                    with watch.evaluating():
+                        evals, samples, stopped = _evaluated(evaluate, step)
+                    if not stopped:
+                        tracker.log_evals(step, evals, samples)
+                        checkpoints.evaluated(step, evals)
+                    else:
+                        folder = checkpoints.save(step, state, wait=True)  # only waits if it is there or on its way
+                    collect()
+                if saves or evaluates or stopped:
+                    meter.paused(time.perf_counter() - pausing)
+        status.at(step, "checkpoint")
+        checkpoints.finish()
+        logits = proof.logits_of(orig_model)
+        if rt.is_main and not already_done:
+            rows += closing_rows(meter, batches, prepared, watch, None)
+            proof.write(checkpoints.run_dir, rows, logits)
+        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
+        number = rt.agreed_signal() if stopped else None
+        if rt.is_main:
+            status.write_end(stopped, number)
+
+    watch.close()
+    return Trained(
+        step=step,
+        total_steps=total_steps,
+        tokens=meter.total_tokens,
+        train_seconds=meter.total_step_seconds,
+        warm_up_seconds=prepared.seconds,
+        compiled=prepared.compiled,
+        stopped=stopped,
+        metrics=metrics,
+        evals=evals,
+        samples=samples,
+        evals_at_start=evals_at_start,
+        checkpoint=str(folder) if step else "",
+    )
+
+
+def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
+    """Whether a step is followed by an evaluation."""
+    return step == total_steps or bool(cfg.every and step % cfg.every == 0)
+
+
+def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
+    """Whether an evaluation comes before the first step of this start: eval.at_start, or the one of the resumed step if
+    a stop has cut it short."""
+    if step == 0:
+        return cfg.at_start
+    return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / "evals.jsonl", step))
+
+
+@contextmanager
+def completed(checkpoints: Checkpoints) -> Iterator[None]:
+    """A loss that is not finite ends all ranks together: the checkpoint that is being written is completed first."""
+    try:
+        yield
+    except NonFiniteError:
+        checkpoints.finish()
+        raise
+
+
+@contextmanager
+def proved(
+    run_dir: Path, rt: Runtime, rows: Sequence[proof.Row], closing: Callable[[BaseException], list[proof.Row]]
+) -> Iterator[None]:
+    """What ends training early still leaves a proof.json that says what went wrong."""
+    try:
+        yield
+    except BaseException as error:
+        if rt.is_main:
+            proof.write(run_dir, [*rows, *closing(error)])
+        raise
+
+
+def closing_rows(
+    meter: Meter, batches: Batches, prepared: Prepared, watch: CompileWatch, error: BaseException | None
+) -> list[proof.Row]:
+    """What is known when training ends; `error`: what ended it early."""
+    return [
+        proof.shapes_row(meter.shapes, batches.layout),
+        proof.divisor_row(meter.seen_targets, meter.planned_targets),
+        *proof.compile_rows(prepared.compiled, watch, error),
+    ]
+
+
+def end_tokens(orig_model: PreTrainedModel) -> list[int]:
+    """The tokens that end a turn or text, as generation knows them."""
+    ends = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
+    """(metrics, samples, whether a stop was asked for meanwhile: then there are none)."""
+    try:
+        return *evaluate(step), False
+    except Stopped:
+        return {}, [], True

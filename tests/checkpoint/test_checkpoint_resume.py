@@ -1,0 +1,105 @@
+"""What a checkpoint is resumed with: the same model, tokenizer, data, optimizer and recipe, or the changes that are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_worker import Run, experts, tied
+from helpers import cpu_runtime
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from sftkit.checkpoint import weight_files
+from sftkit.checkpoint.compatibility import check_recipe
+from sftkit.checkpoint.state_store import load_states, save_states, snapshot_states
+from sftkit.errors import ConfigError
+
+RECIPE = "run: {seed: 0}\noptim: {name: adamw, lr: 1e-4}\ntrain: {max_steps: 10, epochs: null, micro_batch_size: 4}\n"
+IDENTITY = {"model": {"hidden_size": 32, "layers": [1, 2]}, "tokenizer": "a" * 64, "data": {"train": "x"}}
+
+
+def save(folder: Path, tokenizer) -> None:
+    Run(folder, tokenizer, cpu_runtime(), recipe=RECIPE, identity=IDENTITY).steps(0, 1, every=1, wait=True)
+
+
+def test_another_identity_is_refused_with_a_line_for_each_key_that_differs(tmp_path: Path, tokenizer) -> None:
+    save(tmp_path, tokenizer)
+    other = {**IDENTITY, "model": {"hidden_size": 64, "layers": [1, 2]}, "tokenizer": "b" * 64, "template": "new"}
+    with pytest.raises(ConfigError) as refused:
+        Run(tmp_path, tokenizer, cpu_runtime(), recipe=RECIPE, identity=other).checkpoints.resume("auto")
+    lines = str(refused.value).splitlines()
+    assert "  model.hidden_size: 32 in the checkpoint, 64 in this run" in lines
+    assert '  template: (none) in the checkpoint, "new" in this run' in lines
+    assert any(line.startswith('  tokenizer: "aaaa') and "..." in line for line in lines)
+    assert not any("data" in line.split(":")[0] or "layers" in line for line in lines[1:-1])
+    same = json.loads(json.dumps(IDENTITY))
+    assert Run(tmp_path, tokenizer, cpu_runtime(), recipe=RECIPE, identity=same).checkpoints.resume("auto")["step"] == 1
+
+
+def test_a_changed_setting_that_a_run_keeps_is_refused_unless_it_is_named(tmp_path: Path, tokenizer, capsys) -> None:
+    save(tmp_path, tokenizer)
+    changed = RECIPE.replace("1e-4", "5e-5").replace("seed: 0", "seed: 7")
+    run = Run(tmp_path, tokenizer, cpu_runtime(), recipe=changed, identity=IDENTITY)
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.0001 in the checkpoint, 5e-05 in this run") as refused:
+        run.checkpoints.resume("auto", ("run.seed",))
+    assert "run.seed:" not in str(refused.value)
+    assert "train.resume_changes=[run.seed,optim.lr]" in str(refused.value)
+    run.checkpoints.resume("auto", ("run.seed", "optim.lr"))
+    assert "optim.lr is now 5e-05 (was 0.0001)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"optim\.lrr is not a key of a recipe. Did you mean optim\.lr\?"):
+        run.checkpoints.resume("auto", ("optim.lrr",))
+
+
+def test_a_run_may_grow_and_the_rest_of_its_recipe_may_change() -> None:
+    longer = RECIPE.replace("max_steps: 10", "max_steps: 20").replace("micro_batch_size: 4", "micro_batch_size: 1")
+    (line,) = check_recipe(RECIPE, longer, (), "here")
+    assert line.startswith("train.max_steps is now 20 (was 10)")
+    assert check_recipe(RECIPE, RECIPE.replace("adamw,", "muon,"), (), "here") == []  # compared by its states
+
+
+@pytest.mark.parametrize("make", [tied, experts])
+def test_tied_weights_and_experts_come_back_and_load_in_plain_transformers(tmp_path: Path, tokenizer, make) -> None:
+    torch.manual_seed(1)
+    run = Run(tmp_path, tokenizer, cpu_runtime(), model=make())
+    run.steps(0, 2, every=2, wait=True)
+    folder = tmp_path / "step-000002"
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in run.orig_model.state_dict().items():
+        assert torch.equal(value, loaded[name]), name
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "lm_head.weight" not in names if make is tied else "model.layers.0.mlp.experts.3.up_proj.weight" in names
+    torch.manual_seed(2)
+    again = Run(tmp_path, tokenizer, cpu_runtime(), model=make())
+    again.checkpoints.resume("auto")
+    assert again.steps(2, 4) == run.steps(2, 4)
+
+
+def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(weight_files, "MAX_FILE_BYTES", 40_000)
+    run = Run(tmp_path, tokenizer, cpu_runtime())
+    run.steps(0, 1, every=1, wait=True)
+    folder = tmp_path / "step-000001"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in run.orig_model.state_dict().items())
+
+
+def test_states_of_other_names_shapes_or_dtypes_are_refused_by_name(tmp_path: Path) -> None:
+    saved = {"exp_avg.a": torch.arange(6.0).view(2, 3), "step.a": torch.tensor(4), "empty": torch.zeros(0, 3)}
+    save_states(snapshot_states(saved, 0, 1), tmp_path, None, 0)
+    back = {name: torch.zeros_like(value) for name, value in saved.items()}
+    load_states(back, tmp_path)
+    assert all(torch.equal(back[name], saved[name]) for name in saved)
+    for wrong, words in (
+        ({"exp_avg.b": torch.zeros(2)}, "exp_avg.b is not in the checkpoint"),
+        ({"exp_avg.a": torch.zeros(2, 3, dtype=torch.bfloat16)}, r"float32 \[2, 3\] in the checkpoint, torch.bfloat16"),
+        ({"exp_avg.a": torch.zeros(3, 2)}, r"\[3, 2\] in this run"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_states({**back, **wrong}, tmp_path)
+    with pytest.raises(ConfigError, match="empty is only in the checkpoint"):
+        load_states({name: back[name] for name in ("exp_avg.a", "step.a")}, tmp_path)

@@ -1,0 +1,144 @@
+"""Checkpoints of sharded runs: bitwise resumed in their own topology, to 1e-6 in any other, loaded by plain transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ROOT, cpu_runtime, torchrun
+from made_models import MODELS, SIZES
+from safetensors import safe_open
+from sharded_checkpoint_worker import resumed, save_and_go_on
+from sharded_worker import Job
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from sftkit.checkpoint.manifest import verify
+
+STEP = "step-000002"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer) -> Path:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        make().save_pretrained(tmp_path / name)
+    chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
+    LlamaForCausalLM(chat).save_pretrained(tmp_path / "chat")
+    return tmp_path
+
+
+Case = tuple[str, ...]
+
+
+def check(folder: Path, processes: int, save: list[Case], resume: list[Case]) -> dict[str, Any]:
+    """Save and resume on so many ranks; `resume` in fp32, what these or others have saved in this folder."""
+    torchrun(processes, "sharded_checkpoint_worker.py", str(folder), json.dumps({"save": save, "resume": resume}))
+    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    for name, result in found["saved"].items():
+        assert result["repeated"] == result["losses"], name
+        assert result["restored"] == result["finished"] == [], name
+        check_export(folder, name)
+        keep_losses(folder, name, result["losses"])
+    for name, losses in found["resumed"].items():
+        assert losses == pytest.approx(kept_losses(folder, name), rel=1e-6), name
+    return found
+
+
+def keep_losses(folder: Path, name: str, losses: list[float]) -> None:
+    """What a run went on with after its checkpoint, for those that resume it elsewhere."""
+    (folder / name / "losses.json").write_text(json.dumps(losses))
+
+
+def kept_losses(folder: Path, name: str) -> list[float]:
+    return json.loads((folder / f"{name.split(' -> ')[0]} fp32" / "losses.json").read_text())
+
+
+def check_alone(folder: Path, saved: str) -> None:
+    """One process goes on with what ranks have saved."""
+    losses = resumed(Job(cpu_runtime(), "one", folder / saved.split()[0]), folder / f"{saved} fp32")
+    assert losses == pytest.approx(kept_losses(folder, saved), rel=1e-6)
+
+
+def check_export(folder: Path, name: str) -> None:
+    """The step directory verifies and holds each weight once; plain transformers loads what was trained."""
+    step, live = folder / name / STEP, torch.load(folder / f"{name}.pt")
+    assert verify(step) is None
+    config = json.loads((step / "config.json").read_text())
+    original = json.loads((folder / name.split()[0] / "config.json").read_text())
+    assert config["architectures"] == original["architectures"]
+    stored: list[str] = []
+    for file in step.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            stored += opened.keys()
+    assert len(stored) == len(set(stored))
+    assert ("lm_head.weight" in stored) is not config["tie_word_embeddings"]
+    loaded = AutoModelForCausalLM.from_pretrained(step, dtype="auto")
+    assert type(loaded).__name__ == original["architectures"][0]
+    for key, value in loaded.named_parameters():
+        assert value.dtype == live[key].dtype, (name, key)
+        assert torch.equal(value, live[key]), (name, key)
+
+
+def test_two_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topologies_did(folder: Path) -> None:
+    check(folder, 2, [("llama", "fsdp2", "fp32"), ("qwen3", "tensor", "bf16")], [("llama", "fsdp2", "tensor")])
+    check_alone(folder, "llama fsdp2")
+
+
+@pytest.mark.slow
+def test_scripts_take_what_ranks_with_tensor_parallelism_have_saved(folder: Path) -> None:
+    check(folder, 2, [("chat", "tensor", "fp32")], [])
+    check_alone(folder, "chat tensor")
+    run = str(folder / "chat tensor fp32")
+    commands = (
+        ["scripts/evaluate.py", run, "--max-examples", "1", "--max-new-tokens", "4"],
+        ["scripts/chat.py", run, "--prompt", "Hello", "--max-new-tokens", "4"],
+    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([sys.executable, *command], cwd=ROOT, **pipes) for command in commands]:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err[-3000:]
+        assert out.strip()
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_in_every_other_way(folder: Path) -> None:
+    name = "llama one fp32"
+    saved = save_and_go_on(Job(cpu_runtime(), "one", folder / "llama"), folder / name, folder / f"{name}.pt")
+    keep_losses(folder, name, saved["losses"])
+    check_export(folder, name)
+    save: list[Case] = [("llama", topology, "fp32") for topology in ("ddp", "tensor", "context")]
+    save += [("qwen3_moe", "fsdp2", "bf16")]
+    save += [("qwen3", topology, "bf16") for topology in ("fsdp2", "context")]
+    save += [("qwen3", "tensor", "bf16", optim) for optim in ("adamw_sr", "muon")]
+    resume = [("llama", "one", "tensor"), ("llama", "tensor", "context"), ("llama", "context", "ddp")]
+    resume += [("llama", "ddp", "tensor")]
+    check(folder, 2, save, resume)
+    check_alone(folder, "llama tensor")
+
+
+@pytest.mark.slow
+def test_four_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topologies_did(folder: Path) -> None:
+    four = ("fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x context")
+    save: list[Case] = [("llama", topology, "fp32") for topology in four]
+    save += [("qwen3", topology, "bf16") for topology in four] + [("qwen3", "fsdp2 x tensor", "bf16", "muon")]
+    resume = [
+        ("llama", "hsdp", "fsdp2 of 4"),
+        ("llama", "fsdp2 x tensor", "hsdp"),
+        ("llama", "fsdp2 of 4", "fsdp2 x tensor"),
+    ]
+    check(folder, 4, save, resume)
+    check(folder, 2, [], [("llama", "fsdp2 of 4", "fsdp2"), ("llama", "fsdp2 x tensor", "tensor")])
+    check_alone(folder, "llama fsdp2 x tensor")
+
+
+@pytest.mark.slow
+def test_three_ranks_save_and_resume_sizes_that_they_do_not_divide(folder: Path) -> None:
+    save: list[Case] = [(name, "fsdp2 of 3", precision) for name in MODELS for precision in ("fp32", "bf16")]
+    check(folder, 3, [*save, ("llama", "fsdp2 of 3", "bf16", "muon")], [])
+    check(folder, 2, [], [("qwen3", "fsdp2 of 3", "tensor"), ("llama", "fsdp2 of 3", "fsdp2")])

@@ -1,0 +1,472 @@
+"""The compile contract: one graph per kind of module, declared shapes only, no compile after the warm-up, eager elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny_llama
+from torch._dynamo.utils import CompilationMetrics
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sftkit.compile.contract import (
+    begin_step,
+    compile_model,
+    decoder_blocks,
+    run_eagerly,
+    small_modules,
+    step_contract,
+    undo_compile,
+    warm_up,
+)
+from sftkit.compile.watch import CompileWatch, phase_seconds
+from sftkit.config.schema import CompileConfig
+from sftkit.errors import ConfigError, RecompileError
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    compile_model(SimpleNamespace(orig_model=tiny_llama()), CompileConfig(backend="eager"), 1.0)
+
+
+def run(orig_model: PreTrainedModel, rows: int = 2, row_length: int = 16, backward: bool = True) -> torch.Tensor:
+    """The decoder as the train step calls it; the loss is any scalar."""
+    torch.manual_seed(row_length)
+    ids = torch.randint(3, 64, (rows, row_length), device=orig_model.device)
+    mask = torch.ones(row_length, row_length, dtype=torch.bool, device=ids.device).tril().expand(rows, 1, -1, -1)
+    positions = torch.arange(row_length, device=ids.device).expand(rows, -1)
+    hidden = orig_model.get_decoder()(
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+    ).last_hidden_state
+    loss = hidden.float().pow(3).mean()
+    if backward:
+        loss.backward()
+    return loss.detach()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("sftkit")]
+
+
+def warmed_up(
+    shapes: Sequence[tuple[int, int]] = ((2, 16),), budget: float = 1.0, dynamic_layout: bool = False, **settings
+) -> tuple[PreTrainedModel, CompileWatch]:
+    orig_model = tiny_llama()
+    config = CompileConfig(**{"backend": "aot_eager", **settings})
+    watch = CompileWatch()
+    compile_model(SimpleNamespace(orig_model=orig_model), config, budget, dynamic_layout)
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config, bool)
+    watch.warm_up_done()
+    return orig_model, watch
+
+
+@pytest.mark.parametrize(("scope", "graphs"), [("block", 2), ("model", 1)])
+def test_each_shape_has_one_graph_per_kind_of_module_and_nothing_compiles_afterwards(scope: str, graphs: int) -> None:
+    orig_model, watch = warmed_up([(2, 16), (4, 8)], scope=scope, fullgraph=True)
+    with step_contract("error", watch.graph_break_reasons()):
+        for rows, row_length in [(4, 8), (2, 16), (2, 16), (4, 8)]:
+            run(orig_model, rows, row_length)
+    counts = watch.counts()
+    assert counts["compile/graphs"] == graphs * 2
+    assert counts["compile/recompiles"] == counts["compile/graph_breaks"] == 0
+    assert counts["compile/seconds"] > 0
+
+
+@pytest.mark.parametrize(("rows", "warm_up_length"), [pytest.param(2, 16, marks=pytest.mark.slow), (16, 16)])
+def test_a_dynamic_layout_has_one_graph_for_every_row_length(rows: int, warm_up_length: int) -> None:
+    orig_model, watch = warmed_up([(rows, warm_up_length)], dynamic_layout=True)
+    with step_contract("error", watch.graph_break_reasons()):
+        for row_length in (8, 16, 24, 40, 72):
+            run(orig_model, rows, row_length)
+    assert watch.counts()["compile/graphs"] == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(None, marks=pytest.mark.slow)])
+def test_without_a_dynamic_layout_another_row_length_needs_another_graph(dynamic: bool | None) -> None:
+    orig_model, watch = warmed_up(dynamic=dynamic)
+    run(orig_model, 2, 24)
+    assert watch.counts()["compile/recompiles"] == 2
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+DEEPSEEK = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+FAMILIES = [
+    *((family, SIZES, "norm") for family in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "smollm3")),
+    ("phi", SIZES, None),  # torch.nn.LayerNorm: one operator as it is
+    ("gpt2", GPT2, None),
+    ("olmo", SIZES, None),  # its norm has no parameters
+    ("olmo2", SIZES, "norm"),
+    ("deepseek_v3", SIZES | DEEPSEEK | EXPERTS, "norm"),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "norm"), FAMILIES, ids=[family for family, _, _ in FAMILIES])
+def test_the_blocks_and_the_final_norm_of_a_family_are_found(
+    family: str, sizes: dict[str, int], norm: str | None
+) -> None:
+    orig_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, pad_token_id=0, **sizes))
+    decoder = orig_model.get_decoder()
+    assert len(decoder_blocks(orig_model)) == 2
+    assert small_modules(orig_model) == ([] if norm is None else [getattr(decoder, norm)])
+
+
+def test_a_smaller_activation_budget_keeps_fewer_activations_and_the_gradients_of_eager() -> None:
+    eager = tiny_llama()
+    run(eager)
+    kept, gradients = [], [[p.grad for p in eager.get_decoder().parameters()]]
+    for budget in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()
+        orig_model, _ = warmed_up(budget=budget, backend="inductor")
+        sizes: list[int] = []
+        pointers = {p.data_ptr() for p in orig_model.parameters()}
+
+        def pack(x: torch.Tensor, sizes: list[int] = sizes, pointers: set[int] = pointers) -> torch.Tensor:
+            sizes.append(0 if x.data_ptr() in pointers else x.nbytes)
+            return x
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            run(orig_model)
+        kept.append(sum(sizes))
+        gradients.append([p.grad.clone() for p in orig_model.get_decoder().parameters()])
+    assert kept[0] > kept[1] > kept[2]
+    for compiled in gradients[1:]:
+        torch.testing.assert_close(gradients[0], compiled, rtol=1e-3, atol=1e-6)
+
+
+# What makes a step need a graph that the warm-up has not built.
+
+
+def other_shape(orig_model: PreTrainedModel) -> None:
+    run(orig_model, 2, 24)
+
+
+def other_dtype(orig_model: PreTrainedModel) -> None:
+    run(orig_model.to(torch.bfloat16))
+
+
+def eval_mode(orig_model: PreTrainedModel) -> None:
+    run(orig_model.eval())
+
+
+def no_grad(orig_model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        run(orig_model, backward=False)
+
+
+def autocast(orig_model: PreTrainedModel) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        run(orig_model)
+
+
+SURPRISES = [
+    (other_shape, "size mismatch at index 1. expected 16, actual 24"),
+    (other_dtype, "dtype mismatch"),
+    (eval_mode, "training"),
+    (no_grad, "grad_mode"),
+    (autocast, "autocast"),
+]
+
+
+@pytest.mark.parametrize(("surprise", "guard"), SURPRISES)
+def test_a_step_that_needs_another_graph_ends_with_the_guard_or_runs_eagerly_or_is_compiled_as_told(
+    surprise, guard
+) -> None:
+    orig_model, watch = warmed_up()
+    with step_contract("error"):
+        run(orig_model)
+    with pytest.raises(RecompileError) as raised, step_contract("error"):
+        surprise(orig_model)
+    message = str(raised.value)
+    assert guard in message
+    assert "forward (" in message
+    assert "modeling_llama.py:" in message
+    assert "data.layout" in message
+    assert "compile.on_recompile=warn" in message
+    assert isinstance(raised.value, ConfigError)
+    assert watch.counts()["compile/recompiles"] == 0
+    run(orig_model.float().train())  # what was compiled still is
+    with step_contract("eager"):
+        surprise(orig_model)
+    assert watch.counts()["compile/recompiles"] == 0
+    assert not watch.recompile_kinds()
+    with step_contract("warn"):
+        surprise(orig_model.float().train())
+    assert watch.counts()["compile/recompiles"] >= 1
+    assert any(guard in reason for reason in watch.recompile_kinds())
+
+
+def test_reasons_that_differ_only_in_a_size_are_of_one_kind() -> None:
+    orig_model, watch = warmed_up()
+    with step_contract("warn"):
+        for row_length in (24, 32):
+            run(orig_model, 2, row_length)
+    assert watch.counts()["compile/recompiles"] == 4
+    assert len(watch.recompile_kinds()) == 1
+
+
+@pytest.mark.parametrize("on_recompile", ["error", "warn", "eager"])
+def test_run_eagerly_takes_any_shape_and_the_contract_holds_again_after_it(on_recompile: str) -> None:
+    orig_model, watch = warmed_up()
+    graphs = watch.counts()["compile/graphs"]
+    with step_contract(on_recompile):
+        for row_length in (3, 7, 19):
+            run(orig_model)
+            with torch.no_grad(), run_eagerly():
+                run(orig_model.eval(), 1, row_length, backward=False)
+                with run_eagerly():
+                    run(orig_model, 3, row_length, backward=False)
+                run(orig_model, 1, row_length, backward=False)
+            orig_model.train()
+        assert watch.counts()["compile/graphs"] == graphs
+        if on_recompile == "error":
+            with pytest.raises(RuntimeError, match="fail_on_recompile"):
+                other_shape(orig_model)
+        else:
+            other_shape(orig_model)
+    assert watch.counts()["compile/recompiles"] == (2 if on_recompile == "warn" else 0)
+    other_shape(orig_model)  # outside the contract torch compiles as ever
+    assert watch.counts()["compile/graphs"] == graphs + 2
+
+
+def test_the_contract_ends_and_leaves_other_errors_as_they_are() -> None:
+    orig_model, watch = warmed_up()
+    with pytest.raises(RuntimeError, match=r"^out of data$"), step_contract("error"):
+        raise RuntimeError("out of data")
+    other_shape(orig_model)
+    assert watch.counts()["compile/recompiles"] == 2
+
+
+@pytest.mark.parametrize("on_recompile", ["error", "warn", "eager"])
+def test_a_backward_graph_that_the_warm_up_did_not_build_is_no_exception(on_recompile: str) -> None:
+    orig_model = tiny_llama()
+    watch = CompileWatch()
+    compile_model(SimpleNamespace(orig_model=orig_model), CompileConfig(backend="inductor"), 1.0)
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a cached graph brings its backward graph along
+        run(orig_model, backward=False)
+        watch.warm_up_done()
+        if on_recompile == "error":
+            with pytest.raises(RecompileError, match="backward pass of graph"), step_contract("error"):
+                run(orig_model)
+            return
+        with step_contract(on_recompile):
+            run(orig_model)
+    assert watch.counts()["compile/recompiles"] == 2  # the block and the norm
+    assert "never run in the warm-up" in watch.recompile_reasons()[0]
+
+
+# Graph breaks: each of these is invisible to some of torch's own counters.
+
+
+def explicit(x: torch.Tensor) -> torch.Tensor:
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x * 2
+
+
+def data_dependent(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def host_number(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def in_a_loop(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        torch._dynamo.graph_break()
+        x = x + 1
+    return x
+
+
+@pytest.mark.parametrize("broken", [explicit, data_dependent, host_number, in_a_loop])
+def test_a_graph_break_is_counted_and_refused_with_its_line(broken, caplog) -> None:
+    watch = CompileWatch()
+    torch.compile(broken, backend="aot_eager", dynamic=False)(torch.ones(3))
+    assert watch.counts()["compile/graph_breaks"] == 1
+    (reason,) = watch.graph_break_reasons()
+    first = broken.__code__.co_firstlineno
+    assert reason.split(": ")[0] in {f"{__file__}:{line}" for line in range(first, first + 5)}
+    refused = pytest.raises(RecompileError, match=r"graph breaks[\s\S]*on_recompile=warn")
+    with refused as raised, step_contract("error", watch.graph_break_reasons()):
+        pass
+    assert reason in str(raised.value)
+    with step_contract("warn", watch.graph_break_reasons()):
+        pass
+    assert reason in caplog.text
+    assert CompileWatch().graph_break_reasons() == []
+
+
+def test_the_seconds_of_the_phases_add_up_to_those_of_the_compiler() -> None:
+    _, watch = warmed_up([(2, 16), (4, 8)])
+    counts = watch.counts()
+    phases = {name.split("/")[2]: seconds for name, seconds in counts.items() if name.startswith("compile/seconds/")}
+    assert list(phases) == ["dynamo", "aot", "inductor", "codegen", "kernels", "backward"]
+    assert phases["dynamo"] > 0
+    assert phases["aot"] > 0
+    assert phases["backward"] > 0
+    assert phases["inductor"] == phases["codegen"] == phases["kernels"] == 0  # the backend is aot_eager
+    assert sum(phases.values()) == pytest.approx(counts["compile/seconds"], rel=0.05)
+
+
+def test_a_second_of_a_compile_is_in_one_phase() -> None:
+    spent = {
+        "dynamo_cumulative_compile_time_us": 10_000_000,
+        "aot_autograd_cumulative_compile_time_us": 8_000_000,
+        "inductor_cumulative_compile_time_us": 7_000_000,
+        "inductor_code_gen_cumulative_compile_time_us": 5_000_000,
+        "triton_compile_time_us": 4_000_000,
+    }
+    phases = phase_seconds(CompilationMetrics(is_forward=True, **spent))
+    assert phases == {"dynamo": 2, "aot": 1, "inductor": 2, "codegen": 1, "kernels": 4}
+    tuned = phase_seconds(CompilationMetrics(is_forward=True, **(spent | {"triton_compile_time_us": 6_000_000})))
+    assert sum(tuned.values()) == 10  # autotuning compiled kernels while no code was generated yet
+    assert phase_seconds(CompilationMetrics(is_forward=False, backward_cumulative_compile_time_us=3_000_000)) == {
+        "backward": 3
+    }
+
+
+def test_no_declared_shape_can_reach_torchs_recompile_limit() -> None:
+    shapes = [(1, length) for length in range(4, 14)]
+    orig_model, watch = warmed_up(shapes, backend="eager")
+    with step_contract("error", watch.graph_break_reasons()):
+        for rows, row_length in shapes:
+            run(orig_model, rows, row_length)
+    assert watch.counts()["compile/graphs"] == 2 * len(shapes)
+
+
+def test_warm_up_leaves_random_state_and_gradients_as_they_were() -> None:
+    orig_model = tiny_llama(dropout=0.5)
+    config = CompileConfig(backend="aot_eager")
+    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    warm_up(
+        orig_model, lambda rows, length: float(torch.rand(()) * run(orig_model, rows, length)), [(2, 8)], config, bool
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in orig_model.parameters())
+
+
+def test_compiling_in_place_keeps_module_types_and_keys() -> None:
+    orig_model = tiny_llama()
+    keys, types = list(orig_model.state_dict()), [type(m) for m in orig_model.modules()]
+    compile_model(SimpleNamespace(orig_model=orig_model), CompileConfig(backend="aot_eager"), 1.0)
+    assert list(orig_model.state_dict()) == keys
+    assert [type(m) for m in orig_model.modules()] == types
+
+
+def broken_compiler(*_: object) -> None:
+    raise RuntimeError("no working C++ compiler found")
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "error"])
+def test_a_machine_without_a_compiler_trains_eagerly_after_one_warning_or_stops(on_failure, caplog) -> None:
+    orig_model = tiny_llama()
+    config = CompileConfig(on_failure=on_failure)
+    for block in decoder_blocks(orig_model):
+        block.compile(backend=broken_compiler)
+
+    def run_shape(rows: int, row_length: int) -> None:
+        run(orig_model, rows, row_length)
+
+    if on_failure == "error":
+        with pytest.raises(ConfigError, match=r"no working C\+\+ compiler"):
+            warm_up(orig_model, run_shape, [(2, 16)], config, bool)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert warm_up(orig_model, run_shape, [(2, 16)], config, bool) is False
+    (line,) = told(caplog)
+    assert "training eagerly" in line
+    with step_contract("error"):
+        run(orig_model)  # eager now, so any shape works
+        run(orig_model, 1, 9)
+
+
+def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
+    orig_model, config = tiny_llama(), CompileConfig(backend="aot_eager")
+    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+
+    def run_shape(rows: int, row_length: int) -> None:
+        raise ZeroDivisionError("a bug of the step")
+
+    with pytest.raises(ZeroDivisionError, match="a bug of the step"):
+        warm_up(orig_model, run_shape, [(2, 16)], config, bool)
+
+
+def test_disabled_compile_builds_no_graph() -> None:
+    orig_model, config, watch = tiny_llama(), CompileConfig(enabled=False), CompileWatch()
+    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+    assert not warm_up(orig_model, lambda rows, length: None, [(2, 16)], config, bool)
+    run(orig_model)
+    assert watch.counts()["compile/graphs"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
+    gradients = []
+    for enabled in (False, True):
+        orig_model = tiny_llama().cuda()
+        config = CompileConfig(enabled=enabled, mode="reduce-overhead", scope=scope)
+        compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+
+        def run_shape(rows: int, row_length: int, orig_model: PreTrainedModel = orig_model) -> torch.Tensor:
+            begin_step()
+            return run(orig_model, rows, row_length).clone()
+
+        watch = CompileWatch()
+        assert warm_up(orig_model, run_shape, [(2, 16), (4, 16)], config, bool) is enabled
+        watch.warm_up_done()
+        for parameter in orig_model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with step_contract("error"):
+            for _ in range(3):
+                for rows in (2, 4, 2):
+                    run_shape(rows, 16)
+        gradients.append([p.grad.clone() for p in orig_model.get_decoder().parameters()])
+        assert watch.counts()["compile/recompiles"] == 0
+        undo_compile(orig_model)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+def test_sharded_ranks_fall_back_together_before_they_wait_for_each_other(monkeypatch, caplog) -> None:
+    """One rank has no compiler: none of them may begin a pass in which it would wait for that one."""
+    asked: list[bool] = []
+
+    def any_rank(flag: bool) -> bool:
+        asked.append(flag)
+        return True
+
+    def run_shape(rows: int, row_length: int) -> None:
+        raise AssertionError("no rank may get here")
+
+    model, config = tiny_llama(), CompileConfig(on_failure="warn", backend="aot_eager")
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    monkeypatch.setattr("sftkit.compile.contract._compiler_problem", lambda _: RuntimeError("no C compiler"))
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    assert asked == [False, True]
+    assert "it failed on another rank" in caplog.text
+    assert "no C compiler" in caplog.text
+
+
+def test_an_error_of_one_sharded_rank_in_the_warm_up_ends_it_for_the_others_to_find() -> None:
+    def run_shape(rows: int, row_length: int) -> None:
+        raise ValueError("only here")
+
+    with pytest.raises(ValueError, match="only here"):
+        warm_up(tiny_llama(), run_shape, [(2, 32)], CompileConfig(backend="aot_eager"), lambda flag: flag, sharded=True)

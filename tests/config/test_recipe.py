@@ -1,0 +1,522 @@
+"""A recipe that cannot work is refused in a second, with everything that is wrong in one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sftkit.config.keys import help_text, sections, table
+from sftkit.config.load import load_config, read_config, to_yaml
+from sftkit.config.schema import CompileConfig, Config, SourceConfig, source_label
+from sftkit.errors import ConfigError
+
+MINIMAL = """
+run: {dir: runs/x}
+model: {path: org/model}
+data: {train: [{path: "builtin:tasks"}]}
+train: {max_steps: 10}
+"""
+HF_TOKEN = "hf_" + "aB3" * 10
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str, name: str = "sft.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def recipe(write) -> Path:
+    return write(MINIMAL)
+
+
+def problems(recipe: Path, *overrides: str, world_size: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_config(recipe, overrides, world_size)
+    return str(caught.value).splitlines()
+
+
+# ---- values ----
+
+
+def test_a_minimal_recipe_has_the_defaults(recipe: Path):
+    cfg = read_config(recipe)
+    assert (cfg.data.layout, cfg.optim.lr, cfg.compile) == ("packed", 2e-5, CompileConfig())
+    assert cfg.data.train == (SourceConfig(path="builtin:tasks"),)
+
+
+@pytest.mark.parametrize("text", ["2e-5", "0.00002", "2.0e-05", "2E-5"])
+def test_floats_are_those_of_yaml_1_2(recipe: Path, text: str):
+    assert read_config(recipe, [f"optim.lr={text}"]).optim.lr == 2e-5
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "12:30", "2024-01-01"])
+def test_words_that_yaml_1_1_converts_stay_text(recipe: Path, word: str):
+    assert read_config(recipe, [f"data.train.0.name={word}"]).data.train[0].name == word
+    assert problems(recipe, f"compile.enabled={word}") == [
+        f'command line: compile.enabled: must be true or false, not "{word}"'
+    ]
+
+
+def test_overrides_are_yaml_and_index_lists(recipe: Path):
+    cfg = read_config(
+        recipe,
+        [
+            "data.train.0.max_rows=100",
+            "data.layout=bucketed",
+            "data.bucket_lengths=[128,256]",
+            "model.revision=null",
+            "train.max_steps=",
+            "train.epochs=2",
+            "compile.dynamic=true",
+        ],
+    )
+    assert cfg.data.train[0].max_rows == 100
+    assert cfg.data.bucket_lengths == (128, 256)
+    assert (cfg.train.max_steps, cfg.train.epochs, cfg.compile.dynamic) == (None, 2, True)
+
+
+def test_an_override_opens_a_section_that_the_recipe_leaves_empty(write):
+    assert read_config(write(MINIMAL + "compile:\n"), ["compile.scope=model"]).compile.scope == "model"
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])
+def test_optional_literals_accept_each_value_and_null(recipe: Path, mode: str | None):
+    assert read_config(recipe, [f"compile.mode={mode or 'null'}"]).compile.mode == mode
+
+
+def test_optional_literals_refuse_others_and_list_what_is_allowed(recipe: Path):
+    assert problems(recipe, "compile.mode=max-autotun") == [
+        'command line: compile.mode: "max-autotun" is not one of default, reduce-overhead, max-autotune, '
+        'max-autotune-no-cudagraphs, null. Did you mean "max-autotune"?'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ('train.max_steps="100"', 'must be a whole number or null, not "100"'),
+        ("train.max_steps=1.5", "must be a whole number or null, not 1.5"),
+        ("train.max_steps=true", "must be a whole number or null, not true"),
+        ("train.max_steps=0", "must be greater than 0, not 0"),
+        ("optim.lr=true", "must be a number, not true"),
+        ('optim.lr="2e-5"', 'must be a number, not "2e-5"'),
+        ("optim.lr=1e999", 'must be a number, not "1e999"'),
+        ("optim.warmup_ratio=1.5", "must be at most 1.0, not 1.5"),
+        ("model.path=3", "must be text (quote it) or null, not 3"),
+        ("compile.fullgraph=1", "must be true or false, not 1"),
+        ("data.val=x", 'must be a list, not "x"'),
+        ("checkpoint=3", "must be a mapping of keys, not 3"),
+        ("checkpoint.keep=1", "must be at least 2, not 1"),
+    ],
+)
+def test_types_are_strict(recipe: Path, override: str, text: str):
+    key = override.partition("=")[0]
+    assert problems(recipe, override) == [f"command line: {key}: {text}"]
+
+
+def test_integers_are_accepted_where_a_number_is_wanted(recipe: Path):
+    lr = read_config(recipe, ["optim.lr=1"]).optim.lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+# ---- reports ----
+
+
+def test_a_problem_names_file_key_value_choices_and_the_likely_meaning(write):
+    path = write(MINIMAL.replace("}]}", "}], layout: pakced}"))
+    assert problems(path) == [
+        f'{path}: data.layout: "pakced" is not one of packed, bucketed, fixed, dynamic. Did you mean "packed"?'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optim.learning_rate", None),
+        ("optim.weight_decy", '"optim.weight_decay"'),
+        ("lr", '"optim.lr"'),
+        ("train.lr", '"optim.lr"'),
+        ("data.train.0.max_row", '"data.train.N.max_rows"'),
+        ("train.every", '"eval.every" or "checkpoint.every" or "log.every"'),
+        ("optm.lr", '"optim"'),
+    ],
+)
+def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, meant: str | None):
+    (problem,) = problems(recipe, f"{key}=1")
+    assert problem.startswith(f"command line: {'optm' if key == 'optm.lr' else key}: is not a known key.")
+    if meant:
+        assert f"Did you mean {meant}?" in problem
+    else:
+        assert "Known here: name, lr, betas, " in problem
+
+
+def test_type_errors_unknown_keys_and_cross_checks_come_in_one_report(write):
+    text = MINIMAL.replace("path: org/model", "path: org/model, scratch: {a: 1}, tokenizer: x").replace("10", "ten")
+    lines = problems(write(text), "lr=3", "optim.betas=[1.0,1.0]", "eval.every=5")
+    assert [line.split(": ")[1] for line in lines] == [
+        "train.max_steps",
+        "lr",
+        "model.path and model.scratch are both given",
+        "model.scratch",
+        "optim.betas",
+        "eval.every",
+    ]
+
+
+def test_a_dropped_value_causes_no_second_problem(recipe: Path):
+    assert len(problems(recipe, "train.max_steps=ten")) == 1  # not: max_steps and epochs are both missing
+    assert len(problems(recipe, "model.path=null", "model.pth=x")) == 1  # the typo explains the missing path
+
+
+def test_missing_keys_say_what_they_are_for(write):
+    path = write("model: {path: x}\ntrain: {max_steps: 1}\n")
+    lines = problems(path)
+    assert [line.partition(": is required: ")[0] for line in lines] == [f"{path}: run.dir", f"{path}: data.train"]
+    assert lines[1].endswith(table()["data.train"].doc)
+
+
+def test_duplicate_keys_are_problems_with_their_lines(write):
+    path = write(MINIMAL + "optim:\n  lr: 1e-5\n  lr: 2e-5\n")
+    assert problems(path) == [f"{path}: optim.lr: given twice, in lines 7 and 8"]
+
+
+@pytest.mark.parametrize("word", ["train.max_steps", "--train.max_steps=3", "=3", "train.max_steps=[1"])
+def test_malformed_overrides_are_problems(recipe: Path, word: str):
+    (problem,) = problems(recipe, word)
+    assert problem.startswith("command line: ")
+
+
+def test_overrides_that_leave_the_tree_are_problems(recipe: Path):
+    assert problems(recipe, "data.train.7.split=x", "run.dir.x=3") == [
+        "command line: data.train.7.split: data.train is a list of 1: index it with 0 to 0",
+        "command line: run.dir.x: run.dir is a plain value and has no keys",
+    ]
+
+
+def test_a_missing_recipe_names_its_likely_neighbour(recipe: Path):
+    other = recipe.with_name("stf.yaml")
+    assert problems(other) == [f'{other}: no such file. Did you mean "{recipe}"?']
+
+
+@pytest.mark.parametrize(
+    "text", ["- 1", "a: [", "a: !!python/object:os.system {}", "a: !x 3", "&a b: *a\n", "x: &x [*x]"]
+)
+def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
+    assert problems(write(text))
+
+
+# ---- extends ----
+
+
+def test_extends_merges_mappings_and_replaces_lists(write):
+    write(MINIMAL + "optim: {lr: 1e-3, eps: 1e-6}\n", "default/base.yaml")
+    path = write(
+        "extends: ../default/base.yaml\noptim: {lr: 5e-4}\ndata: {train: [{path: 'builtin:docs'}]}\n", "smoke/base.yaml"
+    )
+    cfg = read_config(path)
+    assert (cfg.optim.lr, cfg.optim.eps) == (5e-4, 1e-6)
+    assert [s.path for s in cfg.data.train] == ["builtin:docs"]
+
+
+def test_problems_name_the_file_that_the_value_came_from(write):
+    base = write(MINIMAL + "optim: {lr: x}\n", "base.yaml")
+    path = write("extends: base.yaml\noptim: {eps: x}\n")
+    assert problems(path) == [
+        f'{base}: optim.lr: must be a number, not "x"',
+        f'{path}: optim.eps: must be a number, not "x"',
+    ]
+
+
+def test_extends_in_a_circle_and_of_a_missing_file_are_clear(write):
+    first = write("extends: b.yaml\n", "a.yaml")
+    write("extends: a.yaml\n", "b.yaml")
+    assert "goes round in a circle" in problems(first)[0]
+    lost = write("extends: lost.yaml\n" + MINIMAL, "c.yaml")
+    assert problems(lost) == [f"{lost}: extends: no such file: {lost.with_name('lost.yaml')}"]
+
+
+# ---- what one setting forbids another ----
+
+SCRATCH = ("model.path=null", "model.scratch={model_type: llama}")
+BUCKETED = ("data.layout=bucketed", "data.max_length=256")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model.path=runs/a/step-000005", "run.dir=runs/a"], "run.dir: the model comes from it"),
+        (["run.dir=./"], 'run.dir: "./" names no folder of its own'),
+        (["model.path=null"], "model.path and model.scratch are both missing"),
+        (["model.scratch={model_type: llama}", "model.tokenizer=x"], "model.path and model.scratch are both given"),
+        ([*SCRATCH], "model.scratch: needs a tokenizer"),
+        (["model.path=null", "model.scratch={}", "model.tokenizer=x"], "model.scratch: needs model_type"),
+        ([*SCRATCH, "model.tokenizer=x", "model.train_tokenizer={}"], "model.train_tokenizer: and model.tokenizer"),
+        (["model.train_tokenizer={}"], "model.train_tokenizer: only goes with model.scratch"),
+        ([*SCRATCH, "model.tokenizer=x", "model.revision=main"], "model.revision: only goes with model.path"),
+        ([*SCRATCH, "model.tokenizer=x", "model.trust_remote_code=true"], "model.trust_remote_code: only goes with"),
+        (["train.max_steps=null"], "train.max_steps and train.epochs are both missing"),
+        (["data.bucket_lengths=[8]"], "data.bucket_lengths: only goes with layout bucketed, not packed"),
+        ([*BUCKETED, "data.bucket_lengths=[256,128,256]"], "is not ascending without repeats"),
+        ([*BUCKETED, "data.bucket_lengths=[]"], "data.bucket_lengths: is empty: null lets data.num_buckets"),
+        ([*BUCKETED, "data.bucket_lengths=[64,128]"], "ends with 128, but data.max_length is 256"),
+        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed, not bucketed"),
+        (["data.layout=dynamic", "data.row_length=512"], "data.row_length: only goes with layout packed, not dynamic"),
+        (["data.row_length=128", "data.max_length=256"], "data.row_length: 128 cannot hold a document of"),
+        (["data.layout=dynamic", "data.max_length=100"], "100 is not a multiple of data.pad_multiple, 8"),
+        (["data.layout=dynamic", "compile.dynamic=true"], "compile.dynamic: true does not go with layout dynamic"),
+        (["attention.backend=sdpa"], "packed rows hold several documents"),
+        (["optim.name=adamw_sr", "train.precision=fp32"], "optim.name: adamw_sr rounds weights to bf16"),
+        (["optim.name=adamw8bit", "train.precision=fp32"], "optim.name: adamw8bit rounds weights to bf16"),
+        (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8: rowwise does not go with train.precision fp32"),
+        (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
+        (["compile.cache=x", "compile.enabled=false"], "compile.cache: only goes with compile.enabled true"),
+        (["compile.mode=default", "compile.backend=eager"], "compile.mode: default only goes with compile.backend"),
+        (["optim.schedule=wsd", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.2"], "add up to more than 1"),
+        (["optim.betas=[0.9,1]"], "optim.betas: [0.9, 1] must both be less than 1"),
+        (["eval.every=5"], "eval.every: has nothing to evaluate"),
+        (["data.train=[]"], "data.train: is empty"),
+        (["data.train=[{path: a/x.jsonl}, {path: b/x.parquet}]"], 'data.train.1.name: "x" is already the name of'),
+        (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),
+        (["data.train.0.path=builtin:doc"], "is not one of builtin:docs, builtin:tasks"),
+        (["data.train.0.split=test"], 'data.train.0.split: "test" is not one of train, heldout'),
+        (["train.resume=atuo"], 'train.resume: "atuo" is neither auto'),
+        (["log.project=a/b"], "log.project: must be 1 to 80"),
+    ],
+)
+def test_settings_that_exclude_each_other(recipe: Path, overrides: list[str], text: str):
+    (problem,) = problems(recipe, *overrides)
+    assert text in problem
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SCRATCH, "model.train_tokenizer={vocab_size: 512}"],
+        [*BUCKETED, "data.bucket_lengths=[64,128,256]"],
+        ["data.layout=bucketed", "data.bucket_lengths=[64,128]"],
+        [*BUCKETED, "data.bucket_lengths=[96,256]"],
+        ["data.layout=bucketed", "data.num_buckets=6"],
+        ["data.row_length=512", "data.max_length=256"],
+        ["data.row_length=512"],
+        ["data.layout=dynamic", "data.pad_multiple=32", "compile.dynamic=null", "data.max_length=64"],
+        *([f"data.layout={layout}", "attention.backend=sdpa"] for layout in ("bucketed", "fixed", "dynamic")),
+        ["optim.name=adamw", "train.precision=fp32"],
+        ["optim.name=adamw_sr", "train.fp8=tensorwise", "compile.cache=runs/cache"],
+        ["eval.every=5", "eval.tasks=[families]"],
+        ["eval.every=5", "data.val=[{path: 'builtin:tasks', split: heldout}]"],
+        ["optim.schedule=cosine", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.9"],
+        ["train.resume=auto"],
+        ["train.resume=runs/x/step-000100"],
+        ["compile.mode=max-autotune", "compile.dynamic=null"],
+        [f"model.revision={COMMIT}"],
+    ],
+)
+def test_settings_that_go_together(recipe: Path, overrides: list[str]):
+    read_config(recipe, overrides)
+
+
+def test_the_global_batch_must_be_shared_equally_by_all_processes(recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    assert problems(recipe, world_size=3) == [
+        f"{recipe}: train.global_batch_size: 32 cannot be shared equally by 3 processes: use 30 or 33"
+    ]
+    assert problems(recipe, "train.global_batch_size=2", world_size=8)[0].endswith("use 8")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 processes"):
+        read_config(recipe)
+    read_config(recipe, world_size=4)
+
+
+# ---- secrets ----
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [HF_TOKEN, "sk-proj-" + "a1" * 12, COMMIT, "https://user:hunter22@host/x"],
+)
+def test_secrets_are_refused_without_being_shown(write, secret: str):
+    in_file = write(MINIMAL.replace("org/model", f'"{secret}"'))
+    reports = [
+        problems(in_file),
+        problems(write(MINIMAL), f"model.tokenizer={secret}"),
+        problems(write(MINIMAL), secret),
+    ]
+    for report in reports:
+        assert "looks like" in report[0]
+        assert secret not in "\n".join(report)
+
+
+def test_a_secret_in_broken_yaml_is_not_shown(write):
+    assert HF_TOKEN not in "\n".join(problems(write(f"model: {{path: {HF_TOKEN}\nrun: [")))
+
+
+# ---- output ----
+
+
+def test_yaml_output_reads_back_to_an_equal_config(write):
+    odd = [
+        "no",
+        "1e5",
+        "100",
+        "null",
+        "a: b # c",
+        "",
+        "ünï",
+        "two\nlines",
+        "- x",
+        "'\"",
+        "~",
+        "12:30",
+        ".5",
+        ".5e3",
+        "a,b]",
+    ]
+    scratch = {
+        "model_type": "llama",
+        "odd": odd,
+        "deep": [[1, [2.5, None]], {"a": [], "b": {}}],
+        "f": 2.0,
+        "smile": "😀",
+    }
+    cfg = read_config(
+        write(MINIMAL),
+        ["model.path=null", "model.tokenizer=x", f"model.scratch={json.dumps(scratch, ensure_ascii=False)}"],
+    )
+    assert cfg.model.scratch == scratch
+    saved = to_yaml(cfg)
+    assert read_config(write(saved, "saved.yaml")) == cfg
+    assert yaml.safe_load(saved)["model"]["scratch"] == scratch  # and other readers of YAML 1.1 agree
+
+
+def script(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from sftkit.recipe import load_config; load_config('A description.'); print('trains')"
+    )
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_a_script_reports_all_problems_with_code_2_within_two_seconds_and_without_torch(write):
+    bad = write(MINIMAL.replace("10", "ten") + "optim: {lr: x}\nlog: {evry: 3}\ncompile: {mode: fast}\n")
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = script(bad)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 2:
+            break
+    assert done.returncode == 2
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
+        "optim.lr",
+        "train.max_steps",
+        "compile.mode",
+        "log.evry",
+    ]
+    assert done.stdout == "False\n"
+    assert min(seconds) < 2
+
+
+def test_a_script_without_a_recipe_says_how_it_is_used():
+    done = script("train.max_steps=3")
+    assert done.returncode == 2
+    assert "RECIPE.yaml [key.sub=value ...]" in done.stderr
+
+
+def test_only_one_process_of_a_machine_reports(write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["x.py", str(write("a: 1"))])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as left:
+        load_config("")
+    assert left.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_print_config_says_where_each_value_came_from(write):
+    write(MINIMAL, "base.yaml")
+    path = write("extends: base.yaml\noptim: {lr: 1e-3}\n")
+    done = script(path, "optim.eps=1e-6", "--print-config")
+    assert done.returncode == 0, done.stderr
+    origin = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in done.stdout.splitlines()}
+    assert origin["lr"] == str(path)
+    assert origin["dir"] == str(path.with_name("base.yaml"))
+    assert (origin["eps"], origin["betas"]) == ("command line", "default")
+    assert read_config(write(done.stdout.removesuffix("False\n"), "printed.yaml")) == read_config(
+        path, ["optim.eps=1e-6"]
+    )
+    assert "trains" not in done.stdout
+
+
+def test_help_explains_every_key_in_100_columns():
+    done = script("--help")
+    assert done.returncode == 0
+    text = done.stdout
+    assert text.startswith("A description.\n")
+    assert "data.layout  packed | bucketed | fixed" in text
+    assert "default packed" in text
+    assert max(map(len, text.splitlines())) <= 100
+    for key, row in table().items():
+        assert f"  {key}  {row.kind}" in text
+        assert row.doc, key
+    assert help_text("x", "y.py").count("required") >= 3
+
+
+def test_the_table_of_keys_holds_every_field_of_the_config():
+    assert list(sections()) == [field.name for field in dataclasses.fields(Config)]
+    assert [k for k in table() if k.startswith("compile.")] == [
+        f"compile.{f.name}" for f in dataclasses.fields(CompileConfig)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [
+        (SourceConfig(path="builtin:docs"), "docs"),
+        (SourceConfig(path="HuggingFaceTB/smol-smoltalk"), "smol-smoltalk"),
+        (SourceConfig(path="a/b/dolly15k.jsonl.gz"), "dolly15k"),
+        (SourceConfig(path="a/shards-v1.1/"), "shards-v1.1"),
+        (SourceConfig(path="a/b.jsonl", name="mine"), "mine"),
+    ],
+)
+def test_a_source_is_called_by_its_name_or_the_end_of_its_path(source: SourceConfig, label: str):
+    assert source_label(source) == label
+
+
+def test_the_global_batch_is_shared_by_groups_of_ranks_that_hold_the_same_rows(recipe: Path, monkeypatch) -> None:
+    """Three rows on two processes are refused, and with both working on the same rows they are not."""
+    words = (recipe, ["train.global_batch_size=3"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        read_config(*words)
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert read_config(*words).train.global_batch_size == 3
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    with pytest.raises(ConfigError, match="tp_size 4 makes 4 processes, and 2 were started"):
+        read_config(*words)
+
+
+def test_checkpoints_that_no_setting_ever_makes_are_problems(recipe: Path) -> None:
+    assert "checkpoint.pin_every" in problems(recipe, "checkpoint.every=10", "checkpoint.pin_every=25")[0]
+    assert "checkpoint.best" in problems(recipe, "checkpoint.best=val/loss")[0]
+    good = ["checkpoint.every=10", "checkpoint.pin_every=20", "checkpoint.best=eval/families/acc"]
+    good += ["eval.every=10", "eval.tasks=[families]"]
+    read_config(recipe, good, 1)

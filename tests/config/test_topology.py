@@ -1,0 +1,82 @@
+"""What the launcher exports becomes one topology, or an error that names the setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from sftkit.config.topology import Topology, read_topology, take_topology
+from sftkit.errors import ConfigError
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def mesh(**sizes: int) -> dict[str, str]:
+    named = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+    return {**FSDP2, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", **named}
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size", "topology", "described"),
+    [
+        ({}, 1, Topology(), "one process"),
+        ({}, 4, Topology(replicas=4), "ddp"),
+        ({"ACCELERATE_USE_FSDP": "false"}, 4, Topology(replicas=4), "ddp"),
+        (FSDP2, 4, Topology(shards=4, sharded=True), "fsdp2, 4 shards"),
+        (
+            mesh(dp_replicate=2, dp_shard=4),
+            8,
+            Topology(replicas=2, shards=4, sharded=True),
+            "fsdp2, 2 replicas x 4 shards",
+        ),
+        (mesh(dp_shard=4, tp=2), 8, Topology(shards=4, tensor=2, sharded=True), "fsdp2, 4 shards x 2 tensor"),
+        (mesh(dp_shard=2, cp=4), 8, Topology(shards=2, context=4, sharded=True), "fsdp2, 2 shards x 4 context"),
+        (mesh(tp=2), 2, Topology(tensor=2, sharded=True), "fsdp2, 1 shards x 2 tensor"),
+    ],
+)
+def test_the_launchers_variables_name_the_mesh(
+    environ: dict[str, str], world_size: int, topology: Topology, described: str
+) -> None:
+    found = read_topology(environ, world_size)
+    assert found == topology
+    assert found.world_size == world_size
+    assert found.row_ranks * found.parts == world_size
+    assert found.describe() == described
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards"), [({"dp_replicate": 2}, 4), ({"tp": 2}, 4), ({"cp": 4}, 2), ({"dp_replicate": 2, "tp": 4}, 1)]
+)
+def test_minus_one_takes_the_processes_that_the_other_sizes_leave(sizes: dict[str, int], shards: int) -> None:
+    assert read_topology(mesh(dp_shard=-1, **sizes), 8).shards == shards
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (mesh(dp_replicate=2, dp_shard=2), r"dp_replicate_size 2 x dp_shard_size 2 .*makes 4 processes, and 8"),
+        (mesh(dp_replicate=3, dp_shard=-1), r"dp_replicate_size 3 x dp_shard_size 2 .*makes 6 processes, and 8"),
+        (mesh(dp_shard=-1, tp=16), r"tp_size 16 makes 16 processes, and 8 were started.*--num_processes"),
+        (mesh(dp_shard=2, cp=2, tp=2), r"cp_size 2 and tp_size 2 together are not supported"),
+        (mesh(dp_shard=4, sp=2), r"sp_size is not supported: use cp_size"),
+        ({"ACCELERATE_USE_FSDP": "true"}, r"fsdp_version must be 2 \(accelerate_configs/fsdp2\.yaml\)"),
+        ({**FSDP2, "FSDP_VERSION": "1"}, r"fsdp_version must be 2"),
+        ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, r"fsdp_offload_params=true is not supported: .*adamw_sr"),
+        ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, r"fsdp_activation_checkpointing=true .*train\.memory"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_names_the_setting(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_topology(environ, 8)
+
+
+def test_taking_the_topology_leaves_accelerate_nothing_to_shard() -> None:
+    environ = mesh(dp_shard=4, tp=2)
+    assert take_topology(environ, 8) == Topology(shards=4, tensor=2, sharded=True)
+    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"} & set(environ)
+
+
+def test_a_topology_that_is_refused_stays_in_the_environment() -> None:
+    environ = mesh(dp_shard=3)
+    with pytest.raises(ConfigError):
+        take_topology(environ, 8)
+    assert environ == mesh(dp_shard=3)

@@ -1,0 +1,274 @@
+"""The loss and its gradients: documents apart, accumulation exact, layouts equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import (
+    VOCAB_SIZE,
+    cpu_runtime,
+    make_batch,
+    make_examples,
+    make_layout_of,
+    tiny_llama,
+    tiny_qwen3_with_windows,
+    token_nll,
+)
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sftkit.config.schema import LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.loader import Batches, StepBatches
+from sftkit.engine.self_check import check_documents
+from sftkit.engine.step import forward_backward, optimizer_step
+from sftkit.errors import ConfigError
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention import document_mask, plain_attention
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime import start as runtime
+
+MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
+
+
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
+def test_packed_losses_equal_those_of_each_document_alone_in_plain_transformers(make_model) -> None:
+    model = make_model().eval()
+    examples = make_examples([9, 14, 1, 6], target_share=1.0)
+    batch = make_batch(examples, ((0, 1, 2, 3),), row_length=32)
+    with torch.no_grad():
+        packed = token_nll(model, batch)
+        start = 0
+        for i in range(4):
+            ids = torch.tensor(examples[i].ids[None].copy(), dtype=torch.int64)
+            with plain_attention(model):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            alone = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
+            torch.testing.assert_close(packed[0, start : start + len(alone)], alone, atol=5e-6, rtol=1e-5)
+            start += len(alone)
+        sums = ModelWithLoss(model, "reference", LossConfig())(batch)
+    torch.testing.assert_close(sums.nll, packed.sum(), rtol=1e-6, atol=1e-4)
+
+
+def test_perturbing_one_document_leaves_the_losses_of_the_others_unchanged() -> None:
+    model = tiny_llama().eval()
+    batch = make_batch(make_examples([9, 14, 6], target_share=1.0), ((0, 1, 2),), row_length=32)
+    changed = batch.input_ids.clone()
+    changed[0, 9:23] = (changed[0, 9:23] + 7) % VOCAB_SIZE
+    with torch.no_grad():
+        before = token_nll(model, batch)
+        after = token_nll(model, replace(batch, input_ids=changed))
+    others = torch.ones(32, dtype=torch.bool)
+    others[9:23] = False
+    assert torch.equal(before[0, others], after[0, others])
+    assert not torch.equal(before[0, 9:23], after[0, 9:23])
+
+
+def test_padding_changes_no_loss() -> None:
+    model = tiny_llama().eval()
+    examples = make_examples([9, 14])
+    with torch.no_grad():
+        sums = [
+            ModelWithLoss(model, "reference", LossConfig())(make_batch(examples, rows, 32)).nll
+            for rows in (((0, 1),), ((0, 1), (), ()))
+        ]
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-6, atol=1e-5)
+    assert torch.isfinite(sums[1])
+
+
+def test_document_mask_is_causal_isolated_and_never_empty() -> None:
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
+    mask = document_mask(doc_ids)[0, 0]
+    assert mask.tolist() == [[j <= i and doc_ids[0, i] == doc_ids[0, j] for j in range(7)] for i in range(7)]
+    assert mask.any(-1).all()
+
+
+def step_of(micro_batch_size: int, layout_kind: str = "packed") -> tuple[dict[str, torch.Tensor], float, float]:
+    """(weights, loss sum, gradient norm) after one step on 8 rows with unequal target counts."""
+    rt = cpu_runtime()
+    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20], target_share=0.3)
+    layout = make_layout_of(layout_kind, examples.lengths, micro=micro_batch_size)
+    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-2, eps=1e-4))
+    (step,) = Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 1)
+    sums, grad_norm, _ = optimizer_step(model, optimizer, step, 1e-2, 1.0, rt)
+    return model.state_dict(), float(sums[1]), float(grad_norm)
+
+
+def test_accumulation_of_8_micro_batches_of_1_equals_1_of_8() -> None:
+    one, eight = step_of(micro_batch_size=8), step_of(micro_batch_size=1)
+    assert one[1] == pytest.approx(eight[1], rel=1e-6)
+    assert one[2] == pytest.approx(eight[2], rel=1e-5)
+    for name, value in one[0].items():
+        torch.testing.assert_close(value, eight[0][name], rtol=1e-4, atol=2e-6)
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_target_tokens() -> None:
+    rt = cpu_runtime()
+    examples = make_examples([30, 4, 25, 8], target_share=0.3)
+    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    parts = [make_batch(examples, rows, 32) for rows in (((0,),), ((1, 2),), ((3,),))]
+    total = sum(part.num_targets for part in parts)
+    for part in parts:
+        forward_backward(model, part, total, rt)
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    nll = [token_nll(model.orig_model, make_batch(examples, ((i,),), 32)) for i in range(4)]
+    (torch.stack([n.sum() for n in nll]).sum() / total).backward()
+    for gradient, p in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_same_documents_give_the_same_loss_in_every_layout() -> None:
+    examples = make_examples([30, 4, 25, 8, 16, 1], target_share=0.5)
+    orig_model = tiny_llama()
+    sums = {}
+    for kind in ("packed", "bucketed", "fixed", "dynamic"):
+        batches = Batches(examples, make_layout_of(kind, examples.lengths, batch=2), seed=0, rank=0, pad_id=0)
+        micro = [b for step in batches.steps(0, batches.num_steps(1)) for b in step.micro_batches]
+        for backend in ("reference", "sdpa") if kind != "packed" else ("reference",):
+            model = ModelWithLoss(orig_model, backend, LossConfig())
+            with torch.no_grad():
+                sums[kind, backend] = sum(float(model(b).nll) for b in micro)
+    for value in sums.values():
+        assert value == pytest.approx(sums["packed", "reference"], rel=1e-6)
+
+
+def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
+    rt = cpu_runtime()
+    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    empty = make_batch(make_examples([4]), ((), ()), 16)
+    step = StepBatches(0, [empty], num_targets=0, num_tokens=0, num_positions=32, attention_pairs=0)
+    optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
+    sums, grad_norm, _ = optimizer_step(model, optimizer, step, 1e-3, 1.0, rt)
+    assert sums.tolist() == [0.0] * 4
+    assert float(grad_norm) == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_accelerates_own_loss_division_stays_off(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    weight = torch.nn.Parameter(torch.ones(()))
+    rt.accelerator.backward(8.0 * weight)
+    assert float(weight.grad) == 8.0
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path, tokenizer) -> None:
+    from sftkit.models.load import load_model
+
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    gradients = []
+    for checkpointing in (False, True):
+        config = ModelConfig(scratch={**fields, **heads}, gradient_checkpointing=checkpointing)
+        model = ModelWithLoss(load_model(config, tokenizer, seed=0), "reference", LossConfig()).train()
+        assert model.orig_model.is_gradient_checkpointing is checkpointing
+        batch = make_batch(make_examples([9, 14]), ((0, 1),), 32)
+        forward_backward(model, batch, batch.num_targets, cpu_runtime())
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
+    """With the naive sum in bf16 the error grows with their number; in fp32 it stays that of a rounding or two."""
+    examples = make_examples([31] * 64, target_share=0.5)
+    whole, parts = (
+        Batches(examples, make_layout_of("packed", examples.lengths, batch=64, micro=m), seed=0, rank=0, pad_id=0)
+        for m in (64, 1)
+    )
+    gradients = {}
+    for name, batches, dtype in (("exact", whole, torch.float32), ("summed", parts, torch.bfloat16)):
+        model = ModelWithLoss(tiny_llama().to(dtype), "reference", LossConfig())
+        optimizer = GradientsOnly(model.parameters())
+        (step,) = batches.steps(0, 1)
+        optimizer_step(model, optimizer, step, 0.0, None, cpu_runtime())
+        gradients[name] = optimizer.seen
+    naive = [torch.zeros_like(g, dtype=torch.bfloat16) for g in gradients["exact"]]
+    model = ModelWithLoss(tiny_llama().to(torch.bfloat16), "reference", LossConfig())
+    (step,) = parts.steps(0, 1)
+    for batch in step.micro_batches:
+        model.zero_grad()
+        forward_backward(model, batch, step.num_targets, cpu_runtime())
+        naive = [total + p.grad for total, p in zip(naive, model.parameters(), strict=True)]
+
+    def error(got: list[torch.Tensor]) -> float:
+        pairs = list(zip(got, gradients["exact"], strict=True))
+        return sum(float((a.float() - b).norm() ** 2) for a, b in pairs) / sum(float(b.norm() ** 2) for _, b in pairs)
+
+    assert error(gradients["summed"]) < 0.7 * error(naive)
+
+
+class GradientsOnly(torch.optim.SGD):
+    """Keeps the gradients that a step would use."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("cohere", {}),  # scales its logits
+        ("phimoe", {"sliding_window": 10, "num_local_experts": 4}),  # hands its window to the mask alone
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),  # mixes tokens outside attention
+        ("jamba", {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    ],
+)
+def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
+    model_type: str, fields: dict[str, object]
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**COMMON, **fields})
+    model = ModelWithLoss(AutoModelForCausalLM.from_config(config), "reference", LossConfig())
+    with pytest.raises(
+        ConfigError,
+        match=r"is not supported: (the logits of .* differ by|a layer of type)",
+    ):
+        check_documents(model, "reference", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
+def test_verification_leaves_the_model_as_it_was(make_model) -> None:
+    model = ModelWithLoss(make_model(), "sdpa", LossConfig()).train()
+    windows = [getattr(m, "sliding_window", None) for m in model.modules()]
+    check_documents(model, "sdpa", torch.device("cpu"))
+    assert [getattr(m, "sliding_window", None) for m in model.modules()] == windows
+    assert model.orig_model.training
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu() -> None:
+    from sftkit.train.prefetch import on_device
+
+    device = torch.device("cuda")
+    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 8, target_share=0.3)
+    batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
+    model = ModelWithLoss(tiny_llama().to(device, torch.bfloat16), "varlen", LossConfig())
+    optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    steps = on_device(batches.steps(0, 6), device)
+    optimizer_step(model, optimizer, next(steps), 1e-3, 1.0, rt)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            optimizer_step(model, optimizer, step, 1e-3, 1.0, rt)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

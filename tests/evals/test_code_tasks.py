@@ -1,0 +1,224 @@
+"""HumanEval and MBPP: their prompts are lm-evaluation-harness's, right solutions pass, wrong ones do not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import yaml
+from helpers import SHARED_DATA
+
+from sftkit.config.eval_tasks import CODE
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals import sandbox, tasks
+from sftkit.evals.task import Question, Task
+from sftkit.evals.tasks import code, humaneval, mbpp
+from sftkit.evals.tasks.data import Row, Split
+from sftkit.generation.answer import Answer
+
+MISSING = sandbox.check_sandbox()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
+DATA = SHARED_DATA / "eval"
+has_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
+
+DOUBLE = {
+    "task_id": "HumanEval/0",
+    "prompt": 'import math\n\ndef half(x):\n    return x / 2\n\ndef double(x):\n    """Twice x."""\n',
+    "entry_point": "double",
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(0) == 0\n",
+}
+PROBLEMS = [
+    {
+        "task_id": number,
+        "text": f"Write a function that adds {number}.",
+        "code": f"def add(x):\r\n    return x + {number}",
+        "test_setup_code": "zero = 0" if number == 12 else "",
+        "test_list": [f"assert add(zero) == {number}" if number == 12 else f"assert add(0) == {number}"] * 3,
+    }
+    for number in (1, 2, 3, 4, 11, 12, 510, 511)
+]
+
+
+def reading(rows: Sequence[dict[str, Any]]) -> Callable[[Split], list[Row]]:
+    return lambda split: [Row(row, "rows.jsonl", i) for i, row in enumerate(rows)]
+
+
+def answers(*texts: str) -> list[Answer]:
+    return [Answer(text, "end_of_turn", 1) for text in texts]
+
+
+def passed(task: Task[Question, Answer], *texts: str) -> list[float]:
+    return [float(marks["pass_at_1"]) for marks in task.judge(task.examples[: len(texts)], answers(*texts))]  # type: ignore[arg-type]
+
+
+# ---- HumanEval -------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_that_solves_it_passes() -> None:
+    task = humaneval.build(reading([DOUBLE] * 4), None, "completion", None)
+    assert task.examples[0].prompt == DOUBLE["prompt"]
+    assert passed(task, "    return 2 * x", "    return x", "    return half(4 * x)", "    return 2 * x\n  broken") == [
+        *(1, 0),
+        *(1, 0),
+    ]
+
+
+def test_a_chat_answer_may_define_the_function_give_its_body_or_be_bare_code() -> None:
+    task = humaneval.build(reading([DOUBLE] * 5), None, "chat", None)
+    assert task.examples[0].prompt[0]["role"] == "user"  # type: ignore[index]
+    assert passed(
+        task,
+        "Here it is:\n```python\ndef double(x):\n    return half(4 * x)\n```\nIt doubles.",
+        "```\n    return 2 * x\n```",
+        "def double(x):\n    return math.floor(2 * x)",
+        "```python\ndef double(x):\n    return x\n```",
+        "I cannot do that.",
+    ) == [1, 1, 1, 0, 0]
+
+
+def test_code_is_taken_from_the_first_python_block() -> None:
+    assert code.code_of("```bash\nls\n```\nthen\n```python\nx = 1\n```\n```python\nx = 2\n```") == "x = 1"
+    assert code.code_of("```\nx = 1\n```") == "x = 1"
+    assert code.code_of("```python\nx = 1\ny = 2") == "x = 1\ny = 2"
+    assert code.code_of("``` py title\nx = '```'\n```") == "x = '```'"
+    assert code.code_of("x = 1") == "x = 1"
+
+
+@has_data
+def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not() -> None:
+    task = tasks.load("humaneval", str(DATA), max_examples=30)
+    assert sum(passed(task, *(question.source["canonical_solution"] for question in task.examples))) == 30
+    assert sum(passed(task, *["    return None\n"] * 10)) == 0
+
+
+@has_data
+@pytest.mark.slow
+def test_all_canonical_solutions_of_humaneval_pass() -> None:
+    task = tasks.load("humaneval", str(DATA))
+    assert len(task.examples) == 164
+    assert sum(passed(task, *(question.source["canonical_solution"] for question in task.examples))) == 164
+
+
+@has_data
+@pytest.mark.slow
+def test_all_canonical_solutions_of_humaneval_pass_as_chat_answers() -> None:
+    task = tasks.load("humaneval", str(DATA), format="chat")
+    rows = [question.source for question in task.examples]
+    whole = [f"Sure.\n```python\n{row['prompt']}{row['canonical_solution']}```" for row in rows]
+    body = [f"```python\n{row['canonical_solution']}```" for row in rows]
+    assert sum(passed(task, *whole)) == sum(passed(task, *body)) == 164
+
+
+# ---- MBPP ------------------------------------------------------------------------------------------------------------
+
+
+def test_mbpp_asks_the_test_split_with_its_three_shots() -> None:
+    task = mbpp.build(reading(PROBLEMS), None, "completion", None)
+    assert [question.id for question in task.examples] == ["mbpp/11", "mbpp/12", "mbpp/510"]
+    prompt = str(task.examples[0].prompt)
+    assert [prompt.count(f"adds {n}.") for n in (1, 2, 3, 4, 11)] == [0, 1, 1, 1, 1]
+    assert prompt.endswith("[BEGIN]\n")
+    chat = mbpp.build(reading(PROBLEMS), 2, "chat", 1).examples
+    assert [message["role"] for message in chat[0].prompt] == ["user", "assistant"] * 2 + ["user"]  # type: ignore[index, union-attr]
+    with pytest.raises(ConfigError, match="3 few-shot examples"):
+        mbpp.build(reading(PROBLEMS), 4, "completion", None)
+
+
+def test_mbpp_runs_the_set_up_and_all_tests() -> None:
+    task = mbpp.build(reading(PROBLEMS), 0, "completion", None)
+    right = [question.source["code"] for question in task.examples]
+    assert passed(task, *right) == [1, 1, 1]
+    assert passed(task, "def add(x):\n    return 1", right[0], "") == [0, 0, 0]
+    chat = mbpp.build(reading(PROBLEMS), 0, "chat", None)
+    assert passed(chat, *(f"Like this:\n```python\n{text}\n```" for text in right)) == [1, 1, 1]
+
+
+@has_data
+def test_canonical_solutions_of_mbpp_pass() -> None:
+    task = tasks.load("mbpp", str(DATA), max_examples=40)
+    assert sum(passed(task, *(question.source["code"] for question in task.examples))) == 40
+
+
+@has_data
+@pytest.mark.slow
+def test_all_canonical_solutions_of_mbpp_pass() -> None:
+    task = tasks.load("mbpp", str(DATA))
+    assert len(task.examples) == 500
+    assert sum(passed(task, *(question.source["code"] for question in task.examples))) == 500
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_without_a_sandbox_the_task_is_refused_before_a_row_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "check_sandbox", lambda: "no namespaces here")
+    with pytest.raises(ConfigError, match=f'"{name}" runs code that the model writes: no namespaces here'):
+        tasks.load(name, "/no/such/folder")
+
+
+def test_settings_and_rows_that_do_not_fit_are_errors() -> None:
+    with pytest.raises(ConfigError, match="humaneval has no few-shot"):
+        humaneval.build(reading([DOUBLE]), 3, "completion", None)
+    with pytest.raises(DataError, match='row 0: no column "test"'):
+        humaneval.build(reading([{"task_id": "a", "prompt": "b"}]), None, "completion", None)
+    with pytest.raises(DataError, match="no row with a task_id from 11 to 510"):
+        mbpp.build(reading(PROBLEMS[:2]), 0, "completion", None)
+
+
+# ---- lm-evaluation-harness -------------------------------------------------------------------------------------------
+
+
+def lm_eval_task(name: str, folder: str) -> dict[str, Any]:
+    """The task's YAML, its Python functions left out."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs lm_eval")
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("!function", lambda *_: None)
+    path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
+    task: dict[str, Any] = yaml.load(path.read_text(), Loader)
+    return task
+
+
+def rendered(template: str, row: dict[str, Any]) -> str:
+    return (
+        jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        .from_string(template)
+        .render(row)
+    )
+
+
+@has_data
+def test_prompts_and_stops_are_those_of_lm_eval() -> None:
+    theirs = lm_eval_task("humaneval", "humaneval")
+    ours = tasks.load("humaneval", str(DATA))
+    until = theirs["generation_kwargs"]["until"]
+    for question in ours.examples:
+        assert question.prompt == rendered(theirs["doc_to_text"], question.source)
+        assert question.target["tests"] == rendered(theirs["doc_to_target"], question.source)
+        assert (list(question.stop), question.max_new_tokens) == (until, theirs["generation_kwargs"]["max_gen_toks"])
+    asked = lm_eval_task("humaneval_instruct", "humaneval")["doc_to_text"]
+    for question in tasks.load("humaneval", str(DATA), format="chat").examples:
+        assert question.prompt[0]["content"] == rendered(asked, question.source)  # type: ignore[index]
+
+    theirs = lm_eval_task("mbpp", "mbpp")
+    every = {row["task_id"]: row for row in tasks.rows.read(mbpp.PROMPT, str(DATA))}
+    shots = [
+        rendered(theirs["doc_to_text"], every[i]) + rendered(theirs["doc_to_target"], every[i] | {"is_fewshot": True})
+        for i in (2, 3, 4)
+    ]
+    for question in tasks.load("mbpp", str(DATA)).examples:
+        assert question.prompt == "\n\n".join([*shots, rendered(theirs["doc_to_text"], question.source)])
+        assert list(question.stop) == theirs["generation_kwargs"]["until"]
+    asked = lm_eval_task("mbpp_instruct", "mbpp")["doc_to_text"]
+    for question in tasks.load("mbpp", str(DATA), format="chat").examples:
+        assert question.prompt[-1]["content"] == rendered(asked, question.source)  # type: ignore[index]

@@ -1,0 +1,111 @@
+"""scripts/evaluate.py: its arguments, its messages, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, cpu_runtime
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.flags import flags_named
+from sftkit.evals.loading import as_source, check_arguments
+from sftkit.evals.suite import load_tasks
+
+WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
+
+
+@pytest.fixture
+def model(tokenizer) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes, initializer_range=0.5)
+    return LlamaForCausalLM(config)
+
+
+def test_arguments_of_the_script_are_checked_first(tmp_path: Path) -> None:
+    good = Namespace(
+        path=str(tmp_path), out=str(tmp_path / "a" / "b"), max_examples=None, batch_size=1, max_new_tokens=1
+    )
+    check_arguments(good)
+    assert (tmp_path / "a" / "b").is_dir()
+    for change, text in (
+        ({"path": "mmlu"}, "mmlu is a task: name the model before it"),
+        ({"batch_size": 0}, "--batch-size 0: must be 1 or more"),
+        ({"out": "/dev/null/x"}, "no folder can be made there"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            check_arguments(Namespace(**{**vars(good), **change}))
+
+
+def test_a_source_may_name_its_split() -> None:
+    assert as_source("a/b[train[:10]]") == SourceConfig(path="a/b", split="train[:10]")
+    assert as_source("a/b") == SourceConfig(path="a/b")
+
+
+def test_messages_of_the_script_name_its_flags(tokenizer) -> None:
+    for settings, text in (
+        ({"tasks": ("humaneval",)}, "--allow-code-execution: needed by humaneval"),
+        ({"tasks": ("ifeval",), "shots": 5}, r"--shots: 5: no task here takes shots \(ifeval\): leave it out"),
+        ({"tasks": ("piqa",), "data": "/nowhere"}, "--data /nowhere: no such folder"),
+        ({"tasks": ("piqa",), "backend": "lm_eval", "max_new_tokens": 3}, "--max-new-tokens: lm_eval's tasks have"),
+        ({"tasks": ("mmul",)}, 'tasks: "mmul" is not one of .*set --backend to lm_eval|Did you mean'),
+    ):
+        with pytest.raises((ConfigError, DataError), match=text) as error, flags_named():
+            load_tasks(EvalConfig(**settings), tokenizer, cpu_runtime())
+        assert not re.search(r"\beval\.", str(error.value))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model, tokenizer) -> Path:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def script(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "scripts/evaluate.py", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_the_script_evaluates_any_model_folder_on_local_rows(folder: Path) -> None:
+    rows = [{"goal": f"go {i}", "sol1": "walk", "sol2": "sit", "label": i % 2} for i in range(6)]
+    (folder / "piqa_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [{"text": f"{word} and the shore"} for word in WORDS]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    done = script(
+        *(str(folder / "model"), "piqa", "--data", str(folder), "--max-examples", "5", "--out", str(folder / "out")),
+        *("--val", str(folder / "held_out.jsonl"), "builtin:tasks[heldout[:20]]"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = json.loads((folder / "out" / "results.json").read_text())
+    assert (found["task"], found["examples"], found["chance"]) == ("piqa", 5, 0.5)
+    assert len((folder / "out" / "piqa.jsonl").read_text().splitlines()) == 5
+    assert found["settings"]["model"] == str(folder / "model")
+    written = json.loads((folder / "out" / "validation.json").read_text())
+    sources = {"held_out": 5, "tasks": 20}
+    assert written["values"].keys() == {
+        f"val/{name}{m}" for name in ("", "held_out/", "tasks/") for m in ("loss", "bpb")
+    }
+    assert written["settings"]["documents"] == sources
+    model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (LlamaForCausalLM, AutoTokenizer))
+    nats, targets = torch.zeros(()), 0
+    for row in texts:
+        ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+        nats += model(ids, labels=ids).loss.detach() * (ids.shape[1] - 1)
+        targets += ids.shape[1] - 1
+    assert written["values"]["val/held_out/loss"] == pytest.approx(float(nats) / targets, rel=1e-4)
+    assert "prompts_cut" in found["settings"]
+    for expected in ("val/held_out", "95 % interval", "piqa", f"{found['value']:.3f}", "centred mean"):
+        assert expected in done.stdout

@@ -1,0 +1,248 @@
+"""The validation of compiling: every criterion passes on a good pair of runs and fails on its own fault."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT
+
+from sftkit.config.load import read_config
+from sftkit.errors import ConfigError
+from sftkit.experiments.validate.cases import Plan, cases, check_plan
+from sftkit.experiments.validate.judge import Trio, judge, scaling
+from sftkit.experiments.validate.measure import Measured, measure
+from sftkit.experiments.validate.page import html, markdown
+from sftkit.experiments.validate.run import judged
+from sftkit.launch.launch import Hardware
+
+RECIPE = "recipes/smoke/base.yaml"
+PLAN = Plan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
+GOOD_PROOF = {
+    "rows": [
+        {"name": "Only declared shapes", "ok": True, "found": "8 x 64: 30; 0 undeclared", "expected": "8 x 64"},
+        {"name": "No recompiles after the warm-up", "ok": True, "found": "0", "expected": "0"},
+        {"name": "Evaluation compiles nothing", "ok": True, "found": "0", "expected": "0"},
+    ]
+}
+
+
+def run(speed: float = 100.0, off: float = 0.0, compiled: bool = False, world_size: int = 1) -> Measured:
+    lines = [
+        {
+            "step": step,
+            "train/loss": (5.0 - step / 30) * (1 + off),
+            "perf/tok_per_sec": speed + step,
+            "perf/step_p50_seconds": 0.1,
+            "perf/mfu": None,
+            "mem/peak_gib": 2.0,
+            "compile/graphs": 3 * compiled,
+            "compile/recompiles": 0,
+            "compile/seconds": 20.0 * compiled,
+        }
+        for step in range(5, 35, 5)
+    ]
+    return Measured(
+        error=None,
+        lines=lines,
+        evals={"val/loss": 4.0 * (1 + off), "eval/piqa/acc": 0.5, "eval/centred_mean": 0.0},
+        results=[{"task": "piqa", "metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "settings": {}}],
+        summary={"compiled": compiled, "warm_up_seconds": 30.0 * compiled},
+        status={"status": "finished"},
+        proof=GOOD_PROOF if compiled else {"rows": []},
+        environment={"world_size": world_size},
+        rank_errors=[],
+    )
+
+
+def trio(processes: int = 1, **changes: Any) -> Trio:
+    good = Trio(
+        "packed",
+        processes,
+        eager=run(world_size=processes),
+        compiled=run(150.0, 1e-4, compiled=True, world_size=processes),
+        other_seed=run(off=1e-2),
+        logits={"ok": True, "found": "the same bits"},
+        warm_up=10,
+    )
+    return replace(good, **changes)
+
+
+def compiled(**changes: Any) -> dict[str, Any]:
+    return {"compiled": replace(trio().compiled, **changes)}
+
+
+def with_lines(**values: Any) -> dict[str, Any]:
+    return compiled(lines=[line | values for line in trio().compiled.lines])
+
+
+def with_proof(name: str) -> dict[str, Any]:
+    return compiled(proof={"rows": [row | {"ok": row["name"] != name} for row in GOOD_PROOF["rows"]]})
+
+
+def test_a_good_pair_of_runs_passes_every_criterion() -> None:
+    assert [v.criterion for v in judge(trio()) if not v.ok] == []
+    assert len(judge(trio())) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "failed"),
+    [
+        (lambda: with_proof("Only declared shapes"), ["constant batch shapes"]),
+        (lambda: with_lines(**{"compile/graphs": 0}), ["compiled model detected"]),
+        (lambda: {"eager": trio().compiled}, ["compiled model detected", "tokens/s ratio"]),
+        (lambda: with_lines(**{"compile/recompiles": 1}), ["no recompiles in training"]),
+        (lambda: with_proof("No recompiles after the warm-up"), ["no recompiles in training"]),
+        (lambda: with_proof("Evaluation compiles nothing"), ["no recompiles in evaluation"]),
+        (lambda: {"compiled": replace(run(125.0, compiled=True))}, ["tokens/s ratio"]),
+        (lambda: compiled(summary={"compiled": True, "warm_up_seconds": 61.0}), ["first compile"]),
+        (lambda: with_lines(**{"mem/peak_gib": 2.21}), ["peak memory"]),
+        (lambda: {"compiled": run(150.0, 0.02, compiled=True)}, ["loss trajectory", "evaluation"]),
+        (
+            lambda: {"compiled": run(150.0, 0.06, compiled=True)},
+            ["loss at the last step", "loss trajectory", "evaluation"],
+        ),
+        (lambda: compiled(results=[trio().compiled.results[0] | {"value": 0.61}]), ["evaluation"]),
+        (lambda: compiled(results=[]), ["evaluation"]),
+        (lambda: {"eager": replace(trio().eager, evals={}, results=[])}, ["evaluation"]),
+        (lambda: {"logits": {"ok": False, "found": "norm 1 against 2"}}, ["checkpoint loads"]),
+        (lambda: {"logits": {}}, ["checkpoint loads"]),
+        (lambda: compiled(rank_errors=["rank-001.json"]), ["runs finish on all ranks"]),
+        (lambda: {"eager": run(world_size=2)}, ["runs finish on all ranks"]),
+    ],
+)
+def test_each_criterion_fails_on_its_own_fault(change: Callable[[], dict[str, Any]], failed: list[str]) -> None:
+    assert [v.criterion for v in judge(trio(**change())) if not v.ok] == failed
+
+
+def test_a_run_that_failed_fails_all_that_needs_it_and_says_why() -> None:
+    verdicts = judge(trio(**compiled(error="ended with code 1: out of memory", lines=[], summary={}, proof={})))
+    assert not any(v.ok for v in verdicts)
+    assert "out of memory" in verdicts[0].found
+
+
+def test_the_ratio_on_several_processes_must_be_similar() -> None:
+    assert [v.ok for v in scaling([trio(), trio(4)])] == [True]
+    assert [v.ok for v in scaling([trio(), trio(4, compiled=run(118.0, compiled=True, world_size=4))])] == [False]
+
+
+def result_of(one: Trio, error: str | None = None) -> dict[str, Any]:
+    """A result as it is written before it is judged."""
+    runs = {"eager": one.eager, "eager, other seed": one.other_seed, "compiled": replace(one.compiled, error=error)}
+    return {
+        "plan": vars(PLAN),
+        "runs": [
+            {"name": kind, "layout": "packed", "processes": 1, "kind": kind, "command": "accelerate launch <x>"}
+            | {"measured": asdict(found), "logits": dict(one.logits)}
+            for kind, found in runs.items()
+        ],
+    }
+
+
+def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) -> None:
+    result = judged(result_of(trio(), error="<script>alert(1)</script>"))
+    page, text = html(result), markdown(result)
+    assert "<script>" not in page
+    assert "FAIL: 0 of 12 criteria" in page
+    assert text.count("| FAIL |") == 12
+    good = judged(result_of(trio()))
+    assert "PASS: 12 of 12 criteria" in html(good)
+    assert markdown(good).count("| PASS |") == 12
+
+
+def test_earlier_runs_are_judged_again_from_their_json_alone(tmp_path: Path) -> None:
+    path = tmp_path / "validation.json"
+    path.write_text(json.dumps(result_of(trio())))
+    words = [sys.executable, "scripts/validate_compile.py", "--judge", str(path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["passed"] is True
+    assert "PASS: 12 of 12" in (tmp_path / "validation.html").read_text()
+    path.write_text(json.dumps(result_of(trio(**with_lines(**{"compile/recompiles": 1})))))
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 1
+    path.write_text("{}")
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 2
+
+
+def test_a_run_that_is_missing_fails_its_criteria() -> None:
+    result = result_of(trio())
+    del result["runs"][2]
+    assert not any(verdict["ok"] for verdict in judged(result)["verdicts"])
+
+
+def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> None:
+    cfg = read_config(RECIPE, [], world_size=1)
+    plan = replace(PLAN, layouts=("packed", "bucketed"), processes=(1, 2))
+    every = cases(plan, cfg, Hardware(0, 2), None, Path("out"))
+    assert [case.kind for case in every] == ["eager", "eager, other seed", "compiled", "eager", "compiled"] * 2
+    eager, compiled_one = ({word for word in case.command if "=" in word} for case in (every[0], every[2]))
+    assert eager ^ compiled_one == {
+        "run.dir=out/runs/packed-1-eager",
+        "run.dir=out/runs/packed-1-compiled",
+        "compile.enabled=false",
+        "compile.enabled=true",
+        "compile.on_recompile=warn",
+    }
+    assert len({case.environment["TORCHINDUCTOR_CACHE_DIR"] for case in every}) == len(every)
+    for case in every:  # every one of them is a recipe that can be run
+        read_config(RECIPE, [w for w in case.command if "=" in w and not w.startswith("from")], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"warm_up": 4}, "--warm-up must be 5 or more"),
+        ({"steps": 20}, "fewer than three windows"),
+        ({"layouts": ("pakced",)}, '"pakced" is not one of packed'),
+        ({"processes": (1, 3)}, "3 do not divide train.global_batch_size"),
+        ({"script": "scripts/none.py"}, "no such file"),
+    ],
+)
+def test_a_plan_that_cannot_be_judged_is_refused_before_anything_runs(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_plan(replace(PLAN, **change), read_config(RECIPE, [], world_size=1), Hardware(0, 2))
+
+
+def test_float8_which_needs_compiling_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the eager baseline cannot train in float8"):
+        check_plan(
+            PLAN, read_config(RECIPE, ["train.fp8=rowwise", "train.precision=bf16"], world_size=1), Hardware(0, 2)
+        )
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4, but 2 GPUs are visible"):
+        check_plan(replace(PLAN, processes=(4,)), read_config(RECIPE, [], world_size=1), Hardware(2, 2))
+
+
+def test_a_run_folder_that_was_cut_short_is_measured_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "train/loss": 1.0}\n{"step": 10, "tra')
+    found = measure(tmp_path, "killed")
+    assert (found.lines, found.error, found.evals) == ([{"step": 5, "train/loss": 1.0}], "killed", {})
+
+
+def test_the_command_refuses_a_wrong_recipe_with_exit_code_2() -> None:
+    words = [sys.executable, "scripts/validate_compile.py", "recipes/smoke/none.yaml"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "recipes/smoke/none.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_validation_runs_on_a_cpu_with_one_and_two_processes(tmp_path: Path) -> None:
+    words = [sys.executable, "scripts/validate_compile.py", RECIPE, "--script", "scripts/base_train.py"]
+    words += ["--steps", "30", "--processes", "1", "2", "--out", str(tmp_path / "out")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = json.loads((tmp_path / "out/validation.json").read_text())
+    by_name = {(v["processes"], v["criterion"]): v for v in result["verdicts"]}
+    about_speed = {"tokens/s ratio", "ratio on several processes", "first compile", "peak memory"}
+    failed = [key for key, v in by_name.items() if not v["ok"] and key[1] not in about_speed]
+    assert failed == [], done.stdout
+    assert done.returncode == (0 if result["passed"] else 1)

@@ -1,0 +1,223 @@
+"""The launcher takes the hardware that is there, says so, and neither loses a signal nor a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sftkit.errors import ConfigError
+from sftkit.launch import launch
+from sftkit.launch.launch import Hardware, choose, count_visible
+from sftkit.models.size import Replica
+
+RECIPE = "run: {dir: x}\nmodel: {path: y}\ndata: {train: [{path: 'builtin:tasks'}]}\ntrain: {max_steps: 1}\n"
+LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "sft.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_without_a_gpu_one_process_gets_all_cores():
+    chosen = choose(Hardware(gpus=0, cpu_cores=2), 32, {})
+    assert (chosen.config_file.name, chosen.num_processes) == ("cpu.yaml", 1)
+    assert chosen.env["OMP_NUM_THREADS"] == "2"
+    assert chosen.env["TOKENIZERS_PARALLELISM"] == "true"
+    assert chosen.summary == "hardware: no GPU, 2 CPU cores -> accelerate_configs/cpu.yaml"
+
+
+def test_the_environment_wins():
+    chosen = choose(Hardware(0, 2), 32, {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+    assert not {"OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"} & set(chosen.env)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "name", "processes"),
+    [
+        (1, 32, "single_gpu.yaml", 1),
+        (8, 32, "ddp.yaml", 8),
+        (8, 30, "ddp.yaml", 6),
+        (3, 32, "ddp.yaml", 2),
+        (2, 1, "single_gpu.yaml", 1),
+    ],
+)
+def test_the_most_gpus_that_divide_the_global_batch(gpus: int, batch: int, name: str, processes: int):
+    chosen = choose(Hardware(gpus, 16, "NVIDIA H200"), batch, {})
+    assert (chosen.config_file.name, chosen.num_processes) == (name, processes)
+    assert chosen.config_file.is_file()
+    assert (f"{processes} of {gpus} GPUs: the most that divide" in chosen.summary) == (processes < gpus)
+
+
+BIG = Replica(32_800_000_000, "auto", 328_000_000_000)
+H200_BYTES = 143_771 * 2**20
+
+
+def test_a_model_that_does_not_fit_one_of_several_gpus_is_cut_over_them_and_the_summary_says_why():
+    chosen = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 32, {}, BIG)
+    assert (chosen.config_file.name, chosen.num_processes) == ("fsdp2.yaml", 8)
+    assert chosen.config_file.is_file()
+    assert chosen.summary == (
+        "hardware: 8 GPUs (NVIDIA H200), 96 CPU cores -> accelerate_configs/fsdp2.yaml, 8 processes: "
+        "32.8 billion parameters need about 305 GiB as a replica (optim.name auto), a GPU has 140 GiB"
+    )
+    six = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 30, {}, BIG)
+    assert (six.config_file.name, six.num_processes) == ("fsdp2.yaml", 6)
+    assert "the most that divide train.global_batch_size 30; 32.8 billion" in six.summary
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "replica", "name"),
+    [
+        (1, H200_BYTES, BIG, "single_gpu.yaml"),  # the memory plan says what to change
+        (8, None, BIG, "ddp.yaml"),
+        (8, H200_BYTES, None, "ddp.yaml"),
+        (2, 100, Replica(1, "auto", 92), "ddp.yaml"),
+        (2, 100, Replica(1, "auto", 93), "fsdp2.yaml"),
+    ],
+)
+def test_replicas_stay_where_they_fit_or_nothing_is_known(
+    gpus: int, memory: int | None, replica: Replica | None, name: str
+):
+    assert choose(Hardware(gpus, 16, None, memory), 32, {}, replica).config_file.name == name
+
+
+def test_the_recipe_and_the_hardware_decide_together(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    started = []
+    monkeypatch.setattr(launch, "call", lambda words, env: started.append(words) or 0)
+    monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 10 * 2**30))
+    sizes = "hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, num_attention_heads: 32"
+    big = f"model.scratch={{model_type: qwen3, vocab_size: 151936, {sizes}, num_key_value_heads: 8, head_dim: 128}}"
+    launch.run(__file__, str(recipe), ["model.path=null", "model.tokenizer=y", big])
+    assert str(launch.CONFIGS / "fsdp2.yaml") in started[0]
+    assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
+    launch.run(__file__, str(recipe))
+    assert str(launch.CONFIGS / "ddp.yaml") in started[1]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 8),
+        ("", 0),
+        ("-1", 0),
+        ("0,1", 2),
+        ("3", 1),
+        ("0, 2 ,7", 3),
+        ("0,9,1", 1),
+        ("GPU-11aa,GPU-22aa-bb", 2),
+        ("GPU-zz", 0),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, count: int):
+    assert count_visible(LISTING, visible) == count
+
+
+def test_gpus_are_found_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tool = tmp_path / "nvidia-smi"
+    lines = "".join(f"echo '{line}'\n" for line in LISTING)
+    memory = '[ "$1" = --query-gpu=memory.total ] && { echo 143771; echo 81559; exit; }\n'
+    tool.write_text(f"#!/bin/sh\n{memory}{lines}")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = launch.find_hardware({"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert (found.gpus, found.gpu_name, found.gpu_memory_bytes) == (2, "NVIDIA H200", 81_559 * 2**20)
+    tool.write_text(f"#!/bin/sh\n{memory.replace('81559', '[N/A]')}{lines}")
+    assert launch.find_hardware({}) == Hardware(8, found.cpu_cores, "NVIDIA H200", None)
+    tool.write_text("#!/bin/sh\necho 'GPU 0: broken driver'; exit 9\n")
+    assert launch.find_hardware({}).gpus == 0
+
+
+def test_cores_are_at_least_one_and_at_most_the_affinity():
+    assert 1 <= launch.cpu_cores() <= (os.cpu_count() or 1)
+
+
+def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        launch.run(__file__, str(recipe), ["optim.lr=x"])
+    with pytest.raises(ConfigError, match="no such script"):
+        launch.run("scripts/lost.py", str(recipe))
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "sftkit.launch", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_command_line_reports_problems_with_code_2_and_without_torch(recipe: Path):
+    process = start(__file__, recipe, "optim.lr=x", "lr=3")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.count("command line: ") == 2
+    code = "import sys, sftkit.launch; sys.exit('torch' in sys.modules or 'accelerate' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_needs_no_arguments():
+    output, _ = (process := start()).communicate(timeout=60)
+    assert process.returncode == 0
+    assert "python -m sftkit.launch SCRIPT RECIPE" in output
+
+
+SAVES_ON_A_SIGNAL = """
+import os, signal, sys, time
+got = set()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda s, f: got.add(int(s)))
+print("started", sys.argv[2:], os.environ.get("WORLD_SIZE"), os.environ["ACCELERATE_USE_CPU"], flush=True)
+for _ in range(300):
+    if got: break
+    time.sleep(0.1)
+time.sleep(1)
+print("saved", *got, flush=True)
+sys.exit(0 if got else 5)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "Ctrl-C", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path: Path, recipe: Path, how: str):
+    script = tmp_path / "script.py"
+    script.write_text(SAVES_ON_A_SIGNAL)
+    process = start(script, recipe, "optim.lr=1e-3")
+    assert process.stdout is not None
+    stopped_by = signal.SIGINT if how == "Ctrl-C" else getattr(signal, how)
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("started"):
+            if how == "Ctrl-C":  # a terminal sends it to every process of the group
+                os.killpg(process.pid, stopped_by)
+            else:
+                process.send_signal(stopped_by)
+    assert process.wait(timeout=60) == 0
+    assert lines[0].startswith("hardware: ")
+    assert lines[1:] == ["started ['optim.lr=1e-3'] None True", f"saved {int(stopped_by)}"]
+
+
+def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwise():
+    assert "SIGUSR1" in launch.signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+    assert launch.signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
+
+
+def test_a_failing_script_fails_the_launcher(tmp_path: Path, recipe: Path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(5)")
+    process = start(script, recipe)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1  # accelerate launch knows only 0 and 1
+    assert "Traceback" not in output

@@ -1,0 +1,134 @@
+"""The commands of docs/distributed.md and docs/multi_node.md are commands: bash takes them, their files exist, they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = [
+    (f"{doc}.md {i}", block)
+    for doc in ("distributed", "multi_node")
+    for i, block in enumerate(
+        re.findall(r"```(?:bash)?\n(.*?)```", (ROOT / "docs" / f"{doc}.md").read_text(), re.DOTALL)
+    )
+    if re.search(r"^(ACCELERATE\w+=.*)?(accelerate launch|torchrun|srun|export)", block, re.MULTILINE)
+]
+NAMED = dict(BLOCKS)
+
+
+def test_the_documents_have_commands_for_every_launcher() -> None:
+    text = "\n".join(NAMED.values())
+    for launcher in ("accelerate launch", "torchrun", "srun"):
+        assert launcher in text
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_commands_are_bash_and_name_files_that_exist(name: str) -> None:
+    subprocess.run(["bash", "-n"], input=NAMED[name], text=True, check=True)
+    files = re.findall(r"(?:accelerate_configs|scripts|recipes)/[\w./-]+\.(?:yaml|py)", NAMED[name])
+    assert files
+    assert not [file for file in files if not (ROOT / file).is_file()]
+
+
+def test_the_batch_script_gives_ranks_the_time_that_slurm_leaves() -> None:
+    (script,) = [block for _, block in BLOCKS if block.startswith("#!/bin/bash")]
+    (left,) = re.findall(r"--signal=TERM@(\d+)", script)
+    (waits,) = re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", script)
+    assert 0.9 * int(left) <= int(waits) < int(left)
+    assert "#SBATCH --requeue" in script
+    assert "train.resume=auto" in script
+
+
+@pytest.mark.parametrize(
+    ("status", "requeued", "code"), [("preempted", True, 0), ("finished", False, 0), ("failed", False, 1)]
+)
+def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_run_again(
+    tmp_path: Path, status: str, requeued: bool, code: int
+) -> None:
+    (script,) = [block for _, block in BLOCKS if block.startswith("#!/bin/bash")]
+    bin_dir, run_dir = tmp_path / "bin", tmp_path / "run"
+    for folder in (bin_dir, run_dir, tmp_path / ".venv" / "bin"):
+        folder.mkdir(parents=True)
+    (run_dir / "run_status.json").write_text(f'{{"status": "{status}"}}')
+    commands = {
+        bin_dir / "scontrol": f'[ "$1" = requeue ] && echo requeued $2 >> {tmp_path}/log || printf "node7\\nnode8\\n"',
+        bin_dir / "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done; exit 1',
+        tmp_path / ".venv" / "bin" / "accelerate": f'echo "$@" >> {tmp_path}/log',
+    }
+    for path, text in commands.items():
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "42"}
+    env = os.environ | slurm | {"PATH": f"{bin_dir}:{os.environ['PATH']}"}
+    script = script.replace("/shared/runs/sft", str(run_dir))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    first, second, *rest = (tmp_path / "log").read_text().splitlines()
+    assert first.replace("--machine_rank 0", "--machine_rank 1") == second
+    assert "--num_machines 2 --num_processes 16" in first
+    assert "--main_process_ip node7" in first
+    assert first.endswith(f"run.dir={run_dir} train.resume=auto")
+    assert rest == (["requeued 42"] if requeued else [])
+
+
+SAYS_ITS_TOPOLOGY = """
+import os, sys
+from sftkit.topology import take_topology
+topology = take_topology(os.environ, int(os.environ["WORLD_SIZE"]))
+from accelerate import Accelerator
+accelerator = Accelerator()
+accelerator.wait_for_everyone()
+print(f"{accelerator.process_index}/{accelerator.num_processes}: {topology.describe()}\\n", end="")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "machines", "topology"),
+    [
+        ("multi_node.md accelerate", 2, "fsdp2, 2 replicas x 1 shards"),
+        ("multi_node.md torchrun", 2, "fsdp2, 2 replicas x 1 shards"),
+        ("distributed.md torchrun", 1, "fsdp2, 2 shards"),
+    ],
+)
+def test_the_commands_form_one_run(tmp_path: Path, block: str, machines: int, topology: str) -> None:
+    """With a CPU process for each machine, all of them here."""
+    doc, launcher = block.split()
+    (text,) = [t for name, t in BLOCKS if name.startswith(doc) and launcher in t and not t.startswith("#!")]
+    lines = text.replace("\\\n", " ").splitlines()
+    if machines == 1:
+        lines = [line for line in lines if launcher in line]
+    script = tmp_path / "topology.py"
+    script.write_text(SAYS_ITS_TOPOLOGY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = "\n".join(lines).replace("10.0.0.1", "127.0.0.1").replace("29500", str(port))
+    here = here.replace("--num_processes 16", "--num_processes 2").replace("scripts/chat_sft.py", str(script))
+    here = here.replace("--nproc_per_node 8", f"--nproc_per_node {2 // machines}")
+    here = here.replace("--rdzv_backend", "--local_addr 127.0.0.1 --rdzv_backend")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PATH": path}
+    launchers = [
+        subprocess.Popen(
+            ["bash", "-ec", here.replace("--machine_rank 0", f"--machine_rank {machine}")],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for machine in range(machines)
+    ]
+    outputs = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0] * machines, outputs
+    said = sorted(line for output, _ in outputs for line in output.splitlines())
+    assert said == [f"0/2: {topology}", f"1/2: {topology}"]

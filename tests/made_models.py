@@ -1,0 +1,72 @@
+"""Small models of several architectures, and a count of what goes through one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 67,  # neither two nor three nor four ranks divide it
+    "hidden_size": 48,
+    "intermediate_size": 66,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,  # its norms are shorter than three ranks
+    "max_position_embeddings": 128,
+}
+
+
+MOE = {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
+
+
+MODELS = {
+    "llama": partial(LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "qwen3": partial(Qwen3ForCausalLM, Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3_moe": partial(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE)),
+}
+
+
+def tiny_gemma2() -> PreTrainedModel:
+    """Soft caps of scores and logits, and windows of 5 in every other layer."""
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            sliding_window=5,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            initializer_range=0.5,
+            attn_implementation="eager",
+        )
+    ).eval()
+
+
+@contextmanager
+def passes(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
+    """(rows, positions) of each forward pass meanwhile."""
+    seen: list[tuple[int, int]] = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))  # type: ignore[union-attr, arg-type]
+    yield seen
+    hook.remove()  # type: ignore[union-attr]

@@ -1,0 +1,175 @@
+"""Models from a config, a folder, and the errors of both; counts; generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_llama
+
+from sftkit.config.schema import ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.generation.decode import stream
+from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
+from sftkit.models.structure import count_parameters, positions, train_flops
+from sftkit.runtime.hardware import peak_flops_by_name
+
+FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_a_new_model_has_the_tokenizers_vocabulary_and_the_same_weights_for_the_same_seed(tokenizer) -> None:
+    a, b, c = (from_scratch({**FIELDS, **HEADS}, tokenizer, seed) for seed in (1, 1, 2))
+    assert a.config.vocab_size == len(tokenizer)
+    assert a.config.eos_token_id == tokenizer.eos_token_id
+    states = [m.state_dict() for m in (a, b, c)]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+    assert any(not torch.equal(states[0][k], states[2][k]) for k in states[0])
+
+
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_take_the_precision_of_the_run_whatever_the_checkpoint_holds(
+    tmp_path: Path, tokenizer, saved: torch.dtype, precision: str, dtype: torch.dtype
+) -> None:
+    from_scratch({**FIELDS, **HEADS}, tokenizer, 0).to(saved).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path)), tokenizer, 0, precision)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+
+
+def test_rotary_frequencies_stay_fp32_in_a_bf16_model(tokenizer) -> None:
+    model = from_scratch({**FIELDS, **HEADS}, tokenizer, 0, "bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for name, b in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, the model embeds 64"):
+        load_model(ModelConfig(scratch={**FIELDS, **HEADS, "vocab_size": 64}), tokenizer, seed=0)
+
+
+def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"model\.scratch"):
+        from_scratch({"model_type": "no_such_model"}, tokenizer, 0)
+
+
+def test_the_row_length_must_come_from_somewhere(tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_length"):
+        inherit(ModelConfig(scratch={}), None, tokenizer, "fp32")
+    assert inherit(ModelConfig(scratch={}), 64, tokenizer, "fp32")[0] == 64
+
+
+def test_tied_embeddings_count_once_and_as_a_matrix_product(tokenizer) -> None:
+    untied = from_scratch({**FIELDS, **HEADS}, tokenizer, 0)
+    tied = from_scratch({**FIELDS, **HEADS, "tie_word_embeddings": True}, tokenizer, 0)
+    embedding = len(tokenizer) * 32
+    one, two = count_parameters(tied), count_parameters(untied)
+    assert one.head == two.head == embedding
+    assert two.total == one.total + embedding == two.body + 2 * embedding
+    assert one.body == two.body
+
+
+def test_routed_experts_count_by_the_share_that_a_token_visits(tokenizer) -> None:
+    fields = {**FIELDS, **HEADS, "model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 16}
+    four, eight = (from_scratch({**fields, "num_experts": n, "num_experts_per_tok": 2}, tokenizer, 0) for n in (4, 8))
+    routers = 2 * 4 * 32  # four more rows in the router of each of two blocks
+    assert count_parameters(eight).body == count_parameters(four).body + routers
+    assert count_parameters(eight).total > count_parameters(four).total + routers
+
+
+def test_model_flops_are_those_that_torch_counts_for_one_document() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    length = 16
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    # The counter sees the whole square of attention scores, of which we count the causal half, and no norms; beyond
+    # that only the outer product of the rotary angles, 0.01 %.
+    counted = train_flops(model, length, length, length * length) - 6.0 * norms * length
+    assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
+    assert train_flops(model, length, 5, 0) == counted_without(model, length, 5)
+
+
+def counted_without(model: torch.nn.Module, tokens: int, targets: int) -> float:
+    """6 FLOPs per parameter of the body and token, and of the head and target."""
+    inside = sum(
+        p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name
+    )
+    return 6.0 * (inside * tokens + model.lm_head.weight.numel() * targets)
+
+
+def test_a_generation_config_with_sampling_values_can_be_saved(tmp_path: Path, tokenizer) -> None:
+    model = from_scratch({**FIELDS, **HEADS}, tokenizer, 0)
+    model.save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    load_model(ModelConfig(path=str(tmp_path / "a")), tokenizer, seed=0).save_pretrained(tmp_path / "b")
+
+
+def test_an_error_while_streaming_reaches_the_caller(tokenizer, monkeypatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(model, "generate", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(stream(model, tokenizer, [{"role": "user", "content": "Hi"}], max_new_tokens=3))
+
+
+def test_a_folder_with_only_a_tokenizer_serves_as_model_tokenizer(tmp_path: Path, tokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelConfig(path="Qwen/Qwen3-0.6B", tokenizer=str(tmp_path)))
+    assert loaded("What is it?")["input_ids"] == tokenizer("What is it?")["input_ids"]
+
+
+def test_a_template_whose_turn_marks_are_no_tokens_is_refused(tmp_path: Path, tokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path / "t")
+    template = tmp_path / "x.jinja"
+    template.write_text("<|turn_of|>{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"<\|turn_of\|>, which is no token"):
+        load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template=str(template)))
+    with pytest.raises(ConfigError, match=r"nope\.jinja: No such file"):
+        load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template="nope.jinja"))
+
+
+def test_rows_longer_than_the_models_positions_are_refused(tokenizer) -> None:
+    with pytest.raises(ConfigError, match="300 is more than the model's 256 positions"):
+        inherit(ModelConfig(scratch={}), 300, tokenizer, "fp32", positions(tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_whole_name_or_not_at_all(name: str, peak: float | None) -> None:
+    assert peak_flops_by_name(name) == peak
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (None, "no model.layers.1.mlp.up_proj.weight"),
+        (torch.zeros(3, 32), r"is \[3, 32\] and the model's is \[64, 32\]"),
+    ],
+)
+def test_a_weight_that_is_missing_or_misshapen_is_an_error_and_not_random_numbers(
+    tmp_path: Path, tokenizer, change: torch.Tensor | None, text: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama().save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors | ({} if change is None else {name: change}), file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=text):
+        load_model(ModelConfig(path=str(tmp_path)), tokenizer, seed=0)

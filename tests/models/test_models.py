@@ -1,0 +1,123 @@
+"""The model families that users train: each compiles into one graph per distinct block, with the eager loss and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import VOCAB_SIZE, make_batch, make_examples
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sftkit.compile.contract import compile_model, small_modules
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import CompileConfig, LossConfig
+from sftkit.data.collate import Batch
+from sftkit.engine.self_check import check_documents
+from sftkit.objectives.model_with_loss import ModelWithLoss
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama": (1, {}),
+    "mistral": (1, {"sliding_window": 16}),
+    "qwen2": (1, {}),
+    "qwen3": (1, {"head_dim": 8}),
+    "qwen3_moe": (1, {"head_dim": 8, "num_experts": 4, **MOE}),
+    "gemma2": (2, {"head_dim": 8, "sliding_window": 16}),
+    "gemma3_text": (2, {"head_dim": 8, "sliding_window": 16, "sliding_window_pattern": 2}),
+    "phi": (1, {"num_key_value_heads": 4}),
+    "phi3": (1, {}),
+    "smollm3": (2, {"no_rope_layer_interval": 2}),
+    "gpt2": (1, GPT2),
+    "olmo": (1, {}),
+    "olmo2": (1, {}),
+    "olmo3": (2, {"sliding_window": 16}),
+    "deepseek_v3": (
+        2,
+        {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+        | {"num_key_value_heads": 4, **MOE, **LATENT},
+    ),
+}
+"By model_type: the number of distinct blocks, and the fields of a small config."
+LIKE_ANOTHER = ("mistral", "qwen2", "phi3", "olmo", "olmo3")
+"Families whose blocks differ in kind as those of another one: llama, olmo2, gemma3_text."
+
+
+def build(model_type: str, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type][1], **fields})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model.train()
+
+
+def batches() -> list[Batch]:
+    examples = make_examples([9, 14, 1, 6, 20, 3, 11, 30, 5], target_share=1.0)
+    return [make_batch(examples, rows, 32) for rows in (((0, 1, 2, 3), (4,)), ((5, 6), (8, 2)), ((7,), ()))]
+
+
+def losses_and_gradients(model: ModelWithLoss) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    results = []
+    for batch in batches():
+        model.zero_grad()
+        loss = model(batch).loss
+        loss.backward()
+        results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    return results
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in FAMILIES]
+)
+def test_each_family_compiles_into_one_graph_per_distinct_block_and_computes_the_same(model_type: str) -> None:
+    torch._dynamo.reset()
+    model = ModelWithLoss(build(model_type), "reference", LossConfig())
+    check_documents(model, "reference", torch.device("cpu"))
+    eager = losses_and_gradients(model)
+    watch = CompileWatch()
+    compile_model(model, CompileConfig(backend="aot_eager", fullgraph=True), activation_memory_budget=1.0)
+    compiled = losses_and_gradients(model)
+    counts = watch.counts()
+    assert counts["compile/graphs"] == FAMILIES[model_type][0] + len(small_modules(model.orig_model))
+    assert counts["compile/graph_breaks"] == 0
+    for (loss, gradient), (wanted, exact) in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-5)
+        assert float((gradient - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_on_a_gpu_each_family_trains_compiled_in_bf16(model_type: str) -> None:
+    """With FlashAttention-2; Gemma 2, which caps its scores, with FlexAttention, which wants heads of 16 or more."""
+    torch._dynamo.reset()
+    backend, fields = ("flex", {"head_dim": 16}) if model_type == "gemma2" else ("varlen", {})
+    orig_model = build(model_type, **fields)
+    if orig_model._can_set_experts_implementation():
+        orig_model.set_experts_implementation("grouped_mm")
+    for parameter in orig_model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model = ModelWithLoss(orig_model.cuda(), backend, LossConfig())
+    check_documents(model, "varlen" if backend == "varlen" else "reference", torch.device("cuda"))
+    compile_model(model, CompileConfig(fullgraph=True), activation_memory_budget=1.0)
+    for batch in batches():
+        batch = batch.to(torch.device("cuda"))
+        got = model(batch)
+        got.loss.backward()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            wanted = model(batch, "reference")
+        torch.testing.assert_close(got.nll, wanted.nll, rtol=2e-2, atol=0.5)

@@ -1,0 +1,323 @@
+"""Attention: every backend computes what a loop over documents computes, and no document sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers import VOCAB_SIZE, make_examples, tiny_llama, tiny_qwen3_with_windows
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import LossConfig
+from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops import flash
+from sftkit.ops.attention import Documents, attend, document_mask, documents_of, flex_blocks, plain_attention
+
+DOCUMENTS = {
+    "one document": [[256]],
+    "many documents": [[3, 40, 77, 5, 90, 41]],
+    "documents of length 1": [[1, 1, 1, 130, 1, 122]],
+    "empty tail": [[30, 100]],
+    "an empty row": [[64, 64, 128], []],
+    "two rows": [[100, 156], [17, 19, 200]],
+}
+
+
+def make_batch(rows: Sequence[Sequence[int]], row_length: int = 256, slots: int = 12) -> Batch:
+    """Rows of documents of these lengths, each of random tokens."""
+    lengths = [n for row in rows for n in row]
+    numbers = iter(range(len(lengths)))
+    recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
+    return collate(make_examples(lengths), recipe, row_length, 0, slots * len(rows), 256)
+
+
+def by_document(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """The definition, in the dtype of the inputs, one document at a time: [B, T, H, D]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = torch.zeros_like(query)
+    for row in range(query.shape[0]):
+        for doc in batch.doc_ids[row].unique():
+            at = (batch.doc_ids[row] == doc).nonzero().flatten().to(query.device)
+            q, k, v = (x[row][:, at] for x in (query, key, value))
+            scores = q @ k.transpose(1, 2) * query.shape[-1] ** -0.5
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(len(at))[:, None] - torch.arange(len(at))[None]
+            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            out[row, :, at] = scores.masked_fill(~seen.to(query.device), float("-inf")).softmax(-1) @ v
+    return out.transpose(1, 2)
+
+
+def inputs(
+    rows: int, heads: int, kv_heads: int, head_dim: int, device: str, row_length: int = 256
+) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(rows, h, row_length, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return tuple(torch.randn(s, device=device, generator=generator) for s in shapes)
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm().detach() / wanted.double().norm().detach())
+
+
+def check(
+    backend: str,
+    rows: Sequence[Sequence[int]],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    window: int | None = None,
+    softcap: float | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    tolerance: float,
+) -> None:
+    """Outputs and gradients at the positions of documents against the definition in float64."""
+    batch = make_batch(rows)
+    *qkv, grad = inputs(len(rows), *heads, head_dim, device)
+    real = (batch.doc_ids >= 0).to(device)
+    grad = grad.transpose(1, 2) * real[:, :, None, None]
+    exact = [x.to(dtype).double().requires_grad_() for x in qkv]
+    wanted = by_document(*exact, batch, window, softcap)
+    wanted.backward(grad.to(dtype).double())
+
+    given = [x.to(dtype).requires_grad_() for x in qkv]
+    documents = documents_of(batch.to(torch.device(device)), backend)
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+    got, _ = call(torch.nn.Module(), *given, None, documents=documents, sliding_window=window, softcap=softcap)
+    got.backward(grad.to(dtype))
+    assert relative_error(got[real], wanted[real]) < tolerance
+    for mine, theirs in zip(given, exact, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        where = real[:, None, :].expand(mine.shape[:3])
+        assert relative_error(mine.grad[where], theirs.grad[where]) < tolerance
+
+
+@pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 5.0), (9, 5.0)])
+def test_reference_equals_a_loop_over_documents(
+    rows: list[list[int]], head_dim: int, window: int | None, softcap: float | None
+) -> None:
+    check("reference", rows, head_dim=head_dim, window=window, softcap=softcap, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_dense_sdpa_equals_a_loop_over_documents_when_rows_hold_one(heads: tuple[int, int]) -> None:
+    check("sdpa", [[256], [100], [1]], heads=heads, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -> None:
+    doc_ids = make_batch(rows).doc_ids
+    touched = document_mask(doc_ids).unflatten(2, (-1, 128)).unflatten(4, (-1, 128)).any(3).any(-1)
+    counts, indices, reverse_counts, reverse_indices = flex_blocks(doc_ids)
+    for listed, number, wanted in (
+        (indices, counts, touched),
+        (reverse_indices, reverse_counts, touched.transpose(2, 3)),
+    ):
+        got = torch.zeros_like(wanted)
+        for row in range(len(rows)):
+            for block in range(wanted.shape[2]):
+                got[row, 0, block, listed[row, 0, block, : number[row, 0, block]].long()] = True
+        assert torch.equal(got & wanted, wanted)
+        assert got.sum() - wanted.sum() <= wanted.shape[2]  # a block may be touched by the padding of a document only
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_computes_what_the_reference_does() -> None:
+    batch = make_batch(DOCUMENTS["many documents"])
+    query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
+    for window, softcap in ((None, None), (9, None), (None, 5.0)):
+        outs = [
+            attend(
+                torch.nn.Module(),
+                query,
+                key,
+                value,
+                None,
+                documents=documents_of(batch, backend),
+                sliding_window=window,
+                softcap=softcap,
+            )[0]
+            for backend in ("flex", "reference")
+        ]
+        torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_with_windows])
+def test_changing_one_document_leaves_the_others_as_they_are(make: object) -> None:
+    model = ModelWithLoss(make(), "reference", LossConfig()).eval()  # type: ignore[operator]
+    batch = make_batch([[20, 30, 14]], row_length=64)
+    changed = batch.input_ids.clone()
+    changed[0, :20] = (changed[0, :20] + 1) % VOCAB_SIZE
+    with torch.no_grad():
+        states = [
+            model.orig_model.get_decoder()(
+                input_ids=ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                documents=documents_of(batch, "reference"),
+            ).last_hidden_state
+            for ids in (batch.input_ids, changed)
+        ]
+    assert torch.equal(states[0][:, 20:], states[1][:, 20:])
+    assert not torch.equal(states[0][:, :20], states[1][:, :20])
+
+
+def test_generation_outside_plain_attention_is_an_error_and_inside_it_works() -> None:
+    model = tiny_llama()
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    wrapped = ModelWithLoss(model, "reference", LossConfig())
+    with pytest.raises(RuntimeError, match="plain_attention"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    with plain_attention(wrapped.orig_model):
+        assert torch.equal(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False), expected)
+    assert model.config._attn_implementation == "sftkit"
+
+
+def test_a_saved_config_does_not_name_our_attention(tmp_path: object) -> None:
+    model = ModelWithLoss(tiny_llama(), "reference", LossConfig()).orig_model
+    assert "sftkit" not in model.config.to_json_string()
+
+
+def test_flash_refuses_what_its_kernels_cannot_compute() -> None:
+    documents = Documents("varlen", 256, cu_seqlens=torch.tensor([0, 256], dtype=torch.int32))
+    query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
+    for bad in ({"softcap": 5.0}, {"dropout": 0.1}, {"s_aux": torch.zeros(4)}):
+        with pytest.raises(RuntimeError, match=r"soft cap or dropout|sinks"):
+            attend(torch.nn.Module(), query, key, value, None, documents=documents, **bad)  # type: ignore[arg-type]
+
+
+def test_the_flash_operator_traces_and_counts_its_flops() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        query = torch.empty(512, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+        key, value = (torch.empty(512, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        cu_seqlens = torch.empty(9, dtype=torch.int32)
+        out, lse = flash.document_attention(query, key, value, cu_seqlens, cu_seqlens, 128, 0.125, 0, "varlen")
+        out.sum().backward()
+        assert (out.shape, lse.shape, lse.dtype) == ((512, 4, 64), (4, 512), torch.float32)
+        assert [x.grad.shape for x in (query, key, value)] == [query.shape, key.shape, key.shape]  # type: ignore[union-attr]
+    product = 512 * 4 * 64 * 128  # half of the 128 keys are seen, and 2 FLOPs each
+    assert counter.get_total_flops() == (2 + 5) * product
+
+
+def available(backend: str) -> bool:
+    return torch.cuda.is_available() and (
+        backend in ("flex", "sdpa", "reference") or flash.missing(backend, torch.device("cuda"), torch.bfloat16) is None
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen", "flex", "reference"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window"),
+    [((4, 4), 64, None), ((4, 2), 128, None), ((8, 1), 128, None), ((4, 2), 64, 9), ((8, 4), 128, 100)],
+)
+def test_on_a_gpu_every_backend_equals_a_loop_over_documents(
+    backend: str, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    torch._dynamo.reset()
+    for rows in DOCUMENTS.values():
+        check(
+            backend,
+            rows,
+            heads=heads,
+            head_dim=head_dim,
+            window=window,
+            device="cuda",
+            dtype=torch.bfloat16,
+            compiled=backend == "flex",
+            tolerance=1e-2,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_gpu_dense_sdpa_equals_a_loop_over_documents(heads: tuple[int, int], head_dim: int) -> None:
+    from sftkit.ops.attention import dense_kernels
+
+    with dense_kernels():
+        check(
+            "sdpa",
+            [[256], [100], [1]],
+            heads=heads,
+            head_dim=head_dim,
+            device="cuda",
+            dtype=torch.bfloat16,
+            tolerance=1e-2,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen", "flex"])
+def test_on_a_gpu_one_graph_serves_all_documents(backend: str) -> None:
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    torch._dynamo.reset()
+    model = ModelWithLoss(tiny_llama(layers=3, head_dim=64), backend, LossConfig()).to("cuda", torch.bfloat16)
+    for block in model.orig_model.model.layers:
+        block.compile(fullgraph=True, dynamic=False)
+    watch = CompileWatch()
+    losses = {}
+    for rows in ([[256], [256]], [[3, 40, 77], [5, 90, 41]], [[], [1, 1, 1]]):
+        batch = make_batch(rows).to(torch.device("cuda"))
+        model(batch).loss.backward()
+        losses[str(rows)] = float(model(batch).nll), float(model(batch, "reference").nll)
+    assert watch.counts()["compile/graphs"] == 2  # training, and the reference that it is compared with
+    for got, wanted in losses.values():
+        assert got == pytest.approx(wanted, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tuple[int, int]) -> None:
+    """What context-parallel ranks compute, one after the other: their queries against all keys, and gradients summed."""
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    rows = [[700, 20, 280], [3, 500, 33, 200]]
+    examples = make_examples([length for row in rows for length in row])
+    numbers = ((0, 1, 2), (3, 4, 5, 6))
+    batches = [
+        collate(examples, numbers, 1024, 0, max_docs=10, max_doc_length=1024, part=part).to(torch.device("cuda"))
+        for part in (WHOLE, *(Part("chunks", index, 2) for index in range(2)))
+    ]
+    tensors = inputs(2, *heads, 128, "cuda", row_length=1024)
+    query, key, value = (x.bfloat16().requires_grad_() for x in tensors[:3])
+    whole, *parts = batches
+    documents = Documents(backend, 1024, cu_seqlens=whole.cu_seqlens)
+    expected, _ = attend(torch.nn.Module(), query, key, value, None, documents=documents)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (query, key, value), grad)
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+    for batch in parts:
+        columns, chunks = batch.columns, (batch.cu_seqlens_q, batch.cu_seqlens_k)
+        documents = Documents(backend, 1024, cu_seqlens=batch.cu_seqlens, chunks=chunks)
+        out, _ = attend(torch.nn.Module(), query[:, :, columns], key, value, None, documents=documents)
+        torch.testing.assert_close(out, expected[:, columns], atol=2e-2, rtol=2e-2)
+        grads = torch.autograd.grad(out, (query, key, value), grad[:, columns])
+        for total, one in zip(found, grads, strict=True):
+            total += one
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=3e-2, rtol=3e-2)
+
+
+def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
+    batch = warm_up_batch(2, 300, VOCAB_SIZE, max_docs=8, max_doc_length=128)
+    assert batch.num_targets == 600
+    loss = F.cross_entropy(torch.zeros(600, VOCAB_SIZE), batch.targets.flatten())
+    assert torch.isfinite(loss)

@@ -1,0 +1,501 @@
+"""The look at the data before training: preflight.json, its lines and warnings, the page, scripts/inspect_data.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.config.load import read_config, to_yaml
+from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
+from sftkit.data import loader, text
+from sftkit.data.pack import make_layout, num_positions, plan_epoch
+from sftkit.data.types import Examples
+from sftkit.errors import DataError
+from sftkit.memory.estimate import shape_of
+from sftkit.memory.plan import make_plan
+from sftkit.models.load import load_model
+from sftkit.preflight import costs as preflight_costs
+from sftkit.preflight import data as preflight_data
+from sftkit.preflight import look as preflight
+from sftkit.preflight import terminal as inspection
+from sftkit.preflight.page import page
+
+CHROMIUM = shutil.which("chromium")
+SCRATCH = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+
+
+def chat(question: str, answer: str, system: str = "") -> dict[str, Any]:
+    turns = [("system", system), ("user", question), ("assistant", answer)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns if content]}
+
+
+CHATS = [chat(f"What comes after {i}?", f"It is {i + 1}.") for i in range(20)]
+
+
+class Prepared:
+    """A recipe on disk and all that a script has when it looks at the data."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[Any], **settings: Any) -> None:
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer.save_pretrained(folder / "tokenizer")
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"dir": str(folder / "run")},
+            "model": {"scratch": SCRATCH, "tokenizer": str(folder / "tokenizer")},
+            "data": {
+                "train": [{"path": str(folder / "data.jsonl")}],
+                "max_length": 64,
+                "cache_dir": str(folder / "cache"),
+            },
+            "train": {"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2},
+        }
+        for key, value in settings.items():
+            section, _, name = key.partition("__")
+            sections.setdefault(section, {})[name] = value
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(yaml.safe_dump(sections))
+        self.cfg: Config = read_config(self.recipe)
+        self.tokenizer = tokenizer
+        max_length = self.cfg.data.max_length
+        assert max_length is not None
+        tokenize = partial(
+            text.tokenize_any,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            too_long=self.cfg.data.too_long,
+            targets="assistant",
+        )
+        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
+        self.layout = make_layout(self.cfg.data, max_length, self.cfg.train, 1, self.examples.lengths)
+
+    def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
+        return preflight.look(
+            self.cfg, self.tokenizer, self.examples, self.validation, self.layout, epoch, *args, **kwargs
+        )
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+def test_look_counts_rows_roles_lengths_and_targets(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [*CHATS, chat("Hi", "Hello", system="Be kind."), chat("word " * 100, "late"), {"messages": []}]
+    prepared = Prepared(tmp_path, tokenizer, rows, data__on_bad_row="skip")
+    found = prepared.look()
+    (source,) = found["sources"]
+    assert source["rows"] == 23
+    assert source["documents"] == 21
+    assert (source["truncated"], source["dropped_no_target"], source["skipped_bad"]) == (0, 1, 1)
+    assert found["roles"] == {"user": 22, "assistant": 22, "system": 1}
+    assert found["rows_read"] == 23
+    assert sum(found["lengths"]["counts"]) == 21
+    assert len(found["lengths"]["edges"]) == len(found["lengths"]["counts"]) + 1
+    assert found["target_pct"] == pytest.approx(100 * source["targets"] / source["tokens"])
+    assert 5 < found["target_pct"] < 95
+    assert source["tokens"] == prepared.examples.lengths.sum()  # positions, as data/target_pct counts them
+    assert source["tokens"] == found["time"]["tokens"] / found["time"]["epochs"]
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+    assert found["template_sha256"] == template
+    assert found["end_of_turn_pct"] == 100.0
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_answers_cut_by_max_length_lower_the_share_that_learns_to_stop_and_warn(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [*CHATS[:15], *(chat(f"Count {i}", "one two three four " * 40) for i in range(5))]
+    found = Prepared(tmp_path, tokenizer, rows).look()
+    assert found["end_of_turn_pct"] == pytest.approx(75.0)
+    assert any("25.0 % of the conversations are cut" in w and "data.max_length (64)" in w for w in found["warnings"])
+
+
+def test_texts_have_no_roles_no_template_and_no_end_of_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = Prepared(tmp_path, tokenizer, [{"text": f"Sea shells number {i}. " * 10} for i in range(9)]).look()
+    assert found["roles"] == {}
+    assert found["template_sha256"] is None
+    assert found["end_of_turn_pct"] is None
+    assert found["target_pct"] > 90
+
+
+def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*CHATS[:3], chat("New?", "Yes"))))
+    sources = [{"path": str(tmp_path / "data.jsonl"), "repeat": 3}]
+    val = [{"path": str(tmp_path / "val.jsonl")}]
+    once = Prepared(tmp_path, tokenizer, CHATS, data__train=sources, data__val=val).look()
+    assert once["duplicate_pct"] == 0.0
+    assert once["validation_in_train"] == {"val": 3}
+    assert any("validation source val: 3 of its documents" in w for w in once["warnings"])
+    twice = Prepared(tmp_path, tokenizer, [*CHATS, *CHATS[:5]], data__train=sources).look()
+    assert twice["duplicate_pct"] == pytest.approx(100 * 5 / 25)
+    assert any("20.0 % of the training documents are exact copies" in w for w in twice["warnings"])
+
+
+def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    long = [chat(f"Count {i}", "one two three four " * 40) for i in range(20)]
+    cut = Prepared(tmp_path, tokenizer, long).look()
+    assert any("source data: 20 of 20 rows are longer than data.max_length (64)" in w for w in cut["warnings"])
+    dropped = Prepared(tmp_path, tokenizer, [*CHATS, *long], data__too_long="drop").look()
+    assert any("source data: 20 of 40 rows are not used" in w for w in dropped["warnings"])
+
+
+def test_a_slice_by_percent_does_not_read_the_whole_file_for_its_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits: list[str] = []
+
+    def note(_: preflight_data.RowSample, source: SourceConfig) -> bool:
+        splits.append(source.split)
+        return False
+
+    monkeypatch.setattr(preflight_data, "_add_rows", note)
+    preflight_data.first_rows([SourceConfig(path="a.jsonl", split=s) for s in ("train[90%:]", "test[:5]")])
+    assert splits == ["train", "test[:5]"]
+
+
+def test_little_target_share_and_padding_warn_with_a_way_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [chat(f"word number {i} and so on and on and on and on", "A") for i in range(40)]
+    found = Prepared(tmp_path, tokenizer, rows, data__layout="fixed", data__max_length=256).look()
+    own = preflight.own_layout(found)
+    assert own["layout"] == "fixed"
+    assert own["padding_pct"] > 50
+    assert any("data.layout=" in w and "are padding in the fixed layout" in w for w in found["warnings"])
+    assert any("are targets" in w for w in preflight.data_warnings({**found, "target_pct": 3.0}))
+    healthy = {**found, "layouts": [{**own, "padding_pct": 10.0}]}
+    assert preflight.data_warnings(healthy) == []
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def lognormal(count: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.clip(rng.lognormal(3.0, 0.8, count), 4, 128).astype(np.int64)
+
+
+def layouts_of(lengths: np.ndarray, own: str) -> dict[str, dict[str, Any]]:
+    data, train = DataConfig(train=(), layout=own), TrainConfig(global_batch_size=16, micro_batch_size=4)  # type: ignore[arg-type]
+    layout = make_layout(data, 128, train, 1, lengths)
+    rows = preflight_costs.layout_facts(data, train, layout, plan_epoch(lengths, layout, 0, 0), lengths)
+    return {row["layout"]: row for row in rows}
+
+
+def test_layouts_have_the_positions_of_their_plans_and_the_own_one_is_marked() -> None:
+    lengths = lognormal(500)
+    rows = layouts_of(lengths, "bucketed")
+    assert [row["own"] for row in rows.values()] == [False, True, False, False]
+    for kind, row in rows.items():
+        layout = make_layout_of(kind, lengths.tolist(), row_length=128, batch=16, micro=4)
+        if kind != "bucketed":  # whose buckets here are those of the helper
+            assert row["positions"] == num_positions(plan_epoch(lengths, layout, 0, 0), layout)
+            assert row["padding_pct"] == pytest.approx(100 * (1 - lengths.sum() / row["positions"]))
+    assert rows["dynamic"]["x_dynamic"] == 1.0
+    assert rows["packed"]["break_even"] < 1 < rows["fixed"]["break_even"]
+
+
+def test_other_layouts_of_large_data_are_planned_on_a_sample_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = lognormal(20_000)
+    exact = layouts_of(lengths, "packed")
+    monkeypatch.setattr(preflight_costs, "SAMPLE", 5000)
+    sampled = layouts_of(lengths, "packed")
+    assert sampled["packed"]["positions"] == exact["packed"]["positions"]
+    for kind in ("bucketed", "fixed", "dynamic"):
+        assert sampled[kind]["positions"] == pytest.approx(exact[kind]["positions"], rel=0.05)
+        assert sampled[kind]["positions"] != exact[kind]["positions"]
+
+
+def earlier_run(folder: Path, cfg: Config, speeds: list[float], device: str = "GPU X") -> None:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    (folder / "environment.json").write_text(json.dumps({"device": device, "world_size": 1}))
+    lines = [json.dumps({"step": i, "perf/tok_per_sec": speed}) for i, speed in enumerate(speeds)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "perf/tok']))
+
+
+def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_from_nothing_else(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS)
+    unknown = prepared.look()["time"]
+    assert unknown["hours"] is None
+    assert "hours unknown" in preflight.time_text(unknown)
+    assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
+    sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
+    assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]
+    other = read_config(prepared.recipe, ["train.micro_batch_size=1"])
+    earlier_run(tmp_path / "run.old-1", other, [7.0, 7.0])
+    assert prepared.look()["time"]["hours"] is None
+    earlier_run(tmp_path / "run.old-2", prepared.cfg, [1.0, 2.0, 50.0, 60.0])
+    fixed = read_config(prepared.recipe, ["data.layout=fixed"])
+    earlier_run(tmp_path / "run.old-3", fixed, [20.0])
+    found = prepared.look()
+    time = found["time"]
+    assert time["steps"] == 2 * preflight.own_layout(found)["steps"]
+    assert time["tok_per_sec"] == 55.0
+    assert time["hours"] == pytest.approx(2 * prepared.examples.lengths.sum() / 55.0 / 3600)
+    assert time["measured_in"].endswith("run.old-2")
+    speeds = {row["layout"]: row["tok_per_sec"] for row in found["layouts"]}
+    assert speeds == {"packed": 55.0, "bucketed": None, "fixed": 20.0, "dynamic": None}
+    assert prepared.look(here=("GPU Y", 1))["time"]["hours"] is None
+
+
+def test_memory_without_weights_is_that_of_the_loaded_model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS, train__precision="fp32", checkpoint__every=2, checkpoint__keep=2)
+    cfg = prepared.cfg
+    shell = inspection.shell_model(cfg.model, tokenizer, "fp32")
+    assert shell is not None
+    assert {p.device.type for p in shell.parameters()} == {"meta"}
+    loaded = load_model(cfg.model, tokenizer, 0, "fp32")
+    assert shape_of(shell) == shape_of(loaded)
+    plan = inspection.memory_plan(cfg, shell, prepared.layout, gpu_gib=0.5)
+    assert plan is not None
+    assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
+    found = prepared.look(shell, plan)
+    assert found["memory"]["fits"] is False
+    assert sum(found["memory"]["parts_gib"].values()) == pytest.approx(found["memory"]["estimated_gib"])
+    assert any("the GPU has 0.5 GiB" in w for w in found["warnings"])
+    parameters = sum(p.numel() for p in loaded.parameters())
+    assert found["disk"]["checkpoint_gib"] == pytest.approx(12 * parameters / 2**30)
+
+
+def test_a_disk_too_small_for_the_checkpoints_warns(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
+    prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
+    shell = inspection.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    found = prepared.look(shell, inspection.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
+    assert any("checkpoint.every=null" in w for w in found["warnings"])
+
+
+def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS)
+    missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
+    assert inspection.shell_model(missing.model, tokenizer, "bf16") is None
+    assert "./no/model: no such folder" in caplog.text
+    assert prepared.look(None, None)["memory"] is None
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def record(prepared: Prepared, run_dir: Path) -> None:
+    rt, cfg = cpu_runtime(), prepared.cfg
+    orig_model = inspection.shell_model(cfg.model, prepared.tokenizer, "fp32")
+    assert orig_model is not None
+    plan = make_plan(cfg, orig_model, prepared.layout, rt)
+    batches = loader.Batches(prepared.examples, prepared.layout, 0, 0, 0)
+    preflight.record(run_dir, cfg, rt, prepared.tokenizer, batches, prepared.validation, orig_model, plan)
+
+
+def test_training_writes_preflight_json_and_a_calm_table(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, [*CHATS, chat("Count", "one two three four " * 40)])
+    capsys.readouterr()
+    record(prepared, tmp_path)
+    found = json.loads((tmp_path / "preflight.json").read_text())
+    assert found["sources"][0]["documents"] == 21
+    assert found["memory"]["estimated_gib"] > 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("memory:")]
+    assert len(lines) <= 10
+    assert any(line.startswith("train") and "% targets, 1 truncated" in line for line in lines)
+    assert "4.8 % of the conversations are cut" in caplog.text
+
+
+@pytest.mark.slow
+def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS, data__max_length=2048, model__scratch={**SCRATCH, "max_position_embeddings": 4096})  # fmt: skip
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.6, 0.9, 100_000), 4, 2048).astype(int)
+    examples = make_examples(lengths.tolist())
+    prepared.examples = Examples(**{**vars(examples), "source_names": ("data",)})
+    prepared.layout = make_layout(prepared.cfg.data, 2048, prepared.cfg.train, 1, prepared.examples.lengths)
+    epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
+    started = time.process_time()
+    preflight.look(prepared.cfg, tokenizer, prepared.examples, {}, prepared.layout, epoch)
+    seconds = time.process_time() - started
+    print(f"{seconds:.2f} s")
+    assert seconds < 2.0
+
+
+# ---- samples and the page --------------------------------------------------------------------------------------------
+
+
+def shown(prepared: Prepared, count: int, **console: Any) -> str:
+    terminal = Console(width=300, **console)
+    with terminal.capture() as capture:
+        inspection.show(terminal, prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count))
+    return capture.get()
+
+
+def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, [chat("What comes\x1b[31m next?", "It is [2].")] * 2)
+    plain = shown(prepared, 1, force_terminal=False)
+    assert "\x1b" not in plain
+    assert "[[It is [2].<<|im_end|>>]]" in plain
+    assert "<<|im_start|>>user\nWhat comes␛[31m next?<<|im_end|>>" in plain
+    assert plain == shown(prepared, 1, force_terminal=True, no_color=True, color_system=None)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = shown(prepared, 1, force_terminal=True, color_system="standard", no_color=False)
+    assert "\x1b[4;32mIt is [2]." in coloured
+    assert "[[It is" not in coloured
+    assert "\x1b[31m next" not in coloured
+
+
+def test_previews_are_spread_over_the_data_and_hold_each_token_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS)
+    samples = inspection.previews(prepared.examples, tokenizer, 3)
+    assert [sample.document for sample in samples] == [0, 9, 19]
+    assert len(inspection.previews(prepared.examples, tokenizer, 50)) == 20
+    assert inspection.previews(prepared.examples, tokenizer, 0) == []
+    example = prepared.examples[9]
+    assert "".join(piece.text for piece in samples[1].pieces) == tokenizer.decode(example.ids.tolist())
+    learned = "".join(piece.text for piece in samples[1].pieces if piece.target)
+    assert learned == tokenizer.decode(example.ids[example.is_target].tolist()) == "It is 10.<|im_end|>"
+
+
+HOSTILE = "</pre><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def test_the_page_shows_all_and_runs_nothing_of_the_data(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [chat(f"{HOSTILE} {i}", HOSTILE) for i in range(3)]
+    sources = [{"path": str(tmp_path / "data.jsonl"), "name": "<b>bold</b>"}]
+    prepared = Prepared(tmp_path, tokenizer, rows, data__train=sources, data__max_length=256)
+    html = page("A <title>", prepared.look(), inspection.previews(prepared.examples, tokenizer, 2))
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "<b>bold" not in html
+    assert html.count("http") == html.count("http-equiv")
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    (tmp_path / "page.html").write_text(html)
+    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    options += f" --disable-component-update --disable-sync --user-data-dir={tmp_path}/chromium --dump-dom"
+    command = [CHROMIUM, *options.split(), f"file://{tmp_path}/page.html"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "<title>A &lt;title&gt;</title>" in dom
+    assert dom.count('<span class="t">') >= 3
+    assert dom.count('<div class="doc">') == 2
+    assert "packed *" in dom
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def inspect(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/inspect_data.py", *words])
+    runpy.run_path(str(ROOT / "scripts" / "inspect_data.py"))["main"]()
+
+
+def test_the_script_shows_and_writes_all_of_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, CHATS)
+    files = ["--html", f"{tmp_path}/look.html", "--json", f"{tmp_path}/look.json"]
+    inspect(monkeypatch, str(prepared.recipe), "--preview", "1", *files, "data.layout=fixed", "--gpu-gib", "24")
+    out = capsys.readouterr().out
+    for expected in ("20 rows", "fixed *", "of 24.0 GiB", "GiB free", "[[It is 1.<<|im_end|>>]]", "median"):
+        assert expected in out
+    assert out.count("\n--- ") == 1
+    found = json.loads((tmp_path / "look.json").read_text())
+    assert preflight.own_layout(found)["layout"] == "fixed"
+    assert found["memory"]["gpu_gib"] == 24.0
+    assert "Before training: " in (tmp_path / "look.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preview", "-3"], "-3: how many documents? Take 0 or more"),
+        (["--html", "/no/such/page.html"], "there is no folder /no/such"),
+        (["--json", "/tmp"], "/tmp is a folder"),
+        (["--gpu-gib", "0"], "0: GiB of a GPU, more than 0"),
+        (["--previw"], "--previw: no such option"),
+    ],
+)
+def test_wrong_options_end_with_what_to_write_instead(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], message: str
+) -> None:  # fmt: skip
+    recipe = Prepared(tmp_path, tokenizer, CHATS).recipe
+    with pytest.raises(SystemExit) as end:
+        inspect(monkeypatch, str(recipe), *words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_recipe_and_empty_data_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        inspect(monkeypatch, "nothing.yaml")
+    assert end.value.code == 2
+    assert "nothing.yaml: no such file" in capsys.readouterr().err
+    prepared = Prepared(tmp_path, tokenizer, CHATS)
+    (tmp_path / "data.jsonl").write_text("")
+    with pytest.raises(DataError, match="empty, it has no rows"):
+        inspect(monkeypatch, str(prepared.recipe))
+
+
+def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        inspect(monkeypatch, "--help")
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert all(
+        option in out for option in ("--preview N", "--html FILE", "--json FILE", "--gpu-gib GIB", "data.layout")
+    )
+
+
+@pytest.mark.slow
+def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    sources = [{"path": "builtin:tasks", "max_rows": 10_000}]
+    prepared = Prepared(tmp_path, tokenizer, CHATS, data__train=sources, data__max_length=256)
+    assert len(prepared.examples) == 10_000
+    started = time.perf_counter()
+    shell = inspection.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    found = prepared.look(shell, inspection.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    samples = inspection.previews(prepared.examples, tokenizer, 10)
+    with open(os.devnull, "w") as nowhere:
+        inspection.show(Console(file=nowhere), found, samples)
+    page("all", found, samples)
+    seconds = time.perf_counter() - started
+    print(f"{seconds:.2f} s")
+    assert seconds < 10.0

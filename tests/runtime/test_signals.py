@@ -1,0 +1,190 @@
+"""A run that is told to stop, at any moment: all ranks agree, save once, say so and are gone. Real launchers and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launched import ROOT, LaunchedRun, Launcher, launching
+
+from sftkit.checkpoint.checkpoint import step_dirs
+from sftkit.launch.launch import check_launcher
+from sftkit.runtime.signals import Deadline
+from sftkit.runtime.status import resume_command
+
+
+@pytest.fixture
+def start(tmp_path: Path, small_bpe: str) -> Iterator[Launcher]:
+    with launching(tmp_path, small_bpe) as launcher:
+        yield launcher
+
+
+def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resumes(start) -> None:
+    run = start("slow", "train.max_steps=1000", "data.num_workers=1")
+    run.until_step(2)
+    os.kill(run.rank(1), signal.SIGUSR1)
+    assert run.end() == 0, run.output[-3000:]
+    step = run.check_stopped("preempted", "SIGUSR1")
+    weights = run.weights()
+    assert weights[0] == weights[1]
+    assert run.status()["resume"].endswith("train.resume=auto")
+    again = start("none", f"train.max_steps={step + 2}", "train.resume=auto", processes=1)
+    assert again.end() == 0, again.output[-3000:]
+    assert again.status()["status"] == "finished"
+    assert run.steps() == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_a_save_completes_it_and_saves_the_last_step_too(start) -> None:
+    run = start("saving", "train.max_steps=1000", "checkpoint.every=3")
+    run.until_marked("saving0", "saving1")
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.end()
+    assert run.check_stopped("preempted", "SIGTERM", checkpoints=2) > 3
+    assert (run.dir / "step-000003").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["the launcher", "the process group"])
+@pytest.mark.parametrize(
+    ("number", "status"), [("SIGTERM", "preempted"), ("SIGINT", "stopped"), ("SIGUSR1", "preempted")]
+)
+def test_a_signal_to_the_launcher_or_to_everything_saves_once_and_leaves_no_process(start, to, number, status) -> None:
+    run = start("slow", "train.max_steps=1000", "data.num_workers=1")
+    run.until_step(2)
+    (os.kill if to == "the launcher" else os.killpg)(run.process.pid, getattr(signal, number))
+    assert run.end() == 128 + getattr(signal, number)
+    run.check_stopped(status, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["evaluating", "generating"])
+def test_a_signal_in_an_evaluation_or_generation_ends_it_and_saves_the_step_once(start, phase: str) -> None:
+    run = start(phase, "train.max_steps=1000", "eval.every=2")
+    run.until_marked(f"{phase}0", f"{phase}1")
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.end()
+    assert run.check_stopped("preempted", "SIGTERM") == 2
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_save_completes_it_and_skips_the_last_evaluation(start) -> None:
+    run = start("saving", "train.max_steps=3", "eval.every=3", "checkpoint.every=null")
+    run.until_marked("saving0", "saving1")
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.end()
+    assert (run.dir / "step-000003").is_dir()
+    assert run.check_ended(run.status()["status"], run.status()["signal"])["step"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status"), [("SIGTERM", "preempted"), ("SIGINT", "stopped"), ("SIGUSR1", "preempted")]
+)
+def test_a_signal_while_the_model_is_loaded_ends_the_run_at_once_and_says_so(start, number, status) -> None:
+    run = start("loading")
+    run.until_marked("pid0", "pid1")
+    time.sleep(0.5)
+    os.kill(run.rank(1) if number == "SIGUSR1" else run.process.pid, getattr(signal, number))
+    began = time.monotonic()
+    assert run.end() != 0
+    assert time.monotonic() - began < 15
+    assert run.check_ended(status, number)["step"] == 0
+
+
+@pytest.mark.slow
+def test_a_signal_while_documents_are_tokenized_leaves_no_worker_process(start, tmp_path: Path) -> None:
+    run = start("tokenizing", "data.num_proc=2", f"data.cache_dir={tmp_path}/cache")
+    run.until(lambda: len(list(tmp_path.glob("run.tokenizing*"))) == 2)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert run.end() != 0
+    assert time.monotonic() - began < 15
+    assert run.check_ended("preempted", "SIGTERM")["step"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["the launcher", "the process group"])
+def test_a_signal_while_the_step_is_compiled_ends_the_run_at_once_with_its_compilers(start, tmp_path, to) -> None:
+    run = start("none", "compile.enabled=true", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    run.until(lambda: any("cc1plus" in words for _, words in run.alive()))
+    (os.kill if to == "the launcher" else os.killpg)(run.process.pid, signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() != 0
+    assert time.monotonic() - began < 15
+    assert run.check_ended("stopped", "SIGINT")["step"] == 0
+    assert step_dirs(run.dir) == []
+    assert "Traceback" not in run.output, run.output[-3000:]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_exits_at_once(start) -> None:
+    run = start("slow", "train.max_steps=1000")
+    run.until_step(1)
+    os.kill(run.rank(0), signal.SIGSTOP)  # so that the first one cannot be heeded: rank 1 waits for rank 0
+    os.kill(run.rank(1), signal.SIGINT)
+    time.sleep(1.5)
+    os.kill(run.rank(1), signal.SIGINT)
+    pid = run.rank(1)
+    run.until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    os.kill(run.rank(0), signal.SIGCONT)
+    assert run.end() != 0
+    assert "exitcode  : 130" in run.output or "exitcode: 130" in run.output, run.output[-3000:]
+
+
+@pytest.mark.slow
+def test_the_time_limit_ends_the_run_with_a_checkpoint_before_it(start) -> None:
+    began = time.monotonic()
+    run = start("slow", "train.max_steps=100000", "train.max_minutes=0.5")
+    assert run.end() == 0, run.output[-3000:]
+    assert time.monotonic() - began < 40
+    found = run.status()
+    assert (found["status"], found["signal"]) == ("preempted", None)
+    assert [folder.name for folder in step_dirs(run.dir)] == [f"step-{found['step']:06d}"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_chain_of_stages_ends_it_although_the_launcher_reports_a_failure(start, tmp_path) -> None:
+    for stage in ("base", "mid", "sft"):
+        recipe = f"extends: {ROOT}/recipes/smoke/{stage}.yaml\nrun: {{dir: {tmp_path}/{stage}}}\n"
+        (tmp_path / f"{stage}.yaml").write_text(recipe)
+    words = [sys.executable, "scripts/run_chain.py", str(tmp_path), f"data.cache_dir={tmp_path}/cache"]
+    chain = start.watch(LaunchedRun(tmp_path / "base", words))
+    chain.until(lambda: (chain.dir / "run_status.json").exists())
+    os.kill(chain.process.pid, signal.SIGTERM)
+    assert chain.end() == 130, chain.output[-3000:]
+    chain.check_ended("preempted", "SIGTERM")
+    assert "stopped; `train.resume=auto` goes on" in chain.output
+    assert not (tmp_path / "mid").exists()
+
+
+def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint() -> None:
+    deadline = Deadline(60, started=0.0)
+    assert not deadline.due(now=3600 - 1.1 * 120 - 1)
+    assert deadline.due(now=3600 - 1.1 * 120 + 1), "the first checkpoint's time is not known: 120 s"
+    deadline.stepped(10.0, {"block_seconds": 1.0, "write_seconds": 9.0, "bytes": 1e9})
+    assert not deadline.due(now=3600 - 1.1 * 40 - 1)
+    assert deadline.due(now=3600 - 1.1 * 40 + 1)
+
+
+def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:
+    words = ["scripts/chat_sft.py", "a recipe.yaml", "optim.lr=1", "train.resume=runs/x"]
+    expected = "python -m sftkit.launch scripts/chat_sft.py 'a recipe.yaml' optim.lr=1 train.resume=auto"
+    assert resume_command(words) == expected
+
+
+def test_a_launcher_that_would_cut_a_save_short_or_restart_in_vain_is_warned_of() -> None:
+    assert check_launcher({}) is None
+    ready = {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    assert check_launcher({**ready, "TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
+    assert "30 s" in (check_launcher({"TORCHELASTIC_RUN_ID": "x"}) or "")
+    restarts = {**ready, "TORCHELASTIC_MAX_RESTARTS": "2"}
+    assert check_launcher({**restarts, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+    warning = check_launcher({**restarts, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (warning or "")

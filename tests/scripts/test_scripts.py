@@ -1,0 +1,247 @@
+"""What users type: each script under `accelerate launch`, the hand-over between stages, errors, chat, inspection."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SHARED_DATA
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftkit.config.schema import SourceConfig
+from sftkit.data import chat, text
+from sftkit.evals.suite import sample_rows
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+
+TINY = (
+    "train.max_steps=3",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "compile.backend=aot_eager",
+    "log.every=1",
+    "eval.max_examples=1",
+    "eval.samples=1",
+    "eval.max_new_tokens=4",
+)
+
+
+TEXTS = "model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}, {path: 'builtin:tasks', max_rows: 200}]"
+
+
+def accelerate(config: str, script: str, recipe: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
+    return run([*command, f"scripts/{script}", recipe, *TINY, *overrides])
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """base -> mid -> sft of the smoke recipes, 3 steps each, the tokenizer of fewer texts; sft on two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    cache = f"data.cache_dir={folder}/cache"
+    for stage, script, config, start in (
+        ("base", "base_train.py", "cpu.yaml", (TEXTS,)),
+        ("mid", "mid_train.py", "cpu.yaml", (f"model.path={folder}/base",)),
+        ("sft", "chat_sft.py", "cpu_ddp.yaml", (f"model.path={folder}/mid",)),
+    ):
+        dir = f"run.dir={folder}/{stage}"
+        done = accelerate(config, script, f"recipes/smoke/{stage}.yaml", dir, cache, "log.wandb=off", *start)
+        assert done.returncode == 0, f"{stage}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+        (folder / f"{stage}.log").write_text(done.stdout)
+    return folder
+
+
+@pytest.mark.parametrize("stage", ["base", "mid", "sft"])
+def test_each_script_trains_under_accelerate_launch_and_leaves_a_whole_run_directory(runs: Path, stage: str) -> None:
+    folder = runs / stage
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == 3
+    assert summary["compiled"] is True
+    assert summary["metrics"]["compile/graphs"] >= 1
+    assert summary["metrics"]["compile/recompiles"] == summary["metrics"]["compile/graph_breaks"] == 0
+    assert summary["evals"]["val/loss"] > 0
+    assert "eval/families/acc" in summary["evals"]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    for name in ("config.yaml", "environment.json", "evals.jsonl", "samples.jsonl", "LATEST"):
+        assert (folder / name).is_file(), name
+
+
+def test_stages_hand_over_tokenizer_and_row_length_and_say_so(runs: Path) -> None:
+    for stage, parent in (("mid", "base"), ("sft", "mid")):
+        log = (runs / f"{stage}.log").read_text()
+        assert f"from {runs}/{parent}/step-000003: tokenizer of 1,024 tokens" in log
+        assert "max_length 128 (inherited)" in log
+    assert "2 x CPU" in (runs / "sft.log").read_text()
+    templates = {(runs / stage / "step-000003" / "chat_template.jinja").read_text() for stage in ("base", "mid", "sft")}
+    assert len(templates) == 1
+
+
+def test_the_exported_folder_answers_in_plain_transformers(runs: Path) -> None:
+    path = runs / "sft" / "step-000003"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Which is larger, 3 or 5?"}],
+        add_generation_prompt=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert output.shape[1] > inputs["input_ids"].shape[1]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
+
+
+def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
+    path = str(runs / "sft")
+    prompt = "Which is larger, 3 or 5?"
+    done = run([sys.executable, "scripts/chat.py", path, "--prompt", prompt, "--max-new-tokens", "5"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = runs / "sft" / "step-000003"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        output = model.generate(**ids, max_new_tokens=5, do_sample=False)
+    expected = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert done.stdout.strip() == expected.strip()
+
+
+@pytest.mark.slow
+def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
+    command = ["scripts/evaluate.py", str(runs / "sft"), "--max-examples", "1", "--max-new-tokens", "4"]
+    done = run([sys.executable, *command, "--out", str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    (families,) = json.loads((tmp_path / "results.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
+    assert len(rows) == families["examples"] == len(families["metrics"]) - 1
+    assert {"prompt", "target", "answer", "stop", "marks"} <= set(rows[0])
+    assert "95 % interval" in done.stdout
+
+
+def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs: Path) -> None:
+    command = ["scripts/inspect_data.py", "recipes/smoke/sft.yaml", f"model.path={runs}/base"]
+    done = run([sys.executable, *command, f"data.cache_dir={runs}/cache"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    for expected in ("% targets", "median", "packed *", "bucketed", "fixed", "<<|im_start|>>assistant"):
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.path=Qwen/Qwen3-0.6B-Base", "data.max_length=64"), "hf download Qwen/Qwen3-0.6B-Base"),
+        pytest.param(("model.path=runs/nothing/here", "data.max_length=64"), "no such folder", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_an_error_in_seconds_that_says_what_to_do(tmp_path, overrides, message) -> None:
+    done = run([sys.executable, "scripts/chat_sft.py", "recipes/smoke/sft.yaml", f"run.dir={tmp_path}/x", *overrides])
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the shared real data")
+def test_sft_on_real_conversations_with_a_model_and_tokenizer_from_disk_lowers_the_loss(tmp_path: Path) -> None:
+    """The path of a hub id, but for the download: a pretrained checkpoint folder, gzipped JSONL, validation, samples."""
+    model_dir = tmp_path / "model"
+    model = AutoModelForCausalLM.from_pretrained(SHARED_DATA / "models" / "stories260k")
+    tokenizer = AutoTokenizer.from_pretrained(SHARED_DATA / "models" / "stories260k")
+    tokenizer.chat_template = (ROOT / "src/sftkit/data/chatml.jinja").read_text()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text(
+        f"""
+run: {{dir: {tmp_path}/run}}
+model: {{path: {model_dir}}}
+data:
+  train:
+    - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[100:300]"}}
+    - {{path: {SHARED_DATA}/chat/instruct_1100_alpaca.jsonl.gz, max_rows: 100}}
+    - {{path: {SHARED_DATA}/chat/oasst1_val.jsonl.gz, max_rows: 50}}
+  val:
+    - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[:30]"}}
+  max_length: 256
+  cache_dir: {tmp_path}/cache
+  on_bad_row: skip
+optim: {{lr: 3.0e-3}}
+train: {{max_steps: 12, global_batch_size: 8, micro_batch_size: 4}}
+compile: {{backend: aot_eager}}
+eval: {{at_start: true, samples: 1, max_new_tokens: 8}}
+log: {{every: 4, wandb: "off"}}
+"""
+    )
+    done = run([sys.executable, "scripts/chat_sft.py", str(recipe)])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    evals = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evals] == [0, 12]
+    assert evals[1]["val/loss"] < evals[0]["val/loss"] - 0.3
+    assert evals[1]["val/dolly15k/bpb"] < evals[0]["val/dolly15k/bpb"]
+
+
+def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, tokenizer) -> None:
+    ask, reply = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}
+    good = {"messages": [ask, reply]}
+    rows = [
+        {"messages": [ask]},
+        {"messages": [reply, ask, reply]},
+        {"messages": [{"role": "user", "content": None}, reply]},
+        {"messages": [{"role": "user", "content": "long " * 200}, reply]},
+        good,
+    ]
+    file = tmp_path / "val.jsonl"
+    file.write_text("not json\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=64)
+    (row,) = sample_rows([SourceConfig(path=str(file))], tokenize, 3)
+    assert row.messages == good["messages"]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "  ", "Some text.")))
+    (row,) = sample_rows([SourceConfig(path=str(texts))], partial(text.tokenize, tokenizer=tokenizer, max_length=64), 3)
+    assert row.text == "Some text."
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_and_is_resumed(
+    runs: Path, tmp_path: Path, number: int
+) -> None:
+    recipe = ["scripts/chat_sft.py", "recipes/smoke/sft.yaml"]
+    paths = [f"run.dir={tmp_path}/sft", f"model.path={runs}/mid", f"data.cache_dir={runs}/cache", "log.wandb=off"]
+    settings = [*TINY, "compile.enabled=false", "eval.at_start=false", *paths]
+    shutil.copytree(runs / "sft", tmp_path / "sft")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "sftkit.launch", *recipe, *settings, "train.max_steps=100000"],
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    first, metrics = tmp_path / "sft.old-1", tmp_path / "sft" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (first.exists() and metrics.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.killpg(child.pid, number)
+    output, _ = child.communicate(timeout=60)
+    assert (first / "step-000003").is_dir()
+    summary = json.loads((tmp_path / "sft" / "summary.json").read_text())
+    step = summary["step"]
+    assert summary["stopped"] is True, output[-2000:]
+    assert (tmp_path / "sft" / "LATEST").read_text().strip() == f"step-{step:06d}"
+    assert "saving and stopping" in output
+
+    done = run([sys.executable, *recipe, *settings, f"train.max_steps={step + 2}", "train.resume=auto"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "resumed" in done.stdout
+    assert (tmp_path / "sft" / "LATEST").read_text() == f"step-{step + 2:06d}\n"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, step + 3))

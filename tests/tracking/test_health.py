@@ -1,0 +1,169 @@
+"""Steps that are not finite and spikes: found, counted, named, and in no mean."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+
+from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
+from sftkit.data.loader import Batches, StepBatches
+from sftkit.engine.step import optimizer_step
+from sftkit.errors import NonFiniteError
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime.status import RunStatus
+from sftkit.tracking.health import Health, LateFlags, Spikes, is_spike
+from sftkit.tracking.meter import Meter
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.tracker import Tracker
+
+NAN = float("nan")
+
+
+def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0) -> StepOutcome:
+    broken = float(nll != nll or norm != norm)
+    return StepOutcome(torch.full((4,), nll), torch.tensor(norm), torch.tensor([float(stop), broken]))
+
+
+def some_batches() -> Batches:
+    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 4)
+    return Batches(examples, make_layout_of("packed", examples.lengths), 0, 0, 0)
+
+
+def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatches]:
+    batches = some_batches()
+    rt = cpu_runtime()
+    tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {})
+    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8)
+    return health, next(iter(batches.steps(0, 1)))
+
+
+def test_a_step_that_is_not_finite_is_an_error_that_names_the_step_and_keeps_its_documents(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig())
+    health.add(1, step_batches, outcome())
+    assert health.settle(wait=False) == (False, 0)
+    health.add(2, step_batches, outcome(nll=NAN))
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite.*on_nonfinite=skip"):
+        health.settle(wait=False)
+    dump = json.loads((tmp_path / "nonfinite-step-000002-rank000.json").read_text())
+    assert [document["index"] for document in dump["documents"]] == list(step_batches.documents)
+    expected = some_batches().examples[dump["documents"][0]["index"]].ids.tolist()
+    assert dump["documents"][0]["ids"] == expected
+
+
+def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig())
+    health.add(1, step_batches, outcome(norm=float("inf") - float("inf")))
+    with pytest.raises(NonFiniteError, match="step 1: the gradient norm is not finite"):
+        health.settle(wait=False)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finite(monkeypatch) -> None:
+    rt, orig_model = cpu_runtime(), tiny_llama()
+    model = rt.prepare(ModelWithLoss(orig_model, "reference", LossConfig()))
+    optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
+    steps = some_batches().steps(0, 2)
+    assert optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt).flags.tolist() == [0, 0]
+    before = {name: value.clone() for name, value in orig_model.state_dict().items()}
+    forward = ModelWithLoss.forward
+
+    def shifted(self, *args, **kwargs):
+        sums = forward(self, *args, **kwargs)
+        return sums._replace(loss=sums.loss + NAN)
+
+    monkeypatch.setattr(ModelWithLoss, "forward", shifted)
+    left_out = optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt)
+    assert left_out.grad_norm.isfinite()
+    assert left_out.flags.tolist() == [0, 1]
+    assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())
+
+
+def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip", max_skips=2))
+    for step, nll in enumerate([NAN, NAN, 1.0, NAN, NAN], start=1):
+        health.add(step, step_batches, outcome(nll=nll))
+        assert health.settle(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
+    values, _ = health.read()
+    assert values == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
+    written = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("nonfinite-step-*-rank000.json"))]
+    assert [found["step"] for found in written] == [1, 2, 4, 5]
+    assert all(found["documents"] for found in written)
+    health.add(6, step_batches, outcome(nll=NAN))
+    with pytest.raises(NonFiniteError, match="after 2 steps that were left out"):
+        health.settle(wait=False)
+
+
+def test_a_wish_to_stop_on_any_rank_is_heard_once_its_flags_are_known(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig())
+    health.add(1, step_batches, outcome(stop=1))
+    assert health.settle(wait=False) == (True, 0)
+
+
+def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> None:
+    flags = LateFlags(torch.device("cpu"), late=2)
+    step_batches = next(iter(some_batches().steps(0, 1)))
+    seen = []
+    for step in range(1, 6):
+        flags.push(step, step_batches, outcome(nll=NAN if step == 4 else 1.0))
+        seen += [(known.step, known.finite) for known in flags.known(wait=False)]
+    assert seen == [(1, True), (2, True), (3, True)]
+    assert [(known.step, known.finite) for known in flags.known(wait=True)] == [(4, False), (5, True)]
+
+
+@pytest.mark.gpu
+def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
+    device = torch.device("cuda")
+    flags = LateFlags(device, late=2)
+    step_batches = next(iter(some_batches().steps(0, 1)))
+    values = [torch.tensor([0.0, float(step == 3)], device=device) for step in range(1, 6)]
+    done = StepOutcome(torch.zeros(4, device=device), torch.zeros((), device=device), values[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    seen = []
+    try:
+        for step, value in enumerate(values, start=1):
+            flags.push(step, step_batches, done._replace(flags=value))
+            seen += [(known.step, known.finite) for known in flags.known(wait=False)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == [(1, True), (2, True), (3, False)]
+
+
+def test_a_step_that_was_left_out_is_in_no_mean() -> None:
+    meter = Meter(tiny_llama(), LossConfig(), some_batches(), cpu_runtime())
+    step_batches = next(iter(some_batches().steps(0, 1)))
+    targets = step_batches.num_targets
+    meter.add(step_batches, outcome(nll=2.0 * targets))
+    meter.add(step_batches, outcome(nll=NAN))
+    meter.left_out(targets)
+    meter.add(step_batches, outcome(nll=4.0 * targets))
+    assert meter.read()["train/loss"] == pytest.approx(3.0)
+    meter.add(step_batches, outcome(nll=NAN, norm=NAN))
+    meter.left_out(targets)
+    values = meter.read()
+    assert (values["train/loss"], values["train/grad_norm"]) == (None, None)
+
+
+def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:
+    quiet = deque([1.0, 1.1, 0.9, 1.0] * 8)
+    assert is_spike(2.0, quiet)
+    assert not is_spike(1.3, quiet)
+    assert not is_spike(2.0, deque(list(quiet)[:31]))
+    assert not is_spike(1.05, deque([1.0] * 32)), "a flat history is no reason to call 5 % a spike"
+    assert is_spike(1.07, deque([1.0] * 32))
+
+
+def test_a_spike_of_loss_or_gradient_norm_is_told_with_its_step_and_a_finite_history() -> None:
+    spikes = Spikes(cpu_runtime(), log_every=40)
+    for step in range(1, 41):
+        loss = 50.0 if step == 36 else 2.0 + 0.1 * (step % 3)
+        spikes.add(step, 10, outcome(nll=10 * loss, norm=NAN if step == 35 else 9.0 if step == 38 else 1.0))
+    lines = spikes.read()
+    assert [line.split(" is far")[0] for line in lines] == ["step 36: loss 50", "step 38: gradient norm 9"]
+    spikes.add(41, 10, outcome(nll=20.0))
+    assert spikes.read() == []

@@ -1,0 +1,540 @@
+"""metrics.jsonl is the record; a dashboard mirrors it; neither ever stops training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from helpers import cpu_runtime
+
+from sftkit.config.schema import LogConfig
+from sftkit.errors import ConfigError, NonFiniteError, RecompileError
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
+from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows
+
+METRICS = {
+    "train/loss": 1.5,
+    "train/grad_norm": 0.5,
+    "train/lr": 1e-3,
+    "perf/tok_per_sec": 1000.0,
+    "perf/target_tok_per_sec": 500.0,
+    "perf/mfu": None,
+    "perf/step_seconds": 0.1,
+    "perf/data_wait_pct": 0.0,
+    "mem/peak_gib": 1.0,
+    "data/padding_pct": 2.0,
+    "compile/graphs": 2,
+    "compile/recompiles": 0,
+    "compile/graph_breaks": 0,
+    "compile/seconds": 3.0,
+}
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Fake:
+    """A dashboard that keeps what it gets, or does what it is told to with every row."""
+
+    name, run_id = "wandb", "abc"
+
+    def __init__(self, on_row: Callable[[], None] = lambda: None, on_finish: Callable[[], None] = lambda: None) -> None:
+        self.on_row, self.on_finish = on_row, on_finish
+        self.seen: list[tuple[Any, ...]] = []
+        self.exit_code: int | None = None
+        self.abandoned = False
+
+    def row(self, step: int, values: dict[str, float | None]) -> None:
+        self.on_row()
+        self.seen.append(("row", step, values))
+
+    def table(self, name: str, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self.seen.append(("table", name, step, columns, rows))
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        self.seen.append(("alert", title, step, text, level))
+
+    def finish(self, exit_code: int) -> None:
+        self.on_finish()
+        self.exit_code = exit_code
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    def where(self, complete: bool) -> str | None:
+        return None if complete else "`wandb sync runs/x/wandb/run-1`"
+
+
+def mirrored(folder: Path, dashboard: Fake) -> Tracker:
+    tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker._mirror = Mirror(dashboard)
+    return tracker
+
+
+@cache
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    """Every record of an offline run, through wandb's own reader."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    wandb = shutil.which("wandb", path=str(Path(sys.executable).parent))
+    assert wandb is not None
+    done = subprocess.run([wandb, "leet", "inspect", "--json", str(file)], capture_output=True, text=True, timeout=60)
+    records = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
+    assert records, done.stdout[:2000] + done.stderr[:2000]
+    return records
+
+
+def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, capsys) -> None:
+    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}) as tracker:
+        tracker.log_metrics(10, 100, METRICS)
+        tracker.log_evals(10, {"val/loss": 2.0}, [{"prompt": "p", "reference": "r", "answer": "a"}])
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert row["step"] == 10
+    assert {k: row[k] for k in METRICS} == METRICS
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert [name for name in METRICS if f"`{name}`" not in documented] == []
+    assert rows(tmp_path / "evals.jsonl")[0]["val/loss"] == 2.0
+    assert rows(tmp_path / "samples.jsonl") == [{"step": 10, "prompt": "p", "reference": "r", "answer": "a"}]
+    out = capsys.readouterr().out
+    assert "step  10/100" in out
+    assert "mfu    -" in out
+
+
+@pytest.fixture(scope="module")
+def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a real wandb run, whose steps go back once."""
+    folder = tmp_path_factory.mktemp("offline")
+    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    with Tracker(folder, LogConfig(wandb="offline"), rt, {"optim": {"lr": 0.5}}) as tracker:
+        for step, recompiles in ((10, 0), (5, 2), (11, 1)):
+            tracker.log_metrics(step, 20, {**METRICS, "train/loss": 1.0 / step, "compile/recompiles": recompiles})
+        for step, loss in ((11, 2.0), (20, 3.0)):
+            sample = {"prompt": f"why {step}?", "reference": "r", "answer": "a" * 3000, "stop": "length"}
+            result = {"task": "mmlu", "metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.25}
+            values = {"val/loss": loss, "eval/mmlu/acc": 0.5}
+            file = folder / "evals" / f"step-{step:06d}" / "results.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps([{**result, "examples": 100, "settings": {"shots": 5}}]))
+            tracker.log_evals(step, values, [sample])
+        tracker.event("recompile", 11, "tensor 'x' size mismatch, expected 4, actual 5")
+        tracker.event("nonfinite", 12, "step 12: the loss is not finite")
+    return folder
+
+
+def test_wandb_has_every_row_though_steps_go_back_and_evaluations_share_a_step(offline_run: Path) -> None:
+    history = [record["history"]["item"] for record in wandb_records(offline_run) if record["type"] == "history"]
+    assert [item["step"] for item in history if "train/loss" in item] == [10, 5, 11]
+    assert [(item["step"], item["val/loss"]) for item in history if "val/loss" in item] == [(11, 2), (20, 3)]
+
+
+def test_wandb_shows_every_metric_over_step_and_sums_up_as_documented(offline_run: Path) -> None:
+    records = wandb_records(offline_run)
+    defined = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    assert set(METRICS) - {"perf/mfu"} <= defined.keys()  # the one that is null is in no row
+    assert {metric["step_metric"] for metric in defined.values()} == {"step"}
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    assert summary["val/loss"] == {"min": 2}
+    assert summary["eval/mmlu/acc"] == {"max": 0.5}
+    assert summary["compile/recompiles"] == {"max": 2}
+    assert summary["perf/tok_per_sec"] == {"mean": 1000}
+    assert summary["train/loss"] == pytest.approx(1 / 11)
+
+
+def test_events_are_alerts_and_lines_of_the_file(offline_run: Path) -> None:
+    alerts = [record["alert"] for record in wandb_records(offline_run) if record["type"] == "alert"]
+    assert [(alert["title"], alert["level"]) for alert in alerts] == [
+        ("recompile after the warm-up", "WARN"),
+        ("loss or gradient norm not finite", "ERROR"),
+    ]
+    assert alerts[0]["text"] == "step 11: tensor 'x' size mismatch, expected 4, actual 5"
+    assert {alert["wait_duration"] for alert in alerts} == {"600000"}
+    found = rows(offline_run / "events.jsonl")
+    assert [(row["step"], row["kind"]) for row in found] == [(11, "recompile"), (12, "nonfinite")]
+    assert found[0]["text"] == "tensor 'x' size mismatch, expected 4, actual 5"
+    assert found[0]["time"] > 1e9
+
+
+def test_the_samples_table_has_all_evaluations_and_results_have_their_intervals(offline_run: Path) -> None:
+    (folder,) = offline_run.glob("wandb/offline-run-*/files/media/table")
+    newest = max(folder.glob("samples_*.table.json"), key=lambda path: int(path.name.split("_")[1]))
+    table = json.loads(newest.read_text())
+    assert table["columns"] == ["step", "prompt", "reference", "answer", "stop"]
+    assert [(row[0], row[1], len(row[3]), row[4]) for row in table["data"]] == [
+        (11, "why 11?", 2000, "length"),
+        (20, "why 20?", 2000, "length"),
+    ]
+    assert len(rows(offline_run / "samples.jsonl")[0]["answer"]) == 3000
+    results = [json.loads(path.read_text()) for path in (folder / "eval").glob("results_*.table.json")]
+    found = {table["data"][0][0]: dict(zip(table["columns"], table["data"][0], strict=True)) for table in results}
+    assert found.keys() == {11, 20}
+    assert found[11] == {
+        "step": 11, "task": "mmlu", "metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.25,
+        "examples": 100,
+    }  # fmt: skip
+
+
+def test_the_run_has_its_settings(offline_run: Path) -> None:
+    updates = [record["config"]["update"] for record in wandb_records(offline_run) if record["type"] == "config"]
+    assert {"optim": {"lr": 0.5}} in updates
+
+
+def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is imported
+    (tmp_path / "run").mkdir()
+    config, run_id = LogConfig(tracker="trackio", project="p"), None
+    for steps in ((10, 5), (11,)):
+        rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
+        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, 10, run_id) as tracker:
+            for step in steps:
+                tracker.log_metrics(step, 20, METRICS)
+            sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
+            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample])
+            tracker.event("recompile", steps[-1], "size mismatch")
+            tracker.event("recompile", steps[-1], "size mismatch again")
+            run_id = tracker.run_id
+    assert "trackio show --project p" in capsys.readouterr().out
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as file:
+        found = [
+            (step, json.loads(text)) for step, text in file.execute("SELECT step, metrics FROM metrics ORDER BY id")
+        ]
+        alerts = file.execute("SELECT title, text, level, step FROM alerts ORDER BY id").fetchall()
+        (runs,) = file.execute("SELECT COUNT(DISTINCT run_name) FROM metrics").fetchone()
+        (config,) = file.execute("SELECT config FROM configs").fetchone()
+    assert runs == 1
+    assert [step for step, values in found if "train/loss" in values] == [10, 5, 11]
+    assert [step for step, values in found if values.get("val/loss") == 2.0] == [5, 11]
+    tables = [values["samples"] for _, values in found if "samples" in values]
+    assert tables[-1]["_value"][-1] == {"step": 11, "prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
+    title = "recompile after the warm-up"
+    assert alerts == [(title, "size mismatch", "warn", 5), (title, "size mismatch", "warn", 11)]  # one a start
+    assert json.loads(config)["lr"] == 0.5
+
+
+def test_the_dashboard_is_wandb_where_it_is_installed_and_one_that_is_named_must_be(monkeypatch) -> None:
+    assert dashboard_name(LogConfig()) == "wandb"
+    assert dashboard_name(LogConfig(wandb="off")) is None
+    assert dashboard_name(LogConfig(tracker="none", wandb="online")) is None
+    assert dashboard_name(LogConfig(tracker="trackio", wandb="off")) == "trackio"
+    monkeypatch.setattr("sftkit.tracking.remote.find_spec", lambda name: None)
+    assert dashboard_name(LogConfig()) is None
+    for named in ("wandb", "trackio"):
+        with pytest.raises(ConfigError, match=rf"log.tracker={named}: .* not installed .* log.tracker=none"):
+            dashboard_name(LogConfig(tracker=named))  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
+    ids = []
+    for step in (0, 1):
+        rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+        with Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}, step, ids[0] if ids else None) as tracker:
+            tracker.log_metrics(step + 1, 2, METRICS)
+            ids.append(tracker.run_id)
+    assert ids[0] == ids[1] is not None
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2
+    assert all(str(ids[0]) in name for name in folders)
+
+
+def gone() -> None:
+    raise RuntimeError("server gone")
+
+
+def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tmp_path: Path, caplog, capsys) -> None:
+    dashboard = Fake(on_row=gone)
+    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard) as tracker:
+        tracker.log_metrics(1, 2, METRICS)
+        tracker.log_metrics(2, 2, METRICS)
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2
+    assert caplog.text.count("server gone") == 1
+    assert dashboard.exit_code == 0
+    assert "wandb: 2 rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
+
+
+def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
+    tmp_path: Path, caplog, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("sftkit.tracking.remote.QUEUE_ROWS", 10)
+    monkeypatch.setattr("sftkit.tracking.remote.FINISH_SECONDS", 0.3)
+    dashboard = Fake(on_row=lambda: threading.Event().wait())
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard) as tracker:
+        for step in range(1, 101):
+            tracker.log_metrics(step, 100, METRICS)
+    assert time.monotonic() - began < 5
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(1, 101))
+    assert caplog.text.count("has not answered for") == 1
+    assert "wandb does not finish: no answer in time" in caplog.text
+    assert dashboard.abandoned
+    assert " rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
+
+
+def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
+    dashboard = Fake(on_row=lambda: time.sleep(0.02))
+    with mirrored(tmp_path, dashboard) as tracker:
+        for step in range(1, 31):
+            tracker.log_metrics(step, 30, METRICS)
+    assert [seen[1] for seen in dashboard.seen] == list(range(1, 31))
+    assert dashboard.exit_code == 0
+
+
+def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, caplog, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sftkit.tracking.remote.FINISH_SECONDS", 0.3)
+    dashboard = Fake(on_finish=lambda: time.sleep(60))
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard):
+        pass
+    assert time.monotonic() - began < 5
+    assert "wandb does not finish: no answer in time" in caplog.text
+    assert dashboard.abandoned
+    assert "wandb sync" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(NonFiniteError("step 7: not finite"), "nonfinite"), (RecompileError("guard"), "recompile")]
+)
+def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
+    tmp_path: Path, error: Exception, kind: str
+) -> None:
+    dashboard = Fake()
+    tracker = mirrored(tmp_path, dashboard)
+    tracker.advance(7)
+    with pytest.raises(type(error)), tracker:
+        raise error
+    (event,) = rows(tmp_path / "events.jsonl")
+    assert (event["step"], event["kind"], event["text"]) == (7, kind, str(error))
+    assert [seen[0] for seen in dashboard.seen] == ["alert"]
+    assert dashboard.exit_code == 1
+
+
+def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(
+    tmp_path: Path,
+) -> None:
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    for step, wait in enumerate([90.0, 25.0, 30.0, 5.0, 21.0, 22.0, 23.0, 24.0, 20.0], start=1):
+        tracker.log_metrics(step, 20, {**METRICS, "perf/data_wait_pct": wait})
+    (event,) = rows(tmp_path / "events.jsonl")
+    assert (event["step"], event["kind"]) == (7, "starvation")
+    assert "23 %" in event["text"]
+
+
+def test_events_of_a_list_that_grows_are_told_once_and_survive_a_resume(tmp_path: Path, capsys) -> None:
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker.new_events("recompile", 5, ["a.py:1"])
+    tracker.new_events("recompile", 9, ["a.py:1", "b.py:2"])
+    assert capsys.readouterr().out.splitlines() == ["step 5: a.py:1", "step 9: b.py:2"]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"step": 9, "ki')  # killed in the middle
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4).event("spike", 6, "step 6: high")
+    assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [5, 9, 6]
+    assert capsys.readouterr().out.splitlines() == ["step 6: high"]
+
+
+def test_the_console_shows_all_values_of_a_few_and_one_of_each_of_many_tasks() -> None:
+    assert eval_line({"val/loss": 2.0, "eval/copy/acc": 0.5, "eval/copy/low": 0.4}) == "loss 2.000  copy/acc 0.500"
+    many = {f"eval/task{i}/{name}": 0.1 * i for i in range(9) for name in ("acc", "acc_norm", "low", "high")}
+    results = [{"task": f"task{i}", "value": 0.1 * i} for i in range(3)]
+    line = eval_line({"val/loss": 2.0, "eval/centred_mean": 0.3, **many}, results)
+    assert line == "loss 2.000  centred_mean 0.300  task0 0.000  task1 0.100  task2 0.200"
+
+
+def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker.log_evals(1, {}, [{"prompt": "a\u2028b\x85c", "reference": "", "answer": "", "stop": "length"}])
+    drop_rows_after(tmp_path / "samples.jsonl", 1)
+    assert [row["prompt"] for row in read_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
+
+
+def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:
+    def names(first_step: int) -> list[str]:
+        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=first_step)
+        return sorted(path.name for path in (tmp_path / "evals").iterdir())
+
+    for name in ("step-000000", "step-000004", "step-000006", "final", "mine"):
+        (tmp_path / "evals" / name).mkdir(parents=True)
+        (tmp_path / "evals" / name / "results.json").write_text('[{"settings": {"model": "runs/x/step-000006"}}]')
+    assert names(first_step=6) == ["final", "mine", "step-000000", "step-000004", "step-000006"]
+    assert names(first_step=4) == ["mine", "step-000000", "step-000004"]
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None:
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, logger="sftkit"):
+        tracker.log_metrics(1, 2, METRICS)
+    assert "1 lines are lost ([Errno 28]" in caplog.text
+
+
+ONLINE = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from test_tracker import METRICS
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker
+
+rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}) as tracker:
+    for step in (1, 2):
+        tracker.log_metrics(step, 2, METRICS)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["refuses", "accepts and says nothing"])
+def test_a_wandb_server_that_is_down_costs_seconds_and_no_row(tmp_path: Path, server: str) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if server != "refuses":
+            listening.listen(16)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        home = {
+            "HOME": str(tmp_path),
+            "WANDB_BASE_URL": url,
+            "WANDB_API_KEY": "0" * 40,
+            "PYTHONPATH": "tests:tests/tracking",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", ONLINE, str(tmp_path)],
+            env={**os.environ, **home}, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained" in done.stdout
+    assert "wandb online does not start" in done.stderr
+    assert "wandb sync" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+WITHOUT_A_SERVICE = """
+import sys
+from pathlib import Path
+import psutil
+from accelerate import Accelerator
+from test_tracker import METRICS
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker
+
+rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
+    for step in range(1, 41):
+        tracker.log_metrics(step, 40, METRICS)
+        if step == 2:
+            services = psutil.Process().children(recursive=True)
+            assert services
+            for process in services:
+                process.kill()
+            psutil.wait_procs(services)
+print("trained", flush=True)
+"""
+
+
+def test_a_wandb_whose_own_process_dies_in_the_middle_costs_no_row_and_no_failure_and_no_file_has_the_key(
+    tmp_path: Path,
+) -> None:
+    without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}  # of an earlier test
+    key = "c0ffee" * 6 + "beef"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_SERVICE, str(tmp_path)],
+        env={**without_a_service, "HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking", "WANDB_API_KEY": key},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained" in done.stdout
+    assert done.stderr.count("wandb does not take a row") == 1
+    assert "wandb sync" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert [path for path in files if key.encode() in path.read_bytes()] == []
+    assert key not in done.stdout + done.stderr
+
+
+STOPPED_SERVICE = """
+import sys, time
+from pathlib import Path
+import psutil
+from accelerate import Accelerator
+from test_tracker import METRICS
+from sftkit import mirror
+from sftkit.config import LogConfig
+from sftkit.runtime import Runtime
+from sftkit.tracker import Tracker
+
+mirror.FINISH_SECONDS = 3.0
+rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
+    tracker.log_metrics(1, 2000, METRICS)
+    services = psutil.Process().children(recursive=True)
+    assert services
+    for process in services:
+        process.suspend()
+    began = time.monotonic()
+    for step in range(2, 2001):
+        tracker.log_metrics(step, 2000, METRICS)
+    assert time.monotonic() - began < 20
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_wandb_process_that_is_stopped_costs_no_row_and_does_not_hold_the_end_of_python(tmp_path: Path) -> None:
+    without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_SERVICE, str(tmp_path)],
+        env={**without_a_service, "HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking"},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained" in done.stdout
+    assert done.stderr.count("wandb has not answered for 1000 rows") == 1
+    assert "wandb does not finish: no answer in time" in done.stderr
+    assert "rows did not get there" in done.stdout
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2000
+
+
+def test_wandb_is_online_with_a_key_and_offline_without(monkeypatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode(None) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert wandb_mode(None) == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode(None) == "offline"
+
+
+def test_resuming_drops_the_rows_of_the_lost_stretch_and_half_written_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 4, "tr')
+    drop_rows_after(path, 2)
+    assert [row["step"] for row in rows(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
+def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"step": 5}\n')
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4)
+    assert rows(tmp_path / name) == []

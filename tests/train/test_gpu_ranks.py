@@ -1,0 +1,168 @@
+"""Two GPUs, NCCL, the real scripts: sharded runs that are stopped, killed, hung and resumed on another topology.
+
+pytest -m gpu tests/test_gpu_ranks.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from sftkit.checkpoint.checkpoint import step_dirs, verify
+from sftkit.launch.launch import signal_env
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+SETTINGS = (
+    f"train.max_steps={STEPS}",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "data.row_length=512",
+    "model.scratch.head_dim=64",
+    "compile.scope=block",
+    "eval.samples=0",
+    "eval.tasks=[]",
+    "data.val=[]",
+    "log.every=1",
+    "log.wandb=off",
+    "checkpoint.every=10",
+    "optim.schedule=constant",  # one that does not depend on train.max_steps
+    "optim.warmup_ratio=0",
+)
+
+
+class Run:
+    """base_train on two GPUs under an accelerate config."""
+
+    def __init__(self, dir: Path, config: str, *settings: str) -> None:
+        self.dir = dir
+        words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "2"]
+        words += ["--config_file", f"accelerate_configs/{config}.yaml", "scripts/base_train.py"]
+        words += [
+            "recipes/smoke/base.yaml",
+            f"run.dir={dir}",
+            f"data.cache_dir={dir.parent}/cache",
+            *SETTINGS,
+            *settings,
+        ]
+        environment = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def until_step(self, step: int) -> None:
+        metrics, end = self.dir / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+            assert self.process.poll() is None, self.process.communicate()[0][-4000:]
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank, not one of its data workers."""
+        ranks = psutil.Process(self.process.pid).children()
+        return next(p for p in ranks if p.environ().get("RANK") == str(number))
+
+    def end(self) -> int:
+        """Wait; nothing may be left. Returns the launcher's exit code."""
+        started = self.children() if self.process.poll() is None else []
+        self.output = self.process.communicate(timeout=180)[0]
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert not alive
+        print(self.output[-5000:])
+        return self.process.returncode
+
+    def status(self) -> dict:
+        return json.loads((self.dir / "run_status.json").read_text())
+
+    def losses(self) -> dict[int, float]:
+        rows = [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
+        assert all(row["compile/recompiles"] == 0 for row in rows)
+        return {row["step"]: row["train/loss"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing happens to, sharded."""
+    run = Run(tmp_path_factory.mktemp("runs") / "whole", "fsdp2")
+    assert run.end() == 0
+    assert run.status()["status"] == "finished"
+    return run
+
+
+def test_a_sharded_run_that_is_stopped_and_resumed_is_the_uninterrupted_run_bitwise(whole: Run) -> None:
+    run = Run(whole.dir.parent / "stopped", "fsdp2")
+    run.until_step(15)
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+    assert run.status()["status"] == "preempted"
+    assert run.status()["step"] < STEPS
+    assert all(verify(folder) is None for folder in step_dirs(run.dir))
+    resumed = Run(run.dir, "fsdp2", "train.resume=auto")
+    assert resumed.end() == 0
+    assert resumed.losses() == whole.losses()
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp2"), ("fsdp2", "tp"), ("fsdp2", "ddp")])
+def test_a_run_goes_on_under_another_topology(whole: Run, first: str, second: str) -> None:
+    run = Run(whole.dir.parent / f"{first}-{second}", first, "train.max_steps=20")
+    assert run.end() == 0
+    resumed = Run(run.dir, second, "train.resume=auto", f"train.max_steps={STEPS}")
+    assert resumed.end() == 0
+    for step, loss in whole.losses().items():
+        assert resumed.losses()[step] == pytest.approx(loss, abs=2e-2)
+
+
+def test_a_killed_rank_is_named_within_seconds(whole: Run) -> None:
+    run = Run(whole.dir.parent / "killed", "fsdp2", "train.max_steps=100000")
+    run.until_step(12)
+    run.rank(1).kill()
+    began = time.monotonic()
+    assert run.end() != 0
+    assert time.monotonic() - began < 60
+    assert run.status()["status"] == "failed"
+    assert run.status()["first_failing_rank"] == 1
+
+
+def test_a_hung_rank_is_named_after_the_step_timeout(whole: Run) -> None:
+    run = Run(whole.dir.parent / "hung", "fsdp2", "train.max_steps=100000", "run.step_timeout_seconds=15")
+    run.until_step(12)
+    hung = run.rank(1)
+    hung.suspend()
+    try:
+        began = time.monotonic()
+        while run.process.poll() is None and time.monotonic() - began < 90:
+            if run.status()["status"] == "failed" and hung.is_running():
+                hung.resume()
+            time.sleep(0.5)
+    finally:
+        if hung.is_running():
+            hung.kill()
+    assert run.end() != 0
+    assert run.status()["status"] == "failed"
+    assert "rank 1" in run.status()["error"]
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_and_the_weights_stay(whole: Run) -> None:
+    run = Run(whole.dir.parent / "nonfinite", "fsdp2", "optim.lr=1e6", "optim.max_grad_norm=null")
+    code = run.end()
+    if code == 0:
+        pytest.skip("this model stays finite at any learning rate")
+    assert run.status()["status"] == "failed"
+    assert "finite" in run.status()["error"]
+    assert list(run.dir.glob("nonfinite-step-*"))

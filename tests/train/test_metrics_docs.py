@@ -1,0 +1,67 @@
+"""docs/metrics.md, the table of names and what a run writes are the same names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from helpers import ROOT
+from test_train import run
+
+from sftkit.config.schema import CompileConfig, LossConfig
+from sftkit.tracking.names import GROUPS, METRICS, find
+from sftkit.tracking.tracker import ALERTS, Kind
+
+DOCS = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Name -> (unit, value that stands for the run), as docs/metrics.md has them."""
+    found = re.findall(r"^\| `([a-z]+/[^`]+)` \|([^|]*)\|([^|]*)\|", DOCS, re.MULTILINE)
+    assert len(found) == len({name for name, _, _ in found})
+    return {name: (unit.strip(), run.strip() or "last") for name, unit, run in found}
+
+
+def test_every_name_is_documented_with_the_unit_and_summary_that_the_dashboard_uses() -> None:
+    assert documented() == {metric.name: (metric.unit, metric.summary) for metric in METRICS}
+    assert {metric.group for metric in METRICS} == set(GROUPS)
+
+
+def test_every_kind_of_event_is_documented_with_its_level() -> None:
+    found = dict(re.findall(r"^\| `([a-z_]+)` \| .* \| (WARN|ERROR) \|$", DOCS, re.MULTILINE))
+    assert found == {kind: level for kind, (_, level) in ALERTS.items()}
+    assert set(found) == set(get_args(Kind))
+
+
+def test_every_name_that_a_run_writes_is_documented(tmp_path: Path, tokenizer) -> None:
+    loss = LossConfig(z_loss=1e-4, token_metrics=True)
+    run(tmp_path / "run", compile=CompileConfig(enabled=False), loss=loss, tokenizer=tokenizer)
+    for file in ("metrics.jsonl", "evals.jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / "run" / file).read_text().splitlines()]
+        names = {name for line in lines for name in line} - {"step", "time"}
+        assert len(names) > 3
+        assert sorted(name for name in names if find(name) is None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("shape/8x2048", "shape/<rows>x<length>"),
+        ("shape/undeclared", "shape/undeclared"),
+        ("compile/seconds/inductor", "compile/seconds/<phase>"),
+        ("data/share/HuggingFaceH4/no_robots", "data/share/<source>"),
+        ("val/held out/bpb", "val/<source>/bpb"),
+        ("eval/arc_easy/acc_norm", "eval/<task>/<metric>"),
+        ("eval/arc_easy/low", "eval/<task>/low"),
+        ("eval/families/acc", "eval/families/acc"),
+        ("perf/peak_memory_gib", None),
+        ("shape/8xmany", None),
+        ("loss", None),
+    ],
+)
+def test_a_name_is_found_under_the_pattern_that_it_is_documented_by(name: str, pattern: str | None) -> None:
+    found = find(name)
+    assert (found.name if found else None) == pattern

@@ -1,0 +1,184 @@
+"""The checks that a run makes of itself, and that they can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+
+from sftkit.compile.contract import step_contract
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import LossConfig
+from sftkit.data.loader import Batches
+from sftkit.engine.self_check import DocumentCheck, check_documents
+from sftkit.errors import RecompileError
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention import use_document_attention
+from sftkit.tracking.meter import Meter, ShapeCounts
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.train import proof
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
+GOOD = DocumentCheck("varlen", 1e-6, loss=2.0, plain_loss=2.0, targets=13, leak=0.0, changed=1.0)
+
+
+def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their_targets() -> None:
+    check = check_documents(ModelWithLoss(tiny_llama(), "reference", LossConfig()), "reference", torch.device("cpu"))
+    assert check.leak == 0.0
+    assert check.changed > 0.01
+    assert check.loss == pytest.approx(check.plain_loss, rel=1e-5)
+    assert check.targets == 13
+    assert all(row.ok for row in proof.document_rows(check, torch.float32, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        (replace(GOOD, leak=0.1), "Documents in a row do not see each other"),
+        (replace(GOOD, changed=0.0), "Documents in a row do not see each other"),
+        (replace(GOOD, loss=2.01), "Loss equals plain cross entropy"),
+        (replace(GOOD, logits_difference=0.5), "Same logits as the plain model"),
+    ],
+)
+def test_each_document_check_fails_on_its_own_fault(found: DocumentCheck, name: str) -> None:
+    assert [row.name for row in proof.document_rows(found, torch.float32, "varlen") if not row.ok] == [name]
+
+
+def test_a_compiled_step_that_computes_something_else_fails_and_one_that_was_not_run_is_not_known() -> None:
+    assert proof.compiled_row(4.0001, 4.0, torch.float32).ok
+    assert proof.compiled_row(4.1, 4.0, torch.float32).ok is False
+    assert proof.compiled_row(None, None, torch.float32).ok is None
+
+
+def test_isolation_is_not_known_of_a_backend_that_another_one_stood_in_for() -> None:
+    by_name = {row.name: row for row in proof.document_rows(GOOD, torch.float32, "flex")}
+    row = by_name["Documents in a row do not see each other"]
+    assert row.ok is None
+    assert "varlen stands in for flex" in row.found
+    leaking = proof.document_rows(replace(GOOD, leak=0.1), torch.float32, "flex")
+    assert [row.ok for row in leaking] == [True, True, False]
+
+
+def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:
+    examples = make_examples(LENGTHS)
+    end = 2
+    assert proof.mask_row(examples, [end]).ok is False
+    examples.ids[examples.offsets[1:] - 1] = end
+    assert proof.mask_row(examples, [end]).ok
+    examples.is_target[examples.offsets[1] - 1] = False
+    assert proof.mask_row(examples, [end]).ok is False
+    examples.is_target[:] = True
+    examples.is_target[examples.offsets[:-1]] = False
+    assert proof.mask_row(examples, [end]).ok is None, "all tokens are learned: there is no mask"
+
+
+def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> None:
+    examples = make_examples(LENGTHS)
+    batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
+    meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
+    meter.start()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
+    outcome = StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2))
+    for step in batches.steps(0, 2):
+        meter.add(step, outcome)
+    meter.read()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok
+    meter.add(replace(step, num_targets=step.num_targets + 1), outcome)
+    meter.read()
+    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is False
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x * self.weight)
+
+
+@pytest.mark.parametrize("on_recompile", ["error", "warn"])
+def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str) -> None:
+    torch._dynamo.reset()
+    module = Scaled()
+    module.compile(backend="eager", dynamic=False)
+    watch = CompileWatch()
+    module(torch.zeros(2, 4)).sum().backward()
+    watch.warm_up_done()
+    error: BaseException | None = None
+    try:
+        with step_contract(on_recompile):
+            module(torch.zeros(3, 4)).sum().backward()
+    except RecompileError as caught:
+        error = caught
+    rows = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    assert rows["Evaluation compiles nothing"] is None, "there was none"
+    with watch.evaluating():
+        pass
+    assert {row.name: row.ok for row in proof.compile_rows(True, watch, error)}["Evaluation compiles nothing"]
+    with watch.evaluating():
+        module(torch.zeros(5, 4))
+    after = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    assert after["Evaluation compiles nothing"] is False
+    watch.close()
+    assert (error is not None) == (on_recompile == "error")
+    assert rows["No recompiles after the warm-up"] is False
+    assert rows["The step is compiled"] is True
+
+
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "dynamic"])
+def test_shapes_are_counted_as_they_come_and_others_than_declared_are_found(kind: str) -> None:
+    examples = make_examples(LENGTHS)
+    layout = make_layout_of(kind, examples.lengths)
+    counts = ShapeCounts(layout, parts=1)
+    assert proof.shapes_row(counts, layout).ok is None, "nothing has run"
+    for step in Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 3):
+        counts.add(step)
+    total = sum(counts.seen.values())
+    assert total == 3 * layout.accumulation
+    assert counts.undeclared == 0
+    assert proof.shapes_row(counts, layout).ok
+    if kind != "dynamic":
+        assert sum(v or 0 for k, v in counts.values().items() if "x" in k) == total
+    other = make_layout_of("fixed", examples.lengths, row_length=48)
+    counts.add(next(iter(Batches(examples, other, seed=0, rank=0, pad_id=0).steps(0, 1))))
+    assert counts.undeclared == other.accumulation
+    assert proof.shapes_row(counts, layout).ok is False
+    assert counts.values()["shape/id"] is None
+
+
+def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
+    examples = make_examples(LENGTHS)
+    source = (examples.lengths < 20).astype("int16")
+    counts = {"long": {"truncated": 3, "dropped_too_long": 2}, "short": {"skipped_bad": 1, "dropped_no_target": 4}}
+    examples = replace(examples, source=source, source_names=("long", "short"), counts=counts)
+    layout = make_layout_of("packed", examples.lengths, batch=8, micro=8)
+    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
+    meter.start()
+    step = next(iter(batches.steps(0, 1)))
+    meter.add(step, StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2)))
+    values = meter.read()
+    share = examples.lengths[source == 0].sum() / examples.lengths.sum()
+    assert values["data/share/long"] == pytest.approx(share)
+    assert values["data/share/short"] == pytest.approx(1 - share)
+    assert (values["data/dropped_rows"], values["data/truncated_rows"]) == (7, 3)
+    assert values["data/target_pct"] == pytest.approx(100 * examples.num_targets.sum() / examples.lengths.sum())
+    assert values["perf/step_p50_seconds"] is not None
+    assert (values["perf/host_syncs"], values["mem/reserved_gib"]) == (None, None), "there is no device to wait for"
+
+
+def test_a_checkpoint_gives_the_bits_of_the_run_and_a_changed_one_does_not(tmp_path: Path) -> None:
+    model = tiny_llama()
+    use_document_attention(model)  # as in training
+    recorded = json.loads(json.dumps(proof.logits_of(model)))
+    model.save_pretrained(tmp_path)
+    assert proof.verify_checkpoint(tmp_path, recorded).ok
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] += 1e-3
+    model.save_pretrained(tmp_path)
+    assert not proof.verify_checkpoint(tmp_path, recorded).ok

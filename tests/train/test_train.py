@@ -1,0 +1,181 @@
+"""The loop with a compiled step: evaluation in between, every layout, and what happens when the contract is broken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+
+from sftkit.compile.contract import compile_model
+from sftkit.config.schema import (
+    CompileConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from sftkit.data.loader import Batches
+from sftkit.errors import RecompileError
+from sftkit.evals.scoring import score
+from sftkit.evals.task import Choices
+from sftkit.evals.validation import validate
+from sftkit.generation.decode import generate
+from sftkit.memory.plan import make_plan
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.optim.build import build_optimizer
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.loop import evaluates_first, train
+from sftkit.train.summary import Trained
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+
+
+class NoCheckpoints:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.last_save: dict[str, float] = {}
+        self.resumed_from: Path | None = None
+        self.passed_over: list[str] = []
+
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+        return self.run_dir
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def run(
+    folder: Path,
+    kind: str = "packed",
+    compile: CompileConfig = CompileConfig(backend="aot_eager", fullgraph=True),  # noqa: B008
+    loss: LossConfig = LossConfig(),  # noqa: B008
+    disturb: bool = False,
+    evaluates: bool = True,
+    tokenizer: Any = None,
+    from_step: int = 0,
+) -> Trained:
+    """Twenty steps of a tiny model; `disturb` hands the step one batch of a shape that was not declared."""
+    torch._dynamo.reset()
+    cfg = Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw", lr=1e-2),
+        train=TrainConfig(max_steps=20),
+        loss=loss,
+        compile=compile,
+        eval=EvalConfig(every=6),
+        log=LogConfig(every=5, wandb="off"),
+    )
+    folder.mkdir()
+    rt = cpu_runtime()
+    orig_model = tiny_llama()
+    examples = make_examples(LENGTHS, target_share=0.4)
+    layout = make_layout_of(kind, examples.lengths)
+    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    plan = make_plan(cfg, orig_model, layout, rt)
+    model = ModelWithLoss(orig_model, "reference", loss)
+    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
+    optimizer = build_optimizer(orig_model, plan.optim)
+    if disturb:
+        other = Batches(examples, make_layout_of(kind, examples.lengths, row_length=48), seed=0, rank=0, pad_id=0)
+        steps = batches.steps
+        batches.steps = lambda first, last: [*list(steps(first, last))[:9], *other.steps(9, last)]  # type: ignore[method-assign,assignment]
+
+    def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        if not evaluates:
+            return {}, []
+        values = validate(model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
+        answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], stop_ids=[2], max_new_tokens=3, batch_size=2)
+        pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
+        score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
+        return values, [{"answer": answer.text} for answer in answers]
+
+    with Tracker(folder, cfg.log, rt, {}) as tracker:
+        return train(
+            cfg, rt, rt.prepare(model), orig_model, optimizer, batches, plan,
+            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "dynamic", pytest.param("fixed", marks=pytest.mark.slow)])
+def test_twenty_varied_steps_with_evaluation_and_generation_compile_nothing_and_equal_eager(
+    tmp_path: Path, tokenizer, kind: str
+) -> None:
+    compiled = run(tmp_path / "compiled", kind, tokenizer=tokenizer)
+    assert compiled.compiled
+    assert compiled.metrics["compile/recompiles"] == 0
+    assert compiled.metrics["compile/graph_breaks"] == 0
+    shapes = 1 if kind == "dynamic" else len(make_layout_of(kind, LENGTHS).shapes)
+    assert compiled.metrics["compile/graphs"] == 2 * shapes  # block and final norm
+    assert compiled.evals["val/loss"] is not None
+    eager = run(tmp_path / "eager", kind, CompileConfig(enabled=False), tokenizer=tokenizer)
+    assert not eager.compiled
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+    assert compiled.evals["val/loss"] == pytest.approx(eager.evals["val/loss"], rel=1e-5)
+
+
+def test_an_undeclared_shape_in_a_step_ends_training_with_the_guard_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(RecompileError, match=r"(?s)a training step needs a graph.*size mismatch.*on_recompile=warn"):
+        run(tmp_path / "run", disturb=True, evaluates=False)
+
+
+@pytest.mark.parametrize(("on_recompile", "counted"), [("warn", True), ("eager", False)])
+def test_an_undeclared_shape_is_compiled_and_counted_or_run_eagerly_on_demand(
+    tmp_path: Path, on_recompile: str, counted: bool
+) -> None:
+    compile = CompileConfig(backend="aot_eager", fullgraph=True, on_recompile=on_recompile)  # type: ignore[arg-type]
+    trained = run(tmp_path / "run", compile=compile, disturb=True, evaluates=False)
+    assert trained.step == 20
+    assert bool(trained.metrics["compile/recompiles"]) is counted
+    eager = run(tmp_path / "eager", compile=replace(compile, enabled=False), disturb=True, evaluates=False)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+    assert eager.step == 20
+
+
+def test_token_metrics_and_the_objective_are_logged_only_when_asked_for(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", compile=CompileConfig(enabled=False), evaluates=False)
+    loss = LossConfig(token_metrics=True, z_loss=1e-3, label_smoothing=0.1)
+    asked = run(tmp_path / "asked", compile=CompileConfig(enabled=False), loss=loss, evaluates=False)
+    extra = {"train/objective", "train/token_accuracy", "train/entropy"}
+    assert extra <= asked.metrics.keys()
+    assert not extra & plain.metrics.keys()
+    assert asked.metrics["train/objective"] > asked.metrics["train/loss"]  # type: ignore[operator]
+    assert 0 <= asked.metrics["train/token_accuracy"] <= 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "first"), [(0, [], True), (4, [2], True), (4, [2, 4], False), (3, [2], False), (5, [4], True)]
+)
+def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
+    tmp_path: Path, step: int, rows: list[int], first: bool
+) -> None:
+    (tmp_path / "evals.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in rows))
+    config = EvalConfig(every=2, at_start=True)
+    assert evaluates_first(config, step, 5, cpu_runtime(), tmp_path) is first
+
+
+def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_path: Path) -> None:
+    plain = CompileConfig(enabled=False)
+    run(tmp_path / "trained", compile=plain, evaluates=False)
+    assert (tmp_path / "trained/proof.json").exists()
+    run(tmp_path / "done", compile=plain, evaluates=False, from_step=20)
+    assert not (tmp_path / "done/proof.json").exists()
