@@ -22,10 +22,10 @@ WORKER = """
 import sys, torch
 from types import SimpleNamespace
 from helpers import tiny_llama
-from sftkit import compile_cache
-from sftkit.compilation import compile_model, warm_up
-from sftkit.compile_watch import CompileWatch
-from sftkit.config import CompileConfig
+from sftkit.compile import cache as compile_cache
+from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import CompileConfig
 
 def run_shape(rows, row_length):
     block = orig_model.get_decoder().norm

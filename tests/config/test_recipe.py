@@ -405,7 +405,7 @@ def test_yaml_output_reads_back_to_an_equal_config(write):
 def script(*words: str | Path) -> subprocess.CompletedProcess[str]:
     code = (
         "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "from sftkit.recipe import load_config; load_config('A description.'); print('trains')"
+        "from sftkit.config.load import load_config; load_config('A description.'); print('trains')"
     )
     return subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=False)
 

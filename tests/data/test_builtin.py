@@ -211,7 +211,7 @@ def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
 
 DIGEST = """
 import hashlib, pathlib, json
-from sftkit.data import builtin
+from sftkit.data.demo import builtin
 digest = hashlib.sha256()
 for text in builtin._documents_of_file(pathlib.Path(json.__file__)):
     digest.update(text.encode())

@@ -197,7 +197,7 @@ def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> 
 
 
 def test_the_parent_process_and_reports_need_no_torch() -> None:
-    code = "import sys, sftkit.bench.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, sftkit.experiments.bench.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -210,7 +210,7 @@ def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": True, "num_processes": 2}
     config["parallelism_config"] = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_backend": "torch"}
     (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr("sftkit.bench.processes.CONFIGS", tmp_path)
+    monkeypatch.setattr("sftkit.experiments.bench.processes.CONFIGS", tmp_path)
 
 
 @pytest.mark.usefixtures("sharded")
@@ -228,7 +228,7 @@ def test_a_topologys_config_is_written_beside_the_job_with_the_runs_sizes_and_re
     assert (read.num_processes, read.main_process_port, read.distributed_type) == (4, 0, "FSDP")
     named = {key.removeprefix("parallelism_config_"): value for key, value in read.parallelism_config.items()}
     assert named == {"dp_replicate_size": 2, "dp_shard_size": 1, "tp_size": 2, "cp_size": 1, "cp_backend": "torch"}
-    assert words[-3:] == ["-m", "sftkit.bench.worker", str(tmp_path / "job.json")]
+    assert words[-3:] == ["-m", "sftkit.experiments.bench.worker", str(tmp_path / "job.json")]
     assert environment["ACCELERATE_USE_CPU"] == "true"
     assert int(environment["OMP_NUM_THREADS"]) >= 1
 
@@ -405,7 +405,7 @@ def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
 
 @pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftkit.bench.__main__.machine", lambda out: {"error": "not asked"})
+    monkeypatch.setattr("sftkit.experiments.bench.__main__.machine", lambda out: {"error": "not asked"})
 
 
 @pytest.mark.usefixtures("no_machine")
@@ -467,7 +467,7 @@ def test_every_run_has_empty_caches_and_warm_ones_the_code_that_another_saved(tm
 
 def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "sftkit.bench", "benchmarks/smoke_plan.yaml", "--out", str(out)]
+    command = [sys.executable, "-m", "sftkit.experiments.bench", "benchmarks/smoke_plan.yaml", "--out", str(out)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     results = read_results(out / "results.json")
@@ -534,8 +534,8 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
 @pytest.mark.usefixtures("no_machine")
 def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path, name: str, error: str) -> None:
     body = """
-from sftkit.bench.jobs import read_job
-from sftkit.bench.rows import run_job
+from sftkit.experiments.bench.jobs import read_job
+from sftkit.experiments.bench.rows import run_job
 
 def run(job):
     if os.environ["RANK"] == "1":

@@ -103,7 +103,7 @@ def test_a_hub_model_is_known_once_it_is_in_the_cache(tmp_path: Path) -> None:
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     code = (
-        "import sys; from sftkit.config import ModelConfig; from sftkit.model_size import parameters_of as p\n"
+        "import sys; from sftkit.config.schema import ModelConfig; from sftkit.models.size import parameters_of as p\n"
         "print(p(ModelConfig(path='some/model')), p(ModelConfig(path='some/other')), 'torch' in sys.modules)"
     )
     env = {"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}

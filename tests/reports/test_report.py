@@ -382,7 +382,7 @@ def test_the_newest_run_is_none_of_a_dashboard_and_none_that_was_set_aside(run: 
 FAILING = """
 import sys
 from pathlib import Path
-from sftkit import status
+from sftkit.runtime import status
 
 status.open_status(Path(sys.argv[1]), int(sys.argv[2]), 1).at(7, "step")
 try:

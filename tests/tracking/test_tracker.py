@@ -389,9 +389,9 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from test_tracker import METRICS
-from sftkit.config import LogConfig
-from sftkit.runtime import Runtime
-from sftkit.tracker import Tracker
+from sftkit.config.schema import LogConfig
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.tracker import Tracker
 
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}) as tracker:
@@ -432,9 +432,9 @@ from pathlib import Path
 import psutil
 from accelerate import Accelerator
 from test_tracker import METRICS
-from sftkit.config import LogConfig
-from sftkit.runtime import Runtime
-from sftkit.tracker import Tracker
+from sftkit.config.schema import LogConfig
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.tracker import Tracker
 
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
@@ -477,10 +477,10 @@ from pathlib import Path
 import psutil
 from accelerate import Accelerator
 from test_tracker import METRICS
-from sftkit import mirror
-from sftkit.config import LogConfig
-from sftkit.runtime import Runtime
-from sftkit.tracker import Tracker
+from sftkit.tracking import remote as mirror
+from sftkit.config.schema import LogConfig
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.tracker import Tracker
 
 mirror.FINISH_SECONDS = 3.0
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.types import Examples
 
 FORMAT = 1
-DECIDING = ("builtin", "chat", "conversation", "hub", "readers", "rows", "sources", "template", "text")
+DECIDING = ("demo/builtin", "chat", "conversation", "hub", "readers", "rows", "sources", "template", "text")
 "Modules whose change makes tokenized data stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 
@@ -38,7 +38,7 @@ def key(description: dict[str, Any]) -> str:
     """sha256 of everything that the tokenized data depends on, and of the code that decides tokens."""
     code = hashlib.sha256()
     for module in DECIDING:
-        code.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+        code.update((Path(__file__).parent / f"{module}.py").read_bytes())
     whole = {"format": FORMAT, "code": code.hexdigest(), **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """Run a bench plan: every run in a process of its own, results written after each, a table at the end.
 
-python -m sftkit.bench PLAN.yaml [--out DIR] [--only NAME ...]
-python -m sftkit.bench --report results.json
+python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...]
+python -m sftkit.experiments.bench --report results.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m sftkit.bench", description=(__doc__ or "").partition("\n")[0])
+    words = argparse.ArgumentParser(prog="python -m sftkit.experiments.bench", description=(__doc__ or "").partition("\n")[0])
     words.add_argument("plan", nargs="?", type=Path, help="the plan, a YAML file")
     words.add_argument("--out", type=Path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
@@ -103,7 +103,7 @@ def write(out: Path, results: dict[str, Any]) -> None:
 def machine(out: Path) -> dict[str, Any]:
     """The ceilings of this machine, or why they could not be measured."""
     path = out / "machine.json"
-    command = [sys.executable, "-m", "sftkit.bench.machine", str(path)]
+    command = [sys.executable, "-m", "sftkit.experiments.bench.machine", str(path)]
     ended = run_logged(command, out / "machine.log", {}, MACHINE_TIMEOUT_SECONDS)
     return json.loads(path.read_text()) if path.exists() else {"error": ended or "nothing was measured"}
 

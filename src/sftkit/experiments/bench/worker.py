@@ -1,6 +1,6 @@
 """One run of a plan in this process: assembled as scripts/chat_sft.py is, on synthetic documents.
 
-python -m sftkit.bench.worker JOB.json
+python -m sftkit.experiments.bench.worker JOB.json
 """
 
 from __future__ import annotations
