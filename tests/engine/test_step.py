@@ -205,7 +205,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
 class GradientsOnly(torch.optim.SGD):
     """Keeps the gradients that a step would use."""
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
         self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import (
     AttentionConfig,
     CompileConfig,
@@ -27,9 +28,9 @@ from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
-from sftkit.memory.estimate import GIB, Setup, estimate, kept_elements, shape_of, state_width
+from sftkit.memory.estimate import GIB, Setup, estimate, kept_elements, shape_of
 from sftkit.memory.plan import compare, explained, make_plan
-from sftkit.optim.build import build_optimizer, optimizer_bytes
+from sftkit.optim.build import build_optimizer
 
 H200 = 140 * GIB
 QWEN3 = {  # hidden, heads, inner, blocks; all: 8 key heads of 128, vocabulary 151,936, embedding tied to the head
@@ -164,7 +165,7 @@ def test_presets_set_budget_and_optimizer(
 ) -> None:
     cfg = recipe(train=TrainConfig(memory=memory_preset, max_steps=1))  # type: ignore[arg-type]
     for installed in (True, False):
-        monkeypatch.setattr(memory, "torchao_installed", lambda there=installed: there)
+        monkeypatch.setattr(memory, "package_installed", lambda name, there=installed: there)
         plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), H200)
         assert plan.activation_memory_budget == kept_share
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
@@ -312,7 +313,7 @@ def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: 
 
 
 def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "torchao_installed", lambda: False)
+    monkeypatch.setattr(memory, "package_installed", lambda name: False)
     cfg = recipe(optim=OptimConfig(name="adamw"))
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=6))
     assert first.startswith("out of memory: the GPU has 140.0 GiB, ")
@@ -432,9 +433,9 @@ def test_gradients_of_earlier_micro_batches_are_part_of_the_reserve(accumulation
 
 
 def test_optimizer_widths_add_up() -> None:
-    for name in ("adamw", "adamw_sr", "adamw8bit", "muon"):
-        assert state_width(name, "bf16") == optimizer_bytes(name, "bf16") - 4
-        assert state_width(name, "bf16") > 0
+    for spec in OPTIMIZERS.values():
+        assert spec.state_width("bf16") == spec.training_width("bf16") - 4
+        assert spec.state_width("bf16") > 0
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import (
     Config,
     DataConfig,
@@ -26,8 +27,8 @@ from sftkit.config.schema import (
 from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
 from sftkit.models import size as model_size
-from sftkit.models.size import parameters_of, replica_of
-from sftkit.optim.build import optimizer_bytes
+from sftkit.models.size import Size, bytes_of, replica_of, size_of
+from sftkit.optim.build import build_optimizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -46,6 +47,11 @@ def model(model_type: str, **changes: Any) -> PreTrainedModel:
 
 def parameters(model: PreTrainedModel) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def parameters_of(model: ModelConfig) -> int | None:
+    size = size_of(model)
+    return None if size is None else size.parameters
 
 
 def recipe(name: str = "auto", precision: str = "auto", **model: Any) -> Config:
@@ -103,8 +109,8 @@ def test_a_hub_model_is_known_once_it_is_in_the_cache(tmp_path: Path) -> None:
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     code = (
-        "import sys; from sftkit.config.schema import ModelConfig; from sftkit.models.size import parameters_of as p\n"
-        "print(p(ModelConfig(path='some/model')), p(ModelConfig(path='some/other')), 'torch' in sys.modules)"
+        "import sys; from sftkit.config.schema import ModelConfig; from sftkit.models.size import size_of as p\n"
+        "print(p(ModelConfig(path='some/model')).parameters, p(ModelConfig(path='some/other')), 'torch' in sys.modules)"
     )
     env = {"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}
     printed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
@@ -124,15 +130,32 @@ def test_what_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, content: st
 
 
 def test_bytes_per_parameter_are_those_of_the_optimizers() -> None:
-    table, in_fp32 = model_size.BYTES_PER_PARAMETER, model_size.FP32_BYTES_PER_PARAMETER
-    assert set(table) == set(get_args(get_type_hints(OptimConfig)["name"]))
-    for name in ("adamw", "adamw_sr", "adamw8bit"):
-        assert table[name] == pytest.approx(optimizer_bytes(name, "bf16"), rel=0.01)
-    assert table["auto"] == optimizer_bytes("adamw_sr", "bf16")  # what auto falls back to
-    assert in_fp32["auto"] == in_fp32["adamw"] == optimizer_bytes("adamw", "fp32")
-    for precision, widths in (("bf16", table), ("fp32", in_fp32)):  # matrices of blocks, the rest has AdamW's
-        assert optimizer_bytes("muon", precision) <= widths["muon"] <= optimizer_bytes("adamw", precision)
+    assert {"auto", *OPTIMIZERS} == set(get_args(get_type_hints(OptimConfig)["name"]))
+    blocks = Size(1000, 0)
+    for name, width in [("auto", 8), ("adamw", 16), ("adamw_sr", 8), ("adamw8bit", 6), ("muon", 12)]:
+        assert bytes_of(blocks, name, "bf16") == 1000 * width
+    for name, width in [("auto", 16), ("adamw", 16), ("muon", 12)]:
+        assert bytes_of(blocks, name, "fp32") == 1000 * width
+    for precision in ("bf16", "fp32"):  # embedding and head have AdamW's states
+        assert bytes_of(Size(1000, 300), "muon", precision) == 700 * 12 + 300 * 16
+        assert bytes_of(Size(1000, 300), "adamw", precision) == 1000 * 16
     assert USABLE == memory.USABLE
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("source", ["scratch", "folder"])
+def test_muon_is_estimated_at_what_it_really_keeps(tmp_path: Path, source: str, tied: bool) -> None:
+    built = model("qwen3", head_dim=32, tie_word_embeddings=tied)
+    optimizer = build_optimizer(built, OptimConfig(name="muon"))
+    states = [optimizer.new_state(p, group) for group in optimizer.param_groups for p in group["params"]]
+    kept = sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    scratch = {"model_type": "qwen3", **SIZES, "head_dim": 32, "tie_word_embeddings": tied}
+    if source == "folder":
+        built.save_pretrained(tmp_path)
+    size = size_of(ModelConfig(scratch=scratch) if source == "scratch" else ModelConfig(path=str(tmp_path)))
+    assert size is not None
+    assert size.ends == SIZES["vocab_size"] * SIZES["hidden_size"] * (1 if tied else 2)
+    assert bytes_of(size, "muon", "fp32") == pytest.approx(8 * parameters(built) + kept, rel=0.005)
 
 
 def test_a_replica_needs_its_states_and_a_quarter_more() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo import utils as dynamo_utils
 
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.optim.adamw import (
@@ -22,7 +23,10 @@ from sftkit.optim.adamw import (
     update_exact,
     update_stochastic,
 )
-from sftkit.optim.build import apply_clipping, build_optimizer, learning_rate, optimizer_bytes, warm_up_optimizer
+from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import Optimizer
+from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.rng import random_key
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -56,16 +60,13 @@ def set_gradients(model: torch.nn.Module, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p)
 
 
-def run_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def run_steps(model: torch.nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         set_gradients(model, step)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (step + 1)
-        apply_clipping(optimizer, torch.tensor(0.5), model.parameters())
-        optimizer.step()
+        optimizer.update(1e-3 / (step + 1), torch.tensor(0.5))
 
 
-def make(name: str, model: torch.nn.Module, seed: int = 0, **settings) -> torch.optim.Optimizer:
+def make(name: str, model: torch.nn.Module, seed: int = 0, **settings) -> Optimizer:
     return build_optimizer(model, OptimConfig(name=name, **{"lr": 1e-3, "weight_decay": 0.1, **settings}), seed)
 
 
@@ -113,7 +114,8 @@ def test_bf16_optimizers_converge_like_fp32_adamw(name: str) -> None:
 def test_master_weights_follow_fp32_adamw_fed_the_same_gradients() -> None:
     model, reference = Small(), Small(torch.float32)
     optimizer, reference_optimizer = make("adamw", model), make("adamw", reference)
-    assert type(reference_optimizer) is torch.optim.AdamW
+    assert type(reference_optimizer) is FusedAdamW
+    assert isinstance(reference_optimizer, torch.optim.AdamW)
     run_steps(model, optimizer, range(20))
     run_steps(reference, reference_optimizer, range(20))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -198,7 +200,7 @@ def test_warm_up_touches_nothing(name: str) -> None:
     model = Small()
     optimizer = make(name, model)
     rng = torch.get_rng_state()
-    warm_up_optimizer(optimizer)
+    optimizer.warm_up(compiled=True)
     assert_same(model, Small())
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), rng)
@@ -209,7 +211,7 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     torch._dynamo.reset()
     model = Small()
     optimizer = make(name, model)
-    warm_up_optimizer(optimizer)
+    optimizer.warm_up(compiled=True)
     dynamo_utils.set_compilation_metrics_limit(100_000)
     before = len(dynamo_utils.get_compilation_metrics())
     run_steps(model, optimizer, range(3))
@@ -249,7 +251,7 @@ def test_bytes_per_parameter_are_what_is_allocated(name: str, dtype: torch.dtype
     matrix = model.block.matrix
     states = [t for t in plain_tensors(optimizer.state[matrix]) if t.numel() > 1]
     allocated = sum(t.numel() * t.element_size() for t in (matrix, matrix.grad, *states)) / matrix.numel()
-    assert optimizer_bytes(name, {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]) == allocated
+    assert OPTIMIZERS[name].training_width({torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]) == allocated
 
 
 def noise(step: int, numel: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -342,16 +344,13 @@ def test_cuda_compiles_in_the_warm_up_only_and_follows_the_cpu(name: str) -> Non
     on_cpu, on_cuda = Small(), Small().cuda()
     run_steps(on_cpu, make(name, on_cpu), range(5))
     optimizer = make(name, on_cuda)
-    warm_up_optimizer(optimizer)
+    optimizer.warm_up(compiled=True)
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in range(5):
             set_gradients(on_cpu, step)
             for ours, theirs in zip(on_cuda.parameters(), on_cpu.parameters(), strict=True):
                 ours.grad = theirs.grad.cuda()
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-3 / (step + 1)
-            apply_clipping(optimizer, torch.tensor(0.5, device="cuda"), on_cuda.parameters())
-            optimizer.step()
+            optimizer.update(1e-3 / (step + 1), torch.tensor(0.5, device="cuda"))
     for ours, theirs in zip(on_cuda.parameters(), on_cpu.parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2**-6, atol=0)
 
@@ -366,9 +365,10 @@ def test_the_coefficient_acts_inside_one_update_and_gradients_stay(name: str) ->
         if coefficient == 1.0:
             for p in model.parameters():
                 p.grad.mul_(0.25)
+            optimizer.step()
         else:
-            apply_clipping(optimizer, torch.tensor(coefficient), model.parameters())
-        optimizer.step()
-        assert optimizer.clip_coefficient is None
+            optimizer.update(1e-3, torch.tensor(coefficient))
         assert coefficient == 1.0 or all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+        set_gradients(model, 1)
+        optimizer.step()  # the coefficient was for one update
     assert_same(clipped, scaled)

@@ -10,8 +10,11 @@ from helpers import tiny_llama
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.optim.build import apply_clipping, build_optimizer, clip_coefficient, learning_rate, squared_norm
+from sftkit.optim.build import build_optimizer
+from sftkit.optim.gradients import clip_coefficient, squared_norm
 from sftkit.optim.muon import Muon
+from sftkit.optim.protocol import Optimizer
+from sftkit.optim.schedule import learning_rate
 
 STEPS = 100
 
@@ -21,7 +24,7 @@ def curve(**settings) -> list[float]:
     return [learning_rate(step, STEPS, optim) for step in range(1, STEPS + 1)]
 
 
-def make(name: str, model: torch.nn.Module, **settings) -> torch.optim.Optimizer:
+def make(name: str, model: torch.nn.Module, **settings) -> Optimizer:
     return build_optimizer(model, OptimConfig(name=name, **{"lr": 1e-3, "weight_decay": 0.1, **settings}))
 
 
@@ -105,7 +108,7 @@ def norm_and_coefficient(model: torch.nn.Module, max_norm: float | None) -> tupl
 def test_clipping_equals_torch_in_fp32(max_norm: float | None) -> None:
     model, reference = llama_with_gradients(), llama_with_gradients()
     norm, coefficient = norm_and_coefficient(model, max_norm)
-    apply_clipping(make("adamw", model), coefficient, model.parameters())
+    make("adamw", model).update(1e-3, coefficient)  # torch's fused update: it multiplies the gradients first
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf") if max_norm is None else max_norm)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     assert norm.ndim == coefficient.ndim == 0
@@ -126,17 +129,15 @@ def test_a_norm_that_is_not_finite_changes_no_weight_and_no_state(name: str, dty
     next(model.parameters()).grad[0] = float("nan")
     norm, coefficient = norm_and_coefficient(model, 1.0)
     assert norm.isnan()
-    apply_clipping(optimizer, coefficient, model.parameters())
-    optimizer.step()
+    optimizer.update(1e-2, coefficient)
     for old, new in zip(before, tensors_of(model, optimizer), strict=True):
         assert torch.equal(old, new)
     set_random_gradients(model)
-    apply_clipping(optimizer, norm_and_coefficient(model, 1.0)[1], model.parameters())
-    optimizer.step()
+    optimizer.update(1e-2, norm_and_coefficient(model, 1.0)[1])
     assert not torch.equal(before[0], tensors_of(model, optimizer)[0])
 
 
-def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def tensors_of(model: torch.nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
     states = [v for p in model.parameters() for k, v in optimizer.state[p].items() if k != "step"]
     return [*model.parameters(), *states]
 
@@ -158,7 +159,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     model = tiny_llama()
     optimizer = make("muon", model)
     names = {id(p): name for name, p in model.named_parameters()}
-    muon = {names[id(p)] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
+    muon = {names[id(p)] for g in optimizer.param_groups if g["block_matrices"] for p in g["params"]}
     assert muon == {n for n in names.values() if n.startswith("model.layers.") and "norm" not in n}
     everything = [id(p) for g in optimizer.param_groups for p in g["params"]]
     assert sorted(everything) == sorted(names)
@@ -175,7 +176,7 @@ def test_muon_without_named_blocks_is_refused() -> None:
 def test_muon_in_fp32_equals_torch_bitwise(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
-    groups = [{"params": [ours], "weight_decay": 0.1, "use_muon": True}]
+    groups = [{"params": [ours], "weight_decay": 0.1, "block_matrices": True}]
     optimizer = Muon(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     reference = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
@@ -197,8 +198,7 @@ def test_a_bf16_model_learns_like_its_fp32_twin(name: str) -> None:
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             _, coefficient = norm_and_coefficient(model, 1.0)
-            apply_clipping(optimizer, coefficient, model.parameters())
-            optimizer.step()
+            optimizer.update(5e-3, coefficient)
             optimizer.zero_grad()
         return loss.item()
 

@@ -24,6 +24,7 @@ from sftkit.checkpoint.writer import OPTIMIZER, Snapshot, Writer, free_bytes, in
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.weights import load_weights
+from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
 from sftkit.runtime.files import replace_text, set_aside
 from sftkit.runtime.hardware import environment
@@ -53,7 +54,7 @@ class Checkpoints:
         rt: Runtime,
         orig_model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         recipe: str,
         identity: dict[str, Any] | None = None,
     ) -> None:
@@ -133,7 +134,7 @@ class Checkpoints:
         copies_done(self.rt.device)
         kept = {
             "step": step,
-            "optimizer": optimizer_kind(self.optimizer),
+            "optimizer": self.optimizer.kind,
             "world_size": world_size,
             "topology": self.rt.topology.describe(),
             "identity": self.identity,
@@ -221,7 +222,7 @@ class Checkpoints:
                 return None
             state = json.loads((folder / STATE / "state.json").read_text())
             place = f"train.resume={setting}: {folder}"
-            here = optimizer_kind(self.optimizer)
+            here = self.optimizer.kind
             if state["optimizer"] != here:
                 raise ConfigError(
                     f"{place} was written with the optimizer {state['optimizer']}, and this run has {here}: resume with "
@@ -281,13 +282,6 @@ class Checkpoints:
                     if best is not None and best.folder == later.name:
                         (self.run_dir / BEST).unlink()
         self.rt.barrier()
-
-
-def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer and the dtype of its parameters: what decides which states it keeps."""
-    dtypes = {str(p.dtype).removeprefix("torch.") for group in optimizer.param_groups for p in group["params"]}
-    stochastic = " stochastic" if getattr(optimizer, "stochastic", False) else ""
-    return f"{type(optimizer).__name__}{stochastic} {'+'.join(sorted(dtypes))}"
 
 
 def make_tokenizer_portable(config_file: Path) -> None:

@@ -56,7 +56,8 @@ def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str
         key = prefix + field
         if prefix:
             required = field in schema.get("required", ())
-            yield key, Key(_kind(prop), _docs()[name].get(field, ""), required, prop.get("default"))
+            doc = prop.get("description") or _docs()[name].get(field, "")
+            yield key, Key(_kind(prop), doc, required, prop.get("default"))
         if target:
             inner = f"{key}.N." if prop.get("type") == "array" else f"{key}."
             yield from _rows(classes, target, inner)

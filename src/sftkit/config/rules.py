@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import SourceConfig, source_label
 
 "What eval.tasks may name."
@@ -179,8 +180,9 @@ def _attention(get: Get) -> Iterator[Problem]:
 def _precision(get: Get) -> Iterator[Problem]:
     if get("train.precision") != "fp32":
         return
-    if get("optim.name") in ("adamw_sr", "adamw8bit"):
-        yield "optim.name", f"{get('optim.name')} rounds weights to bf16 and does not go with train.precision fp32"
+    optimizer = OPTIMIZERS.get(get("optim.name"))  # None: auto
+    if optimizer is not None and optimizer.rounds_weights:
+        yield "optim.name", f"{optimizer.name} rounds weights to bf16 and does not go with train.precision fp32"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
+
+from sftkit.config.optimizers import OPTIMIZERS, describe_optimizers
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+if TYPE_CHECKING:
+    OptimizerName = str
+else:  # a type checker knows no Literal of a table's keys
+    OptimizerName = Literal[("auto", *OPTIMIZERS)]
 
 
 T = TypeVar("T")
@@ -144,8 +150,7 @@ class LossConfig:
 class OptimConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    name: Literal["auto", "adamw", "adamw_sr", "adamw8bit", "muon"] = "auto"
-    "adamw: fp32 master weights and states, of which bf16 weights are stochastically rounded copies (16 bytes per parameter); adamw_sr: all bf16, stochastically rounded (8 bytes); adamw8bit: torchao's 8-bit states, stochastically rounded (about 6 bytes); muon: Muon on the matrices of the blocks, AdamW on the rest, for training from scratch; auto: adamw where it fits in memory, else adamw_sr."
+    name: Annotated[OptimizerName, Field(description=describe_optimizers())] = "auto"
     lr: Annotated[float, Field(gt=0.0)] = 2e-5
     "Peak learning rate."
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -9,7 +9,8 @@ import torch
 from sftkit.compile.contract import begin_step, uses_cuda_graphs
 from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
-from sftkit.optim.build import apply_clipping, clip_coefficient, squared_norm
+from sftkit.optim.gradients import clip_coefficient, squared_norm
+from sftkit.optim.protocol import Optimizer
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import StepOutcome
 
@@ -60,7 +61,7 @@ def forward_backward(model: torch.nn.Module, batch: Batch, num_targets: int, rt:
 
 def optimizer_step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     step_batches: StepBatches,
     learning_rate: float,
     max_grad_norm: float | None,
@@ -86,11 +87,7 @@ def optimizer_step(
         if i < last:
             earlier.take()
     grad_norm, flags = _agree(parameters, sums, stop, rt)
-    coefficient = clip_coefficient(grad_norm, flags[1] == 0, max_grad_norm)
-    apply_clipping(optimizer, coefficient, parameters)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags[1] == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(sums, grad_norm, flags)
 

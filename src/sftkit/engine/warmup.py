@@ -21,8 +21,7 @@ from sftkit.memory.plan import MemoryPlan, compare, explained, reserve_optimizer
 from sftkit.models.structure import vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import eager_backend
-from sftkit.optim.adamw import AdamW
-from sftkit.optim.build import warm_up_optimizer
+from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import let_go
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.start import Runtime
@@ -46,7 +45,7 @@ def prepare_step(
     rt: Runtime,
     model: torch.nn.Module,
     orig_model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     layout: Layout,
     plan: MemoryPlan,
     watch: CompileWatch,
@@ -67,9 +66,7 @@ def prepare_step(
             compiled = warm_up(model, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded)
         if not compiled:
             objective.backend = eager
-        if isinstance(optimizer, AdamW):
-            optimizer.compile = compiled
-        warm_up_optimizer(optimizer)
+        optimizer.warm_up(compiled)
     watch.warm_up_done()
     seconds = time.perf_counter() - started
     tracker.say(_line(compiled, layout, watch.counts(), seconds))

@@ -6,17 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 
 from transformers import PreTrainedModel
 
+from sftkit.config.optimizers import OPTIMIZERS, WIDTH
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.models.structure import decoder_blocks, vocab_size
-from sftkit.optim.build import optimizer_bytes
 from sftkit.parallel.fsdp import Sharding
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.7 * GIB)
 "CUDA context, loaded kernels and the workspaces of libraries; no tensor, so in no allocator's count."
-WIDTH = {"bf16": 2, "fp32": 4}
-"Bytes of a weight, a gradient and an activation."
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Shape:
     ends: int
     "those of the parameters outside the blocks: embedding, head, final norm"
     matrices: int
-    "those of the parameters that are matrices of a block, for muon"
+    "those of the parameters that are matrices of a block, which an optimizer may treat by themselves"
     blocks: int
     hidden: int
     query: int
@@ -217,16 +215,9 @@ def earlier_gradient_width(layout: Layout, precision: str) -> int:
 
 
 def _state_bytes(s: Setup) -> int:
-    per_parameter = state_width(s.optimizer, s.precision)
-    if s.optimizer != "muon":
-        return int(per_parameter * s.shape.parameters)
-    others = s.shape.parameters - s.shape.matrices
-    return int(per_parameter * s.shape.matrices + state_width("adamw", s.precision) * others)
-
-
-def state_width(optimizer: str, precision: str) -> float:
-    """Bytes per parameter of optimizer state alone."""
-    return optimizer_bytes(optimizer, precision) - 2 * WIDTH[precision]
+    spec, matrices = OPTIMIZERS[s.optimizer], s.shape.matrices
+    others = s.shape.parameters - matrices
+    return int(spec.state_width(s.precision) * matrices + spec.state_width(s.precision, block_matrix=False) * others)
 
 
 def _loss_bytes(s: Setup, tokens: int) -> int:

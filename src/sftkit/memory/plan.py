@@ -8,23 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import Config, OptimConfig
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, shape_of, state_width
+from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, shape_of
 from sftkit.ops.dtensor import local
+from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import Sharding
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
 
-OptimizerName = Literal["adamw", "adamw_sr", "adamw8bit", "muon"]
 USABLE = 0.92
 "Share of a GPU that an estimate may fill: the allocator's gaps take the rest."
 BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
@@ -85,7 +86,7 @@ def make_plan(
     shape = shape_of(orig_model)
     budget = _budget(cfg) if compiled else 1.0
     dense = backend == "reference"
-    name: OptimizerName = "adamw" if cfg.optim.name == "auto" else cfg.optim.name
+    name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     setup = None
     if shape is not None:
         chunk, topology = cfg.loss.chunk_tokens, rt.topology
@@ -148,17 +149,27 @@ def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> OptimizerName:
-    """What optim.name=auto stands for; `too_much`: adamw would not fit."""
+def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> str:
+    """What optim.name=auto stands for; `too_much`: the default would not fit."""
     if precision != "bf16":
-        return "adamw"
+        return DEFAULT
     if preset == "low":
-        return "adamw8bit" if torchao_installed() and not sharded else "adamw_sr"
-    return "adamw_sr" if too_much else "adamw"
+        usable = [spec for spec in _smaller_optimizers(sharded) if _is_installed(spec)]
+        return min(usable, key=lambda spec: spec.state_width(precision)).name
+    return FALLBACK if too_much else DEFAULT
 
 
-def torchao_installed() -> bool:
-    return find_spec("torchao") is not None
+def _smaller_optimizers(sharded: bool) -> list[OptimizerSpec]:
+    """Those that do what the default does in less memory."""
+    return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (sharded and spec.unshardable)]
+
+
+def _is_installed(spec: OptimizerSpec) -> bool:
+    return spec.extra is None or package_installed(spec.extra.package)
+
+
+def package_installed(name: str) -> bool:
+    return find_spec(name) is not None
 
 
 def fits(found: Estimate, total_bytes: int | None) -> bool:
@@ -194,7 +205,7 @@ def compare(plan: MemoryPlan, measured_gib: float) -> str:
 
 
 @contextmanager
-def reserve_optimizer_state(optimizer: torch.optim.Optimizer, plan: MemoryPlan, device: torch.device) -> Iterator[None]:
+def reserve_optimizer_state(optimizer: Optimizer, plan: MemoryPlan, device: torch.device) -> Iterator[None]:
     """Hold, on a GPU, what a step has in memory and the warm-up has not: optimizer states that the first update will
     make and gradients of earlier micro-batches. So a run that cannot fit fails in the warm-up.
     """
@@ -208,23 +219,25 @@ def reserve_optimizer_state(optimizer: torch.optim.Optimizer, plan: MemoryPlan, 
         del held
 
 
-def missing_state_bytes(optimizer: torch.optim.Optimizer, name: str) -> int:
+def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
     """Bytes of the states of all parameters that have none yet."""
-    missing = 0.0
+    missing, spec = 0.0, OPTIMIZERS[name]
     for group in optimizer.param_groups:
-        kind = "adamw" if name == "muon" and not group["use_muon"] else name
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
-                missing += local(p).numel() * state_width(kind, "bf16" if p.dtype == torch.bfloat16 else "fp32")
+                width = spec.state_width(_precision_of(p), group.get("block_matrices", True))
+                missing += local(p).numel() * width
     return int(missing)
+
+
+def _precision_of(param: torch.Tensor) -> str:
+    return "bf16" if param.dtype == torch.bfloat16 else "fp32"
 
 
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
     """Of one checkpoint: weights and optimizer states of all ranks."""
-    return sum(
-        p.numel() * (p.element_size() + state_width(plan.optim.name, "bf16" if p.dtype == torch.bfloat16 else "fp32"))
-        for p in orig_model.parameters()
-    )
+    spec = OPTIMIZERS[plan.optim.name]
+    return sum(p.numel() * (p.element_size() + spec.state_width(_precision_of(p))) for p in orig_model.parameters())
 
 
 def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
@@ -286,14 +299,12 @@ def _optimizer(s: Setup) -> list[Option]:
     """Optimizers for bf16 weights with smaller states; else bf16 weights."""
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
-    needs = "" if torchao_installed() else " (pip install 'sftkit[fp8]')"
-    smaller = {"adamw_sr": "optim.name=adamw_sr", "adamw8bit": f"optim.name=adamw8bit{needs}"}
-    if s.topology.sharded:  # its states cannot be cut anew
-        del smaller["adamw8bit"]
-    width = state_width(s.optimizer, s.precision)
-    return [
-        (text, replace(s, optimizer=name)) for name, text in smaller.items() if state_width(name, s.precision) < width
-    ]
+    width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
+    for spec in _smaller_optimizers(s.topology.sharded):
+        if spec.state_width(s.precision) < width:
+            needs = f" (pip install 'sftkit[{spec.extra.name}]')" if spec.extra and not _is_installed(spec) else ""
+            found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))
+    return found
 
 
 def _more_shards(s: Setup) -> list[Option]:
@@ -330,7 +341,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
     if best:
         advice = "What saves most here (estimated):" + "".join(best)
     elif plan.estimate is None:
-        advice = "Lower train.micro_batch_size, or set train.memory=low or optim.name=adamw_sr"
+        advice = f"Lower train.micro_batch_size, or set train.memory=low or optim.name={FALLBACK}"
     else:
         advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"
     return ConfigError(", ".join(lines) + ". " + advice)

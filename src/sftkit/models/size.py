@@ -8,21 +8,27 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import Config, ModelConfig
 
 GIB = 2**30
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-BYTES_PER_PARAMETER = {"auto": 8, "adamw": 16, "adamw_sr": 8, "adamw8bit": 6, "muon": 14}
-"Of weight, gradient and optimizer states in bf16, as optim.optimizer_bytes has them; auto: what it falls back to, adamw_sr."
-FP32_BYTES_PER_PARAMETER = {"auto": 16, "adamw": 16, "muon": 14}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
 GATED = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo", "olmo2", "olmo3")
 "Architectures of four attention matrices and three of the feed-forward layer, with the names that `_of_fields` reads."
+
+
+class Size(NamedTuple):
+    """Parameters of a model."""
+
+    parameters: int
+    ends: int
+    "those of embedding and head, which are no matrices of a block; 0 where unknown"
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,24 @@ class Replica:
 
 def replica_of(cfg: Config) -> Replica | None:
     """The least that a replica takes in training, None where the model's size is unknown before it is loaded."""
-    parameters = parameters_of(cfg.model)
-    if parameters is None:
+    size = size_of(cfg.model)
+    if size is None:
         return None
-    width = FP32_BYTES_PER_PARAMETER if cfg.train.precision == "fp32" else BYTES_PER_PARAMETER
-    name = cfg.optim.name
-    return Replica(parameters, name, int(BESIDE * width[name] * parameters))
+    num_bytes = bytes_of(size, cfg.optim.name, "fp32" if cfg.train.precision == "fp32" else "bf16")
+    return Replica(size.parameters, cfg.optim.name, int(BESIDE * num_bytes))
 
 
-def parameters_of(model: ModelConfig) -> int | None:
-    """Parameters of the model that a run starts from, exact where its files name them, else by the sizes of its config.
+def bytes_of(size: Size, optimizer: str, precision: str) -> int:
+    """Return the bytes of weights, gradients and optimizer states; of auto those of the least that it takes."""
+    least = FALLBACK if precision == "bf16" else DEFAULT
+    spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
+    # Whole bytes of each: this is a lower bound, and of 8-bit states the scales are a hundredth.
+    in_blocks, elsewhere = (int(spec.training_width(precision, block_matrix)) for block_matrix in (True, False))
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
+
+
+def size_of(model: ModelConfig) -> Size | None:
+    """Size of the model that a run starts from, exact where its files name it, else by the sizes of its config.
 
     A hub model that is not in the local cache yet is unknown, as is a model.scratch whose fields leave sizes to defaults.
     """
@@ -91,18 +105,30 @@ def _folder(path: str, revision: str | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _of_folder(folder: Path) -> int | None:
+def _of_folder(folder: Path) -> Size | None:
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config") or config
     if (folder / INDEX).is_file():
         metadata = json.loads((folder / INDEX).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
         if "total_parameters" in metadata:
-            return int(metadata["total_parameters"])
-        return int(metadata["total_size"]) // width if width else None
+            return Size(int(metadata["total_parameters"]), _ends(text, tied=True))
+        return Size(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
     if (folder / SINGLE).is_file():
-        return _elements(folder / SINGLE)
+        return Size(_elements(folder / SINGLE), _ends(text, tied=True))
     return _of_fields(text)
+
+
+def _ends(fields: Mapping[str, Any], tied: bool) -> int:
+    """Parameters of embedding and head by the fields of a transformers config, 0 where it names no sizes.
+
+    Args:
+        tied: whether they share one matrix where the fields do not say.
+    """
+    vocab, hidden = fields.get("vocab_size"), fields.get("hidden_size")
+    if not (isinstance(vocab, int) and isinstance(hidden, int)):
+        return 0
+    return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
 
 
 def _elements(path: Path) -> int:
@@ -113,13 +139,14 @@ def _elements(path: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _of_fields(fields: Mapping[str, Any]) -> int | None:
+def _of_fields(fields: Mapping[str, Any]) -> Size | None:
     """Parameters by the fields of a transformers config, norms and biases left out."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if fields.get("model_type") not in GATED or any(not isinstance(fields.get(name), int) for name in names):
         return None
-    vocab, hidden, inner, blocks, heads = (fields[name] for name in names)
+    _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
     block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
-    return blocks * block + vocab * hidden * (1 if fields.get("tie_word_embeddings") else 2)
+    ends = _ends(fields, tied=False)
+    return Size(blocks * block + ends, ends)

@@ -1,1 +1,1 @@
-"""Optimizers, their states, gradient clipping, and the learning rate of a step."""
+"""Optimizers, one file each, behind one protocol; their states, gradient clipping, and the learning rate of a step."""

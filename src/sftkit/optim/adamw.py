@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.dtensor import contiguous_strides, local, local_region
+from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.protocol import Groups, Optimizer, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 WARM_UP_ELEMENTS = 1 << 20
@@ -184,9 +187,12 @@ class AdamW(torch.optim.Optimizer):
     parameters unless stochastic), `step` (int). They are made at the parameter's first update.
     """
 
+    label = "AdamW"
+    "For `kind`."
+
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Groups,
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -196,14 +202,20 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.stochastic, self.seed, self.compile = stochastic, seed, compile
-        self.clip_coefficient: torch.Tensor | None = None
-        "0-d fp32 tensor on the device, by which the next step multiplies the gradients; then None again. nan: no update"
+
+    @property
+    def kind(self) -> str:
+        return kind_of(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
+
+    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        """See optim.protocol; the coefficient acts inside the update, without a pass over the gradients. No host sync."""
+        set_learning_rate(self.param_groups, learning_rate)
+        self.step(clip=coefficient)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. No host sync."""
+    def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
+        """Update at the rates of the groups every parameter that has a gradient; None: gradients as they are."""
         assert closure is None
-        clip, self.clip_coefficient = self.clip_coefficient, None
         for index, (param, group) in enumerate(self._parameters()):
             # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
             if param.grad is not None:
@@ -263,8 +275,9 @@ class AdamW(torch.optim.Optimizer):
             run(update_exact)(master, param, *rest, *keys)
 
     @torch.no_grad()
-    def warm_up(self) -> None:
-        """Compile what `step` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
+    def warm_up(self, compiled: bool) -> None:
+        """Compile what `update` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
+        self.compile = compiled
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
         for (dtype, device), group in kinds.items():
             param = torch.zeros(WARM_UP_ELEMENTS if device.type == "cuda" else 2, dtype=dtype, device=device)
@@ -301,3 +314,12 @@ class AdamW(torch.optim.Optimizer):
                 f"in {str(dtype).removeprefix('torch.')}: resume with the optim.name and train.precision of the "
                 "checkpoint, or start from its weights with model.path"
             )
+
+
+def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Optimizer:
+    """Build the optimizer of optim.name=adamw: torch's own where all is fp32, else ours, with masters."""
+    parameters = list(parameters_of(groups))
+    # The fused update takes no flag beside sharded tensors.
+    if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
+        return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-not-found]
 
+from sftkit.config.schema import OptimConfig
+from sftkit.optim.gradients import multiply_gradients
+from sftkit.optim.protocol import Groups, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 
@@ -17,26 +20,33 @@ class AdamW8bit(TorchaoAdamW8bit):
     step, so that replicas stay equal, a resumed run repeats them, and nobody else's random numbers change.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, seed: int = 0
-    ) -> None:
+    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, seed: int = 0) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, bf16_stochastic_round=True)
         self.seed = seed
-        self.unusable: torch.Tensor | None = None
-        "bool 0-d: whether the next update is left out; the host reads it, as it reads the number of updates"
         self._set_lr([lr] * len(self.param_groups))
 
     def _set_lr(self, values: list[Any]) -> None:
         for group, value in zip(self.param_groups, values, strict=True):
             group["lr"] = value
 
+    @property
+    def kind(self) -> str:
+        return kind_of("AdamW8bit", self.param_groups)
+
+    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        """See optim.protocol. Whether there is an update is read by the host, as the number of updates is."""
+        set_learning_rate(self.param_groups, learning_rate)
+        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        if not bool(coefficient.isnan()):
+            self.step()
+
+    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        moments = {"exp_avg": self._new_buffer(param, True), "exp_avg_sq": self._new_buffer(param, False)}
+        return {"step": torch.tensor(0.0), **moments}
+
     def step(self, closure: None = None) -> None:
-        """One update, or none where `unusable` is set. torchao wants learning rates as tensors, the loop and the checkpoint
-        have floats."""
+        """Update at the rates of the groups. torchao wants them as tensors, the loop and the checkpoint have floats."""
         assert closure is None
-        unusable, self.unusable = self.unusable, None
-        if unusable is not None and bool(unusable):
-            return
         updates = max((int(state["step"]) for state in self.state.values()), default=0)
         device = self.param_groups[0]["params"][0].device
         learning_rates = [float(group["lr"]) for group in self.param_groups]
@@ -49,8 +59,9 @@ class AdamW8bit(TorchaoAdamW8bit):
             super().step()
         self._set_lr(learning_rates)
 
-    def warm_up(self) -> None:
-        """Compile for each distinct shape: torchao's function is static. Nothing of this optimizer is touched."""
+    def warm_up(self, compiled: bool) -> None:
+        """Compile for each distinct shape: torchao's function is static, and compiled also where nothing else is. Nothing
+        of this optimizer is touched."""
         seen = set()
         for group in self.param_groups:
             for param in group["params"]:
@@ -64,3 +75,8 @@ class AdamW8bit(TorchaoAdamW8bit):
         copy.grad = torch.zeros_like(param)
         options = {"params": [copy], "weight_decay": group["weight_decay"]}
         AdamW8bit([options], group["lr"], group["betas"], group["eps"]).step()
+
+
+def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> AdamW8bit:
+    """Build the optimizer of optim.name=adamw8bit; torchao compiles its update in any case."""
+    return AdamW8bit(groups, optim.lr, optim.betas, optim.eps, seed)

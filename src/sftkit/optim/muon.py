@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import local, local_region
 from sftkit.optim.adamw import AdamW, elements, first_element, flat, int32, noise16, stochastic_round
+from sftkit.optim.protocol import Groups
 from sftkit.runtime.rng import random_key
 
 MOMENTUM = 0.95
@@ -72,18 +74,20 @@ def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(AdamW):
-    """Groups with `use_muon` take Muon, the others this package's AdamW.
+    """Groups of `block_matrices` take Muon, the others this package's AdamW.
 
     States of a matrix: `momentum_buffer` (fp32, flat), `step` (int), and for a bf16 matrix `master` (fp32, flat).
     """
 
+    label = "Muon"
+
     def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        if not group["use_muon"]:
+        if not group["block_matrices"]:
             return super()._zero_states(param, group)
         return {"step": 0, "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
     def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
-        if not group["use_muon"]:
+        if not group["block_matrices"]:
             return super()._update(param, group, index, clip)
         state = self._next_state(param, group)
         assert param.grad is not None
@@ -99,3 +103,8 @@ class Muon(AdamW):
             rounded = stochastic_round(state["master"], noise).view(piece.shape)
             piece.copy_(torch.where(clip.isnan(), piece, rounded))
         return None
+
+
+def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Muon:
+    """Build the optimizer of optim.name=muon."""
+    return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)

@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.ops.dtensor import local
+from sftkit.optim.protocol import Optimizer
 
 STEP = "step"
 
 
-def named_states(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`exp_avg.<parameter>` -> tensor of the parameter's shape, a view of the live state (of this rank's piece, as a
     DTensor, where the parameter is sharded); `step.<parameter>` -> int64 0-d.
 
@@ -29,9 +30,7 @@ def named_states(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) 
     return found
 
 
-def states_loaded(
-    optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor]
-) -> None:
+def states_loaded(optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
     """After a checkpoint was loaded into the tensors of `named_states`: take over the numbers of updates."""
     for name, param in _named(optimizer, orig_model):
         state, step = optimizer.state[param], int(tensors[f"{STEP}.{name}"])
@@ -41,21 +40,17 @@ def states_loaded(
             state[STEP] = step
 
 
-def _named(optimizer: torch.optim.Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
     names = {id(p): name for name, p in orig_model.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _state(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
     state = optimizer.state[param]
     if state:
         return state
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    if isinstance(optimizer, torch.optim.AdamW):
-        step = torch.zeros((), dtype=torch.float32, device=param.device)
-        state.update({STEP: step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)})
-    else:
-        state.update(optimizer.new_state(param, group))  # type: ignore[attr-defined]
+    state.update(optimizer.new_state(param, group))
     return state
 
 

@@ -21,7 +21,8 @@ from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import Prepared, prepare_step
 from sftkit.errors import NonFiniteError, Stopped
 from sftkit.memory.plan import MemoryPlan, explained
-from sftkit.optim.build import learning_rate
+from sftkit.optim.protocol import Optimizer
+from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
@@ -43,7 +44,7 @@ def train(
     rt: Runtime,
     model: torch.nn.Module,
     orig_model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batches: Batches,
     plan: MemoryPlan,
     *,

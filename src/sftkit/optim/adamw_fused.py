@@ -1,0 +1,37 @@
+"""torch's fused AdamW, for fp32 weights that are not sharded: one kernel for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sftkit.optim.gradients import multiply_gradients
+from sftkit.optim.protocol import kind_of, parameters_of, set_learning_rate
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW with fused=True as an optim.protocol.Optimizer."""
+
+    found_inf: torch.Tensor
+    "What torch's fused update asks its optimizer for, though GradScaler alone sets it: fp32 0-d, 1 for no update."
+
+    @property
+    def kind(self) -> str:
+        return kind_of("AdamW", self.param_groups)
+
+    def warm_up(self, compiled: bool) -> None:
+        """Do nothing: the kernel comes compiled with torch."""
+
+    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        set_learning_rate(self.param_groups, learning_rate)
+        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        self.found_inf = coefficient.isnan().float()
+        try:
+            self.step()
+        finally:
+            del self.found_inf
+
+    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        step = torch.zeros((), dtype=torch.float32, device=param.device)
+        return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}

@@ -1,0 +1,81 @@
+"""What an optimizer is to the rest: everybody holds one, nobody asks which."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from sftkit.config.schema import OptimConfig
+
+Groups = list[dict[str, Any]]
+"Parameter groups as torch has them: params, weight_decay, lr, and what else the optimizer keeps by group."
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Parameters, their states, and the update of both."""
+
+    param_groups: Groups
+    state: defaultdict[torch.Tensor, Any]
+    "States of each parameter by name, with `step`, its number of updates; empty before the first one."
+
+    @property
+    def kind(self) -> str:
+        """What decides which states there are, for people and for a checkpoint, which only resumes its own kind."""
+
+    def warm_up(self, compiled: bool) -> None:
+        """Compile all that an update will run; parameters, states and random numbers stay as they are.
+
+        Args:
+            compiled: whether the run compiles. If not, updates are eager from here on, where that is the optimizer's
+                choice.
+        """
+
+    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        """Set the rate of every group, multiply the gradients by the coefficient, update what has a gradient.
+
+        The product may be taken inside the update, so the gradients are good for nothing afterwards.
+
+        Args:
+            coefficient: fp32 0-d on the device; nan: weights and states stay, but for counts of updates.
+        """
+
+    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of a parameter as they are before its first update."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Build(Protocol):
+    """The function that an OptimizerSpec names."""
+
+    def __call__(self, groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Optimizer:
+        """Build the optimizer.
+
+        Args:
+            groups: as build.parameter_groups makes them.
+            seed: of stochastic rounding; the same on every rank.
+            compile: the update on CUDA in one kernel per parameter; else eager, slow and with temporaries.
+        """
+
+
+def kind_of(label: str, groups: Groups) -> str:
+    """Compose `kind`: the label, which is in checkpoints and never changes, and the dtypes of the parameters."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters_of(groups)}
+    return f"{label} {'+'.join(sorted(dtypes))}"
+
+
+def parameters_of(groups: Groups) -> Iterable[torch.nn.Parameter]:
+    return (p for group in groups for p in group["params"])
+
+
+def set_learning_rate(groups: Groups, learning_rate: float) -> None:
+    for group in groups:
+        group["lr"] = learning_rate
