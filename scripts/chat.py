@@ -63,6 +63,6 @@ def ask() -> str:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.start import script
+    from sftkit.runtime.script import script
 
     script(main)

@@ -13,12 +13,22 @@ from sftkit.config.load import load_config, to_yaml
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
+    from sftkit.reports.write import try_report
+    from sftkit.runtime import start as runtime
+    from sftkit.tracking.remote import dashboard_name
+
+    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), page=try_report) as rt:
+        run(cfg, rt)
+
+
+def run(cfg, rt) -> None:
     from sftkit.checkpoint.checkpoint import Checkpoints
     from sftkit.checkpoint.compatibility import run_identity
     from sftkit.compile import cache as compile_cache
     from sftkit.compile.contract import compile_model
     from sftkit.compile.debug import open_logs
     from sftkit.data import chat, loader
+    from sftkit.data.collate import part_of
     from sftkit.data.pack import make_layout
     from sftkit.evals.suite import Suite, sample_rows
     from sftkit.memory.plan import checkpoint_bytes, make_plan
@@ -30,13 +40,12 @@ def main() -> None:
     from sftkit.optim.build import build_optimizer
     from sftkit.parallel.wrap import distribute
     from sftkit.preflight import look as preflight
-    from sftkit.runtime import start as runtime
+    from sftkit.runtime.open import open_run
     from sftkit.runtime.status import effective_resume
     from sftkit.tracking.tracker import Tracker
     from sftkit.train.loop import train
-    from sftkit.train.summary import open_run, write_summary
+    from sftkit.train.summary import write_summary
 
-    rt = runtime.start(cfg.run, cfg.train, cfg.log)
     resume = effective_resume(cfg.train.resume, cfg.run.dir)
     run_dir = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
     open_logs(run_dir, cfg.compile, rt.rank)
@@ -52,8 +61,9 @@ def main() -> None:
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=cfg.data.too_long)
     examples, validation = loader.load_examples(cfg.data, tokenize, rt.main_first())
     layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths)
+    part = part_of(rt.topology, rt.rank)
     batches = loader.Batches(
-        examples, layout, cfg.run.seed, rt.data_rank, tokenizer.pad_token_id, cfg.data.num_workers, rt.part
+        examples, layout, cfg.run.seed, rt.data_rank, tokenizer.pad_token_id, cfg.data.num_workers, part
     )
 
     # How we step: attention for these rows, compiled in place, then wrapped. Only the train step calls `wrapped`.
@@ -92,6 +102,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.start import script
+    from sftkit.runtime.script import script
 
     script(main)

@@ -42,23 +42,31 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@flags_named()
 def main() -> None:
     args = parse()
 
+    from sftkit.config.schema import RunConfig, TrainConfig
+    from sftkit.evals.loading import check_arguments
+    from sftkit.runtime import start as runtime
+
+    with flags_named():
+        check_arguments(args)
+    with runtime.start(RunConfig(dir="."), TrainConfig()) as rt:
+        evaluate(args, rt)
+
+
+@flags_named()
+def evaluate(args, rt) -> None:
     from pathlib import Path
 
-    from sftkit.config.schema import EvalConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
+    from sftkit.config.schema import EvalConfig, ModelConfig
     from sftkit.evals import results
-    from sftkit.evals.loading import check_arguments, load, load_validation, longest_of
+    from sftkit.evals.loading import load, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
     from sftkit.models.load import load_tokenizer
     from sftkit.reports.write import report_of_folder
-    from sftkit.runtime import start as runtime
     from sftkit.runtime.rundir import newest_run, resolve
 
-    check_arguments(args)
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(), LogConfig(wandb="off"))
     source = ModelConfig(path=resolve(args.path or newest_run()))
     tokenizer = load_tokenizer(source)
     config = EvalConfig(
@@ -93,6 +101,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.start import script
+    from sftkit.runtime.script import script
 
     script(main)

@@ -99,6 +99,6 @@ def new_file(word: str) -> Path:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.start import script
+    from sftkit.runtime.script import script
 
     script(main)

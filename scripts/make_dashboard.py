@@ -30,6 +30,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.start import script
+    from sftkit.runtime.script import script
 
     script(main)

@@ -26,11 +26,12 @@ from transformers import (
 
 from sftkit.checkpoint import weight_files
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.config.schema import CheckpointConfig, LogConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import CheckpointConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import CheckpointError
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 
 ROWS = 4
@@ -107,7 +108,7 @@ class Run:
 
 def main(run_dir: str, of_one: str) -> None:
     """Two ranks: replicas and shards save and resume their own, each other's and one process's checkpoints."""
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     folder = Path(run_dir)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     out: dict[str, Any] = {}
@@ -167,4 +168,4 @@ def fail(text: str, *_: Any) -> None:
 
 
 if __name__ == "__main__":
-    runtime.script(partial(main, *sys.argv[1:]))
+    script(partial(main, *sys.argv[1:]))

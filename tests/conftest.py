@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Several test processes share the cores, so each takes one, and Inductor compiles in the process that asks for it:
@@ -14,6 +14,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from sftkit.runtime.signals import Stopping
 
 GOLDEN = Path(__file__).parent / "golden"
 OUR_TEMPLATE = Path(__file__).parents[1] / "src" / "sftkit" / "data" / "chatml.jinja"
@@ -37,6 +39,22 @@ SENTENCES = [
     "She sells sea shells by the sea shore, and then she counts them: one, two, three, four.",
     "Die Straßenbahn fährt über die Brücke. Где находится библиотека? 你好，世界。",
 ]
+
+
+@pytest.fixture(autouse=True)
+def signals_given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs in tests have no `with`: the signals of this process are given back after each test."""
+    listening: list[Stopping] = []
+    listen = Stopping._listen
+
+    def noted(self: Stopping) -> None:
+        listening.append(self)
+        listen(self)
+
+    monkeypatch.setattr(Stopping, "_listen", noted)
+    yield
+    for stopping in reversed(listening):
+        stopping.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,14 @@ import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 
 from sftkit.compile.contract import compile_model, warm_up
-from sftkit.config.schema import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import shape_runner
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
 
 
 def train(rt: runtime.Runtime) -> dict[str, Any]:
@@ -45,11 +46,11 @@ def train(rt: runtime.Runtime) -> dict[str, Any]:
 
 
 def main(out: str) -> None:
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     found = train(rt)
     if rt.is_main:
         Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    runtime.script(partial(main, *sys.argv[1:]))
+    script(partial(main, *sys.argv[1:]))

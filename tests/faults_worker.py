@@ -29,11 +29,15 @@ from sftkit.generation.decode import generate
 from sftkit.memory.plan import make_plan
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.optim.build import build_optimizer
+from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
+from sftkit.runtime.open import open_run
+from sftkit.runtime.script import script
 from sftkit.runtime.status import effective_resume
+from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.loop import train
-from sftkit.train.summary import open_run, write_summary
+from sftkit.train.summary import write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
 
@@ -126,7 +130,11 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
     if fault == "differs" and os.environ["RANK"] == "1":
         overrides = (*overrides, "optim.lr=0.5")
     cfg = settings(run_dir, list(overrides))
-    rt = runtime.start(cfg.run, cfg.train, cfg.log)
+    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), page=try_report) as rt:
+        run(run_dir, fault, cfg, rt)
+
+
+def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     resume = effective_resume(cfg.train.resume, cfg.run.dir, os.environ)
     folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
     Path(f"{run_dir}.pid{rt.rank}").write_text(str(os.getpid()))
@@ -172,4 +180,4 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    runtime.script(partial(main, *sys.argv[1:]))
+    script(partial(main, *sys.argv[1:]))

@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sftkit.checkpoint.manifest import step_dirs, verify
+from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.writer import free_bytes
-from sftkit.launch.launch import CONFIGS, Launch, command, signal_env
-from sftkit.runtime.rundir import LATEST
+from sftkit.launch.launch import CONFIGS, Launch, command
+from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.rundir import LATEST, step_dirs
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tests/faults_worker.py"

@@ -22,8 +22,9 @@ from transformers import (
 
 from sftkit.compile.contract import compile_model, warm_up
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import CompileConfig, LogConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
+from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
@@ -34,6 +35,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
 
 
 def small(config: PretrainedConfig) -> PreTrainedModel:
@@ -84,7 +86,7 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
     torch._dynamo.reset()
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
-    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=rt.part)
+    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part_of(rt.topology, rt.rank))
     orig_model = MODELS[model_name]()
     model = ModelWithLoss(orig_model, "reference", LossConfig())
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
@@ -111,7 +113,7 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
 
 
 def main(out: str, *names: str) -> None:
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     results = {}
     for name in names:
         model, rt.topology, sharding, optim = CASES[rt.world_size][name]
@@ -121,4 +123,4 @@ def main(out: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    runtime.script(partial(main, *sys.argv[1:]))
+    script(partial(main, *sys.argv[1:]))

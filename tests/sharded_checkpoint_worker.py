@@ -19,7 +19,7 @@ from sftkit.checkpoint.state_store import snapshot_states
 from sftkit.config.schema import CheckpointConfig
 from sftkit.ops.dtensor import local_region
 from sftkit.optim.state import named_states
-from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
 
 SAVED = 2
 "The step whose checkpoint is resumed."
@@ -104,4 +104,4 @@ def main(folder: str, plan: str) -> None:
 
 
 if __name__ == "__main__":
-    runtime.script(partial(main, *sys.argv[1:]))
+    script(partial(main, *sys.argv[1:]))

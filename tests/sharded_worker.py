@@ -20,8 +20,9 @@ from helpers import make_examples, make_layout_of
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from sftkit.config.schema import EvalConfig, LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
+from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.types import Row
 from sftkit.engine.step import optimizer_step
@@ -35,6 +36,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +57,7 @@ ANY_LENGTH: Any = ()
 
 
 def start() -> Runtime:
-    return runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    return runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
 
 
 def gathered(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -85,7 +87,9 @@ class Job:
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]
         examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
         self.layout = make_layout_of("packed", examples.lengths, world_size=self.rt.data_world_size)
-        self.batches = Batches(examples, self.layout, 0, self.rt.data_rank, pad_id=0, part=self.rt.part)
+        self.batches = Batches(
+            examples, self.layout, 0, self.rt.data_rank, pad_id=0, part=part_of(self.rt.topology, self.rt.rank)
+        )
 
     def steps(self, first: int, last: int) -> list[float]:
         """Train steps first + 1 to last; the loss of each over all ranks."""
@@ -242,4 +246,4 @@ def main_evaluate(folder: str, *cases: str) -> None:
 
 if __name__ == "__main__":
     mains = {"load": main_load, "evaluate": main_evaluate}
-    runtime.script(partial(mains[sys.argv[1]], *sys.argv[2:]))
+    script(partial(mains[sys.argv[1]], *sys.argv[2:]))

@@ -44,7 +44,10 @@ ROOMS = {
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
-TORCH_FREE = ("config", "launch", "reports", "models/size.py", "runtime/rundir.py", "experiments/validate/run.py")
+TORCH_FREE = (
+    *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
+    *(f"runtime/{name}.py" for name in ("files", "launcher", "rundir", "script", "signals", "status")),
+)
 "Rooms and modules that are read before, or without, torch."
 
 

@@ -14,9 +14,8 @@ from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.manifest import step_dirs, step_number, verify
+from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.state_store import SafeReader, load_states
-from sftkit.checkpoint.writer import OPTIMIZER
 from sftkit.config.schema import (
     CheckpointConfig,
     CompileConfig,
@@ -35,11 +34,12 @@ from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.optim.build import build_optimizer
+from sftkit.runtime.open import open_run
 from sftkit.runtime.rng import random_state, restore_random_state
-from sftkit.runtime.rundir import LATEST, newest_run, resolve
+from sftkit.runtime.rundir import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.loop import train
-from sftkit.train.summary import Trained, open_run, write_summary
+from sftkit.train.summary import Trained, write_summary
 
 
 def config(run_dir: Path, max_steps: int, every: int | None) -> Config:

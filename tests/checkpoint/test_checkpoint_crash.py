@@ -22,12 +22,11 @@ from helpers import cpu_runtime
 from launched import fill, small_file_system
 
 from sftkit.checkpoint import writer as checkpoint_writer
-from sftkit.checkpoint.manifest import PINNED, entries, read_best, step_dirs, step_number, verify, write_manifest
+from sftkit.checkpoint.manifest import entries, read_best, verify, write_manifest
 from sftkit.checkpoint.state_store import SafeReader
-from sftkit.checkpoint.writer import OPTIMIZER
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.runtime.rundir import LATEST
+from sftkit.runtime.rundir import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,9 @@ from checkpoint_worker import Run
 from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
-from sftkit.checkpoint.manifest import step_dirs, verify
+from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.weight_files import plan_files
+from sftkit.runtime.rundir import step_dirs
 
 
 def test_two_ranks_save_and_resume_their_own_each_others_and_one_processs_checkpoints(

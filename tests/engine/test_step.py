@@ -19,7 +19,7 @@ from helpers import (
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftkit.config.schema import LogConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import forward_backward, optimizer_step
@@ -150,7 +150,7 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
 
 def test_accelerates_own_loss_division_stays_off(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     weight = torch.nn.Parameter(torch.ones(()))
     rt.accelerator.backward(8.0 * weight)
     assert float(weight.grad) == 8.0
@@ -262,7 +262,7 @@ def test_no_step_waits_for_the_gpu() -> None:
     batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
     model = ModelWithLoss(tiny_llama().to(device, torch.bfloat16), "varlen", LossConfig())
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
-    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1), LogConfig(wandb="off"))
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     steps = on_device(batches.steps(0, 6), device)
     optimizer_step(model, optimizer, next(steps), 1e-3, 1.0, rt)
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.launch import Hardware, choose, count_visible
 from sftkit.models.size import Replica
+from sftkit.runtime.launcher import signal_env
 
 RECIPE = "run: {dir: x}\nmodel: {path: y}\ndata: {train: [{path: 'builtin:tasks'}]}\ntrain: {max_steps: 1}\n"
 LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
@@ -210,8 +211,8 @@ def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path:
 
 
 def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwise():
-    assert "SIGUSR1" in launch.signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
-    assert launch.signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
+    assert "SIGUSR1" in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+    assert signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
 
 
 def test_a_failing_script_fails_the_launcher(tmp_path: Path, recipe: Path):

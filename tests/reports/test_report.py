@@ -382,13 +382,15 @@ def test_the_newest_run_is_none_of_a_dashboard_and_none_that_was_set_aside(run: 
 FAILING = """
 import sys
 from pathlib import Path
+from sftkit.reports.write import try_report
 from sftkit.runtime import status
 
-status.open_status(Path(sys.argv[1]), int(sys.argv[2]), 1).at(7, "step")
+here = status.RunStatus(Path(sys.argv[1]), int(sys.argv[2]), 1)
+here.at(7, "step")
 try:
     raise ValueError("the cheese is <gone>")
-except ValueError as error:  # as runtime.script ends every script
-    sys.exit(status.report(error))
+except ValueError as error:  # as Runtime ends every run
+    sys.exit(status.report(error, here, page=try_report))
 """
 
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from launched import ROOT, LaunchedRun, Launcher, launching
 
-from sftkit.checkpoint.checkpoint import step_dirs
-from sftkit.launch.launch import check_launcher
+from sftkit.runtime.launcher import check_launcher
+from sftkit.runtime.rundir import step_dirs
 from sftkit.runtime.signals import Deadline
 from sftkit.runtime.status import resume_command
 

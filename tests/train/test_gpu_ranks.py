@@ -17,8 +17,9 @@ import psutil
 import pytest
 import torch
 
-from sftkit.checkpoint.checkpoint import step_dirs, verify
-from sftkit.launch.launch import signal_env
+from sftkit.checkpoint.manifest import verify
+from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.rundir import step_dirs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,10 +17,10 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.manifest import BEST, Best, read_best, step_dir, step_dirs, step_number, sweep, verify
+from sftkit.checkpoint.manifest import Best, read_best, sweep, verify
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
-from sftkit.checkpoint.writer import OPTIMIZER, Snapshot, Writer, free_bytes, in_mb
+from sftkit.checkpoint.writer import Snapshot, Writer, free_bytes, in_mb
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.weights import load_weights
@@ -29,7 +29,19 @@ from sftkit.optim.state import named_states, states_loaded
 from sftkit.runtime.files import replace_text, set_aside
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.rng import random_key, random_state, restore_random_state
-from sftkit.runtime.rundir import LATEST, STATE
+from sftkit.runtime.rundir import (
+    BEST,
+    ENVIRONMENT,
+    LATEST,
+    OPTIMIZER,
+    RECIPE,
+    STATE,
+    TRAINING_STATE,
+    random_state_file,
+    step_dir,
+    step_dirs,
+    step_number,
+)
 from sftkit.runtime.start import Runtime, seed_everything
 
 log = logging.getLogger(__name__)
@@ -152,8 +164,8 @@ class Checkpoints:
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,
-            "recipe.yaml": self.recipe.encode(),
-            f"{STATE}/environment.json": json.dumps(versions, indent=1).encode(),
+            RECIPE: self.recipe.encode(),
+            f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
     def check_space(self, estimated_bytes: float) -> None:
@@ -220,7 +232,7 @@ class Checkpoints:
             folder = self.find(setting)
             if folder is None:
                 return None
-            state = json.loads((folder / STATE / "state.json").read_text())
+            state = json.loads((folder / TRAINING_STATE).read_text())
             place = f"train.resume={setting}: {folder}"
             here = self.optimizer.kind
             if state["optimizer"] != here:
@@ -231,7 +243,7 @@ class Checkpoints:
             if not (folder / OPTIMIZER).is_dir():
                 raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
             check_identity(state.get("identity"), self.identity, place)
-            return Found(folder, state, check_recipe((folder / "recipe.yaml").read_text(), self.recipe, changes, place))
+            return Found(folder, state, check_recipe((folder / RECIPE).read_text(), self.recipe, changes, place))
         except Exception as error:
             return error
 
@@ -256,7 +268,7 @@ class Checkpoints:
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         there = (state["world_size"], state["topology"])
         if there == (self.rt.world_size, self.rt.topology.describe()):
-            file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
+            file = random_state_file(folder, self.rt.rank)
             try:
                 restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
             except pickle.UnpicklingError as error:

@@ -14,13 +14,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from sftkit.runtime.files import flush, replace_text, set_aside
-from sftkit.runtime.rundir import LATEST, STATE
+from sftkit.runtime.rundir import (
+    BEST,
+    LATEST,
+    MANIFEST,
+    PINNED,
+    TRAINING_STATE,
+    UNFINISHED,
+    being_deleted,
+    step_dirs,
+    step_number,
+)
 
-STEP_NAME = re.compile(r"step-(\d{6,})")
-MANIFEST = "manifest.json"
-BEST = "BEST"
-PINNED = "PINNED"
-"A file of this name in a step directory keeps it from being pruned."
 LOWER_IS_BETTER = re.compile(
     r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
 )
@@ -29,20 +34,6 @@ HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Entries = dict[str, dict[str, Any]]
 """File name relative to the step directory -> {"bytes": size, "sha256": hex}."""
-
-
-def step_dir(run_dir: Path, step: int) -> Path:
-    return run_dir / f"step-{step:06d}"
-
-
-def step_dirs(run_dir: Path) -> list[Path]:
-    """Published step directories, oldest first."""
-    found = [path for path in run_dir.glob("step-*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_number)
-
-
-def step_number(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
 
 
 def sha256(path: Path) -> str:
@@ -83,8 +74,8 @@ def verify(folder: Path) -> str | None:
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
-    if f"{STATE}/state.json" not in expected:
-        return f"{folder}: {MANIFEST} lists no {STATE}/state.json"
+    if TRAINING_STATE not in expected:
+        return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
     for name, (size, _) in expected.items():
         if problem := _misplaced(folder, name):
             return problem
@@ -125,14 +116,14 @@ def publish(temporary: Path, final: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
-    doomed = folder.with_name(f".{folder.name}.del")
+    doomed = being_deleted(folder)
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(run_dir: Path) -> None:
     """Delete what a killed process left half-written or half-deleted."""
-    for pattern in (".step-*.tmp", ".step-*.del"):
+    for pattern in UNFINISHED:
         for folder in run_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -29,7 +29,6 @@ from sftkit.checkpoint.manifest import (
     prune,
     publish,
     read_best,
-    step_dir,
     sweep,
     write_best,
     write_manifest,
@@ -38,12 +37,11 @@ from sftkit.checkpoint.state_store import HostShard, save_states
 from sftkit.checkpoint.weight_files import WeightSnapshot, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import LATEST, STATE
+from sftkit.runtime.rundir import LATEST, OPTIMIZER, TRAINING_STATE, being_written, random_state_file, step_dir
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
-OPTIMIZER = f"{STATE}/optimizer"
 SLOWEST = timedelta(hours=2)
 "How long ranks wait for the slowest writer."
 
@@ -114,7 +112,7 @@ class Writer:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
-        temporary = self.run_dir / f".{step_dir(self.run_dir, snapshot.step).name}.tmp"
+        temporary = being_written(step_dir(self.run_dir, snapshot.step))
         try:
             with torch.no_grad():
                 num_bytes = self._write_all(snapshot, temporary)
@@ -174,11 +172,11 @@ class Writer:
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:
         """This rank's files, optimizer states aside; those that it can name."""
-        random_file = folder / STATE / f"rng-rank{self.rt.rank:03d}.pt"
+        random_file = random_state_file(folder, self.rt.rank)
         torch.save(snapshot.rng, random_file)
         write_weights(snapshot.weights, self.orig_model, folder)
         if self.rt.is_main:
-            (folder / STATE / "state.json").write_text(json.dumps(snapshot.state, indent=1))
+            (folder / TRAINING_STATE).write_text(json.dumps(snapshot.state, indent=1))
             for name, content in snapshot.small_files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)

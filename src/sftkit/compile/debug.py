@@ -21,6 +21,7 @@ from sftkit.compile.watch import phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 from sftkit.runtime.files import replace_text
+from sftkit.runtime.rundir import COMPILE_SUMMARY, SUMMARY, compile_dir
 
 ARTIFACTS = {
     "graphs": ("graph_code", "aot_graphs"),
@@ -114,7 +115,7 @@ def open_logs(run_dir: Path, compile: CompileConfig, rank: int) -> None:
     if FROM_COMPILER & set(compile.debug):
         torch._inductor.config.fx_graph_cache = False
         torch._functorch.config.enable_autograd_cache = False
-    files = CompilerFiles(_folder(run_dir, rank), compile.debug)
+    files = CompilerFiles(compile_dir(run_dir, rank), compile.debug)
     wanted: dict[str, int | bool] = dict.fromkeys(files.names, True)
     torch._logging.set_logs(modules=wanted)
     for logger in torch_loggers():
@@ -138,10 +139,10 @@ def write_summary(run_dir: Path, rank: int) -> None:
     if rank != 0 or not handlers:
         return
     graphs = summarize(dynamo_utils.get_compilation_metrics(), handlers[0].generated)
-    folder = _folder(run_dir, rank).parent
+    folder = compile_dir(run_dir, rank).parent
     content = {"torch": torch.__version__, "logs": sorted(set(handlers[0].names.values())), "graphs": graphs}
-    replace_text(folder / "summary.json", json.dumps(content, indent=1))
-    replace_text(folder / "summary.md", as_markdown(content))
+    replace_text(folder / SUMMARY, json.dumps(content, indent=1))
+    replace_text(folder / COMPILE_SUMMARY, as_markdown(content))
 
 
 def summarize(
@@ -274,7 +275,3 @@ def _cell(value: float | None) -> str:
 
 def _artifact(record: logging.LogRecord) -> str:
     return getattr(logging.getLogger(record.name), "artifact_name", None) or ""
-
-
-def _folder(run_dir: Path, rank: int) -> Path:
-    return run_dir / "compile" / f"rank{rank:03d}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -44,6 +45,14 @@ class Part:
 
 
 WHOLE = Part("whole", 0, 1)
+
+
+def part_of(topology: Topology, rank: int) -> Part:
+    """Return which positions of its group's rows a rank computes."""
+    index = rank % topology.parts
+    if topology.context > 1:
+        return Part("chunks", index, topology.context)
+    return Part("columns", index, topology.tensor) if topology.tensor > 1 else WHOLE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import run_eagerly, warm_up
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config
-from sftkit.data.collate import Batch, warm_up_batch
+from sftkit.data.collate import Batch, part_of, warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import forward_backward
@@ -100,7 +100,8 @@ def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
 def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """This rank's part of the heaviest batch of a shape, on the device."""
     slots = layout.max_docs(rows, row_length)
-    return warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, rt.part).to(rt.device)
+    part = part_of(rt.topology, rt.rank)
+    return warm_up_batch(rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, part).to(rt.device)
 
 
 def shape_runner(

@@ -23,7 +23,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import windows
 from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.wrap import distribute
-from sftkit.runtime.rundir import STATE
+from sftkit.runtime.rundir import TRAINING_STATE
 from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048
@@ -103,6 +103,6 @@ def as_source(path: str) -> SourceConfig:
 
 def trained_length(source: ModelConfig) -> int | None:
     """data.max_length of the run that a checkpoint comes from; None: it is no checkpoint of a run."""
-    state = Path(source.path or "") / STATE / "state.json"
+    state = Path(source.path or "") / TRAINING_STATE
     length = json.loads(state.read_text()).get("max_length") if state.is_file() else None
     return None if length is None else int(length)

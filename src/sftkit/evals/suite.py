@@ -28,6 +28,7 @@ from sftkit.generation.decode import generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
 from sftkit.runtime.hardware import environment
+from sftkit.runtime.rundir import evaluation_dir
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Suite:
             values = self.validate()
             found = self.run_tasks()
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(self.run_dir / "evals" / f"step-{step:06d}", found)
+                self._write(evaluation_dir(self.run_dir, step), found)
             return values | results.values_of([one.result for one in found]), self.samples()
         finally:
             let_go(self.orig_model)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import collate
+from sftkit.data.collate import collate, part_of
 from sftkit.data.pack import Layout, plan_epoch, validation_layout
 from sftkit.data.types import Examples
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -38,6 +38,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     layout = validation_layout(layout, examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
+    part = part_of(rt.topology, rt.rank)
     was_training = model.orig_model.training
     model.orig_model.eval()
     try:
@@ -46,9 +47,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
                 rt.check_stop()
                 for rows in batch.micro_batches(layout, rt.data_rank):
                     max_docs = layout.max_docs(len(rows), batch.row_length)
-                    collated = collate(
-                        examples, rows, batch.row_length, pad_id, max_docs, layout.max_doc_length, rt.part
-                    )
+                    collated = collate(examples, rows, batch.row_length, pad_id, max_docs, layout.max_doc_length, part)
                     nll += model(collated.to(rt.device), backend).nll
     finally:
         model.orig_model.train(was_training)

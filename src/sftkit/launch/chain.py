@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
-from sftkit.reports.collect import FINAL
+from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY
 from sftkit.runtime.status import read_status
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
@@ -41,8 +41,8 @@ def evaluate_command(sft: Config) -> list[str]:
 
 def summary(runs: dict[str, Path], seconds: float) -> str:
     """What the chain did, for a person."""
-    trained = {stage: json.loads((run_dir / "summary.json").read_text()) for stage, run_dir in runs.items()}
-    families = json.loads((runs["sft"] / FINAL / "results.json").read_text())[0]
+    trained = {stage: json.loads((run_dir / SUMMARY).read_text()) for stage, run_dir in runs.items()}
+    families = json.loads((runs["sft"] / FINAL / RESULTS).read_text())[0]
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
 
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:

@@ -28,7 +28,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.runtime.hub import hub_answers
-from sftkit.runtime.rundir import STATE, resolve
+from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 
 if TYPE_CHECKING:
     from sftkit.runtime.start import Runtime
@@ -105,9 +105,9 @@ def base_tokenizer(
     """The tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
         return load_tokenizer(model)
-    folder = run_dir / "tokenizer"
+    folder = run_dir / TOKENIZER
     if rt.is_main and not folder.exists():
-        temporary = run_dir / ".tokenizer.tmp"
+        temporary = folder.with_name(f".{folder.name}.tmp")
         new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
         os.rename(temporary, folder)
     rt.barrier()
@@ -243,7 +243,7 @@ def inherit(
     Raises:
         ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
     """
-    state = Path(resolve(model.path)) / STATE / "state.json" if model.path else None
+    state = Path(resolve(model.path)) / TRAINING_STATE if model.path else None
     parent = json.loads(state.read_text()).get("max_length") if state is not None and state.is_file() else None
     length = max_length or parent
     if length is None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import Config, ModelConfig
+from sftkit.runtime.rundir import latest
 
 GIB = 2**30
 INDEX = "model.safetensors.index.json"
@@ -95,8 +96,8 @@ def _folder(path: str, revision: str | None) -> Path | None:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    if (folder / "LATEST").is_file():
-        return folder / (folder / "LATEST").read_text().strip()
+    if (newest := latest(folder)) is not None:
+        return newest
     if folder.is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
 from sftkit.ops.attention import dense_kernels, windows
+from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
 
@@ -168,9 +168,7 @@ def write_cache(values: dict[str, dict[str, float]]) -> None:
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(values, indent=1))
-        os.replace(temporary, path)
+        replace_shared(path, json.dumps(values, indent=1))
     except OSError as error:
         log.warning("%s cannot be written (%s): attention is measured again at the next start", path, error.strerror)
 

@@ -18,6 +18,7 @@ from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConf
 from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
 from sftkit.memory.estimate import GIB
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
+from sftkit.runtime.rundir import ARCHIVED, CONFIG, ENVIRONMENT, METRICS
 
 SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."
@@ -122,10 +123,10 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[st
         here: (device name, processes); runs on others are passed over. None: any, as the speed says where it is from.
     """
     run_dir = Path(cfg.run.dir)
-    folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}.old-*")]
+    folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
     found: dict[str, Speed] = {}
-    for file in sorted((f for d in folders if (f := d / "metrics.jsonl").is_file()), key=_modified, reverse=True):
-        speed, kind = _speed(file), _comparable(file.with_name("config.yaml"), cfg)
+    for file in sorted((f for d in folders if (f := d / METRICS).is_file()), key=_modified, reverse=True):
+        speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
         if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
             continue
         found.setdefault(kind, speed)
@@ -147,7 +148,7 @@ def _speed(metrics: Path) -> Speed | None:
     if not rates:
         return None
     try:
-        where = json.loads(metrics.with_name("environment.json").read_text())
+        where = json.loads(metrics.with_name(ENVIRONMENT).read_text())
     except (OSError, ValueError):
         where = {}
     return Speed(median(rates[len(rates) // 2 :]), str(metrics.parent), where.get("device"), where.get("world_size"))

@@ -22,10 +22,10 @@ from sftkit.preflight import costs as costs
 from sftkit.preflight import data as facts
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import device_name
+from sftkit.runtime.rundir import PREFLIGHT
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
-FILE = "preflight.json"
 
 TRUNCATED_PCT = 50.0
 DROPPED_PCT = 20.0
@@ -104,9 +104,9 @@ def record(
     examples, layout, epoch = batches.examples, batches.layout, batches.plan(0)
     found = look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan, here)
     try:
-        replace_text(run_dir / FILE, json.dumps(found, indent=1, ensure_ascii=False))
+        replace_text(run_dir / PREFLIGHT, json.dumps(found, indent=1, ensure_ascii=False))
     except OSError as error:
-        log.warning("%s cannot be written: %s", run_dir / FILE, error)
+        log.warning("%s cannot be written: %s", run_dir / PREFLIGHT, error)
     for line in lines(found):
         rt.say(line)
     for warning in data_warnings(found):

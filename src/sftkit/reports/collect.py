@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from statistics import median
@@ -12,14 +11,31 @@ from sftkit.errors import ConfigError
 from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
 from sftkit.reports.numbers import show
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
+from sftkit.runtime.rundir import (
+    CONFIG,
+    ENVIRONMENT,
+    EVALS,
+    EVALUATIONS,
+    EVENTS,
+    FINAL,
+    METRICS,
+    PREFLIGHT,
+    PROOF,
+    RESULTS,
+    SAMPLES,
+    STATUS,
+    STEP_DIRS,
+    SUMMARY,
+    is_archived,
+    step_name,
+    step_of,
+)
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
 Found = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
-MARKS_OF_A_RUN = ("config.yaml", "run_status.json", "metrics.jsonl")
-FINAL = "evals/final"
-"Folder in the run with what scripts/evaluate.py has found of its last checkpoint."
+MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS)
 _BUCKETS = 160
 _MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
@@ -56,7 +72,7 @@ def newest_run(root: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    marks = ("run_status.json", "metrics.jsonl")  # other programs, wandb among them, write a config.yaml too
+    marks = (STATUS, METRICS)  # other programs, wandb among them, write a config.yaml too
     found = [path for name in marks for path in root.glob(f"**/{name}") if not _is_left_over(path.relative_to(root))]
     if not found:
         raise ConfigError(f"{root}/: no run there; make one (make smoke, make sft) or name a run directory")
@@ -65,7 +81,7 @@ def newest_run(root: Path) -> Path:
 
 def _is_left_over(path: Path) -> bool:
     """Whether a file is of an earlier run that was set aside, or of a dashboard's own folder."""
-    return any(part == "wandb" or ".old-" in part for part in path.parts)
+    return is_archived(path) or "wandb" in path.parts
 
 
 def run_of(folder: Path) -> Path | None:
@@ -77,22 +93,22 @@ def run_of(folder: Path) -> Path | None:
 def _run(run_dir: Path) -> dict[str, Any]:
     check_run(run_dir)
     notes: list[str] = []
-    settings = read_settings(run_dir / "config.yaml", notes)
-    status = mapping(read_json(run_dir / "run_status.json", notes))
-    environment = mapping(read_json(run_dir / "environment.json", notes))
-    summary = mapping(read_json(run_dir / "summary.json", notes))
-    proof = mapping(read_json(run_dir / "proof.json", notes))
-    preflight = mapping(read_json(run_dir / "preflight.json", notes))
-    metrics = read_rows(run_dir / "metrics.jsonl", notes)
-    evals = read_rows(run_dir / "evals.jsonl", notes, optional=True)
-    samples = read_rows(run_dir / "samples.jsonl", notes, optional=True)
-    events = read_rows(run_dir / "events.jsonl", notes, optional=True)
+    settings = read_settings(run_dir / CONFIG, notes)
+    status = mapping(read_json(run_dir / STATUS, notes))
+    environment = mapping(read_json(run_dir / ENVIRONMENT, notes))
+    summary = mapping(read_json(run_dir / SUMMARY, notes))
+    proof = mapping(read_json(run_dir / PROOF, notes))
+    preflight = mapping(read_json(run_dir / PREFLIGHT, notes))
+    metrics = read_rows(run_dir / METRICS, notes)
+    evals = read_rows(run_dir / EVALS, notes, optional=True)
+    samples = read_rows(run_dir / SAMPLES, notes, optional=True)
+    events = read_rows(run_dir / EVENTS, notes, optional=True)
     folder = checkpoint(run_dir)
     full = _curves(metrics) | _curves(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = number(environment.get("world_size"))
-    digits = re.fullmatch(r"step-(\d{1,12})", folder.name) if folder else None
-    last_step = float(digits.group(1)) if digits else number(status.get("step")) or 0.0
+    saved = step_of(folder.name) if folder else None
+    last_step = float(saved) if saved is not None else number(status.get("step")) or 0.0
     return {
         "run": {
             "name": "/".join(run_dir.resolve().parts[-2:]),
@@ -214,10 +230,10 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
     """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
     found: Found = {}
     told: set[tuple[float, str, str]] = set()
-    for path in sorted(run_dir.glob("evals/step-*/results.json")):
-        digits = re.fullmatch(r"step-(\d{1,12})", path.parent.name)
-        for row in dicts(read_json(path, notes)) if digits else []:
-            told |= _keep_task(found, float(digits.group(1)) if digits else 0.0, row)
+    for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
+        of_step = step_of(path.parent.name)
+        for row in dicts(read_json(path, notes)) if of_step is not None else []:
+            told |= _keep_task(found, float(of_step or 0), row)
     for row in rows:
         step = number(row.get("step"))
         for name, value in row.items():
@@ -236,10 +252,9 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
     found: Found = {}
-    for row in dicts(read_json(run_dir / FINAL / "results.json", notes, optional=True)):
-        model = str(mapping(row.get("settings")).get("model") or f"step-{last_step:06.0f}")
-        digits = re.search(r"step-(\d{1,12})/?$", model)
-        if digits and float(digits.group(1)) == last_step:
+    for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
+        if step_of(Path(model).name) == last_step:
             _keep_task(found, last_step, row)
         else:
             notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")

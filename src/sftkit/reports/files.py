@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from sftkit.runtime.rundir import LATEST, STEP_DIRS
 
 Rows = list[dict[str, Any]]
 _LARGEST_NUMBER = 1e100
@@ -80,11 +82,11 @@ def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
 def checkpoint(run_dir: Path) -> Path | None:
     """The step directory that LATEST names; None without one. The name may not lead out of the run."""
     try:
-        name = (run_dir / "LATEST").read_text(encoding="utf-8").strip()
+        name = (run_dir / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     folder = run_dir / name
-    return folder if name.startswith("step-") and Path(name).name == name and folder.is_dir() else None
+    return folder if fnmatchcase(name, STEP_DIRS) and Path(name).name == name and folder.is_dir() else None
 
 
 def count_parameters(folder: Path) -> int | None:
@@ -99,13 +101,3 @@ def count_parameters(folder: Path) -> int | None:
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
             return None
     return total or None
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from typing import Any
 from sftkit.config.keys import table
 from sftkit.config.yaml_tree import parse
 from sftkit.reports.files import Rows, clean, dicts, mapping
+from sftkit.runtime.rundir import CONFIG, RECIPE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -80,7 +81,7 @@ def origin(settings: dict[str, Any]) -> str | None:
         if not isinstance(path, str):
             return None
         folder = os.path.expanduser(path)  # os.path, because no name is too long or too odd for it
-        files = (os.path.join(folder, name) for name in ("config.yaml", "recipe.yaml"))
+        files = (os.path.join(folder, name) for name in (CONFIG, RECIPE))
         recipe = next((file for file in files if os.path.isfile(file)), None)
         if recipe is None:
             local = os.path.exists(folder) or path.startswith(("runs/", ".", "~", "/"))

@@ -9,8 +9,11 @@ from threading import Thread
 
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather, newest_run, run_of
-from sftkit.reports.files import checkpoint, replace
+from sftkit.reports.files import checkpoint
 from sftkit.reports.page import render
+from sftkit.runtime.files import replace_shared
+from sftkit.runtime.rundir import CARD, REPORT, REPORT_DATA
+from sftkit.runtime.signals import say
 
 __all__ = ["gather", "newest_run", "report_of_folder", "try_report", "write_report"]
 _MOST_SECONDS = 20.0
@@ -28,19 +31,19 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
         OSError: a file cannot be written.
     """
     report = gather(run_dir, against)
-    target = out or run_dir / "report.html"
-    texts = {target.with_suffix(".json"): json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"}
-    texts[target] = render(report)
+    target = out or run_dir / REPORT
+    data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
+    texts = {data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n", target: render(report)}
     folder = checkpoint(run_dir)
     if out is None and folder is not None:
-        card = folder / "README.md"
+        card = folder / CARD
         texts[card] = model_card(report, licence(card))
     for path, text in texts.items():
-        replace(path, text)
+        replace_shared(path, text)
     return target
 
 
-def try_report(run_dir: Path, say: Callable[[str], None], most_seconds: float = _MOST_SECONDS) -> None:
+def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: float = _MOST_SECONDS) -> None:
     """Write the report where it must neither fail nor hold what goes on; `say` tells where it is, or why there is none."""
 
     def work() -> None:

@@ -1,21 +1,181 @@
-"""A run directory: the name of every file in it, and where its newest checkpoint is. No torch."""
+"""A run directory: the name of every file in it, who writes it, and where its checkpoints are. No torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sftkit.errors import ConfigError
 
+# ---- the run itself: runtime, train, preflight, compile and reports --------------------------------------------------
+
+CONFIG = "config.yaml"
+"The resolved recipe; runtime/open.py writes it before anything starts."
+ENVIRONMENT = "environment.json"
+"Versions, hardware and git state: runtime/open.py; a step directory has one of its own, in STATE."
+STATUS = "run_status.json"
+"How the run stands or ended, for people and requeue scripts: runtime/status.py."
+ERRORS = "rank-errors"
+"Folder with the error of each rank that failed: runtime/status.py."
+HEARTBEATS = ".heartbeat"
+"Folder in which each of several ranks says where it is: runtime/watchdog.py."
+PREFLIGHT = "preflight.json"
+"What will be learned and what it will cost: preflight/look.py."
+PROOF = "proof.json"
+"Checks that the run made of itself: train/proof.py."
+SUMMARY = "summary.json"
+"How training ended: train/summary.py."
+REPORT = "report.html"
+"The page of the run: reports/write.py."
+REPORT_DATA = "report.json"
+"What the page shows, as data: reports/write.py."
+TOKENIZER = "tokenizer"
+"Folder with the tokenizer that a base run has trained: models/load.py."
+COMPILE = "compile"
+"Folder with what compile.debug logs of each rank, and a summary.json and summary.md of it: compile/debug.py."
+COMPILE_SUMMARY = "summary.md"
+"In COMPILE, SUMMARY for reading."
+ARCHIVED = ".old-"
+"In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
+
+# ---- lines and results: tracking and evals ---------------------------------------------------------------------------
+
+METRICS = "metrics.jsonl"
+"A line for every log.every steps: tracking/tracker.py."
+EVALS = "evals.jsonl"
+"A line for each evaluation: tracking/tracker.py."
+SAMPLES = "samples.jsonl"
+"The sample answers of each evaluation: tracking/tracker.py."
+EVENTS = "events.jsonl"
+"What a person should know at once: tracking/tracker.py."
+EVALUATIONS = "evals"
+"Folder with a folder for each evaluation that had tasks: evals/suite.py."
+FINAL = f"{EVALUATIONS}/final"
+"Folder with what scripts/evaluate.py has found of the last checkpoint."
+RESULTS = "results.json"
+"In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies beside it."
+VALIDATION = "validation.json"
+"In a folder that scripts/evaluate.py is given, the losses of its --val: evals/results.py."
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
 LATEST = "LATEST"
-"Text file in a run directory: the name of its newest complete checkpoint."
-
-
+"The name of the newest complete checkpoint: checkpoint/writer.py."
+BEST = "BEST"
+"The name of the best evaluated checkpoint, then metric and value: checkpoint/manifest.py."
+PINNED = "PINNED"
+"A file of this name in a step directory keeps it from being pruned; people write it."
+MANIFEST = "manifest.json"
+"In a step directory, size and hash of all its other files: checkpoint/manifest.py."
+RECIPE = "recipe.yaml"
+"In a step directory, the resolved recipe that it was trained with: checkpoint/checkpoint.py."
+CARD = "README.md"
+"In a step directory, the model card: reports/write.py."
 STATE = "training_state"
-"Folder of a step directory with all that plain transformers does not need: optimizer, random states, step."
+"In a step directory, the folder with all that plain transformers does not need: checkpoint/writer.py."
+TRAINING_STATE = f"{STATE}/state.json"
+"In a step directory, step, tokens and whatever else the loop goes on from: checkpoint/writer.py."
+OPTIMIZER = f"{STATE}/optimizer"
+"In a step directory, the folder with the optimizer's states: checkpoint/state_store.py."
+
+_STEP = "step-"
+STEP_DIRS = f"{_STEP}*"
+"Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
+UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")
+"Glob patterns of step directories that a killed process left half-written or half-deleted."
+_STEP_DIR = re.compile(rf"{_STEP}(\d{{6,}})")
+_STEP_NAME = re.compile(rf"{_STEP}(\d{{1,12}})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's directory, which its evaluation's folder has too."""
+    return f"{_STEP}{step:06d}"
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint."""
+    return run_dir / step_name(step)
+
+
+def step_dirs(run_dir: Path) -> list[Path]:
+    """Return the published step directories, oldest first."""
+    found = [path for path in run_dir.glob(STEP_DIRS) if _STEP_DIR.fullmatch(path.name)]
+    return sorted(found, key=step_number)
+
+
+def step_number(folder: Path) -> int:
+    """Return the step of a step directory."""
+    return int(folder.name.split("-")[1])
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a name that anybody may have written; None: it is no step directory's."""
+    found = _STEP_NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def being_written(folder: Path) -> Path:
+    """Return what a step directory is called until it is whole; UNFINISHED finds it."""
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def being_deleted(folder: Path) -> Path:
+    """Return what a step directory is called while it is deleted; UNFINISHED finds it."""
+    return folder.with_name(f".{folder.name}.del")
+
+
+def evaluation_dir(run_dir: Path, step: int) -> Path:
+    """Return the folder with every example of a step's evaluation."""
+    return run_dir / EVALUATIONS / step_name(step)
+
+
+def random_state_file(folder: Path, rank: int) -> Path:
+    """Return the file of a step directory with a rank's random states."""
+    return folder / STATE / f"rng-{_rank(rank)}.pt"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """Return the file with the error of a rank that failed."""
+    return run_dir / ERRORS / f"{_rank(rank)}.json"
+
+
+def error_files(run_dir: Path) -> list[Path]:
+    """Return the files of all ranks that have failed so far."""
+    return list((run_dir / ERRORS).glob("rank*.json"))
+
+
+def heartbeat_file(beats: Path, rank: int) -> Path:
+    """Return the file in HEARTBEATS in which a rank says where it is."""
+    return beats / _rank(rank)
+
+
+def nonfinite_file(run_dir: Path, step: int, rank: int | None) -> Path:
+    """Return the file with a rank's documents of a step that was not finite; None: the pattern of all ranks' files."""
+    return run_dir / f"nonfinite-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
+
+
+def compile_dir(run_dir: Path, rank: int) -> Path:
+    """Return the folder with what compile.debug logs of a rank."""
+    return run_dir / COMPILE / _rank(rank)
+
+
+def _rank(rank: int) -> str:
+    return f"rank{rank:03d}"
+
+
+def is_archived(path: Path) -> bool:
+    """Return whether a path is of, or in, a directory that made room for another of its name."""
+    return any(ARCHIVED in part for part in path.parts)
+
+
+def latest(run_dir: Path) -> Path | None:
+    """Return the checkpoint that LATEST names; None without one."""
+    named = run_dir / LATEST
+    return run_dir / named.read_text().strip() if named.is_file() else None
 
 
 def resolve(path: str) -> str:
-    """A loadable folder or hub id: a run directory stands for its latest checkpoint.
+    """Return a loadable folder or hub id: a run directory stands for its latest checkpoint.
 
     Raises:
         ConfigError: a local path that does not exist or holds no model.
@@ -23,8 +183,8 @@ def resolve(path: str) -> str:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return str(folder)
-    if (folder / LATEST).is_file():
-        return resolve(str(folder / (folder / LATEST).read_text().strip()))
+    if (newest := latest(folder)) is not None:
+        return resolve(str(newest))
     if folder.is_dir():
         raise ConfigError(
             f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
@@ -36,12 +196,12 @@ def resolve(path: str) -> str:
 
 
 def newest_run(root: str = "runs") -> str:
-    """The run directory under `root` whose checkpoint was written last.
+    """Return the run directory under `root` whose checkpoint was written last.
 
     Raises:
         ConfigError: there is none.
     """
-    found = [path for path in Path(root).glob(f"**/{LATEST}") if ".old-" not in str(path)]
+    found = [path for path in Path(root).glob(f"**/{LATEST}") if ARCHIVED not in str(path)]
     if not found:
         raise ConfigError(f"{root}/: no run with a checkpoint; make one (make smoke, make sft) or name a model")
     return str(max(found, key=lambda path: path.stat().st_mtime).parent)

@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -19,6 +20,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 "What asks for a stop; of several that came, the first of these is the reason that is written down."
 
 _UNKNOWN_SAVE_SECONDS = 120.0
+_END = b"\0"
+"No signal has this number."
 
 
 class Deadline:
@@ -64,6 +67,7 @@ class Stopping:
         "of the main rank, in the loop"
         self._since = 0.0
         self._at_once: Callable[[int], NoReturn] | None = None
+        self._listener: Listener | None = None
 
     def wanted(self) -> bool:
         """Whether this rank asks for a stop."""
@@ -73,12 +77,22 @@ class Stopping:
         """Until `save_first` a signal ends the process: there is nothing to save, and compilers that it interrupts would
         fail. `end` is given its number."""
         self._at_once = end
-        _listen(self._on_signal)
+        self._listen()
 
     def save_first(self) -> None:
         """From here on a signal asks for a stop that saves; a second Ctrl-C ends the process."""
         self._at_once = None
-        _listen(self._on_signal)
+        self._listen()
+
+    def close(self) -> None:
+        """Give the signals back to what they went to before; of several that listen, the last one first."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _listen(self) -> None:
+        self._listener = self._listener or Listener(self._on_signal)
+        self._listener.take_signals()
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
@@ -94,28 +108,55 @@ class Stopping:
             end_process(130)
 
 
-_receiver: list[Callable[[int], None]] = []
-"What the signals of this process go to; empty before the first listener."
+class Listener:
+    """The thread that reads the signals of this process, for as long as they go to `receiver`."""
+
+    def __init__(self, receiver: Callable[[int], None]) -> None:
+        self._receiver = receiver
+        self._handlers_before: dict[int, Any] = {}
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
+        ours = weakref.ref(self)  # what is registered there stays for good
+        os.register_at_fork(after_in_child=lambda: _leave_to_parent(ours()))
+
+    @property
+    def is_open(self) -> bool:
+        return self._writing >= 0
+
+    def take_signals(self) -> None:
+        """Have them come here; again after somebody else may have taken them."""
+        for number in SIGNALS:
+            before = signal.signal(number, lambda _number, _frame: None)
+            self._handlers_before.setdefault(number, before)
+
+    def close(self) -> None:
+        """Put handlers and wake-up descriptor back, end the thread. In the main thread."""
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._writing, _END)  # closing it would not do: data workers, which are forks, have it too
+        self._thread.join()
+        os.close(self._reading)
+        os.close(self._writing)
+        self._writing = -1
+
+    def _read(self) -> None:
+        while True:
+            numbers = os.read(self._reading, 64)
+            for number in numbers:
+                if number in SIGNALS:
+                    self._receiver(number)
+            if _END in numbers:
+                return
 
 
-def _listen(receiver: Callable[[int], None]) -> None:
-    first = not _receiver
-    _receiver[:] = [receiver]
-    for number in SIGNALS:
-        signal.signal(number, lambda _number, _frame: None)
-    if first:
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a data worker's signals are not ours
-        threading.Thread(target=_read_signals, args=(reading,), name="signals", daemon=True).start()
-
-
-def _read_signals(reading: int) -> None:
-    while True:
-        for number in os.read(reading, 64):
-            if number in SIGNALS:
-                _receiver[0](number)
+def _leave_to_parent(listener: Listener | None) -> None:
+    """In a process that was forked off: a data worker's signals are not ours."""
+    if listener is not None and listener.is_open:
+        signal.set_wakeup_fd(-1)
 
 
 @contextmanager

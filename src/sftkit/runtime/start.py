@@ -6,13 +6,14 @@ import gc
 import logging
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +26,13 @@ from accelerate.utils import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import LogConfig, RunConfig, TrainConfig
+from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.topology import Topology, take_topology
-from sftkit.data.collate import WHOLE, Part
 from sftkit.errors import ConfigError, Stopped
 from sftkit.parallel.fsdp import set_gradient_sync
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
-from sftkit.runtime.status import note_progress, report
-from sftkit.tracking.remote import dashboard_name
+from sftkit.runtime.status import RunStatus, report
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Value = TypeVar("Value")
@@ -41,7 +40,11 @@ Value = TypeVar("Value")
 
 @dataclass
 class Runtime:
-    """This process's place in the run."""
+    """This process's place in the run.
+
+    Left as a context, it puts back what the run has changed in the process; what goes wrong inside is written down and
+    printed, and ends the process.
+    """
 
     accelerator: Accelerator
     precision: str
@@ -49,6 +52,39 @@ class Runtime:
     topology: Topology = field(default_factory=Topology)
     stopping: Stopping = field(default_factory=Stopping)
     "this rank's wish to end early"
+    status: RunStatus | None = None
+    "where this rank is in the run; None before its directory is opened"
+    page: Callable[[Path], None] | None = None
+    "what writes the page of the run directory when the run has failed"
+    at_end: ExitStack = field(default_factory=ExitStack)
+    "what has to be put back when the run ends, registered by whoever changes it"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            # Told before signals are given back: the launcher sends one when another rank has failed.
+            code = report(error, self.status, self.page) if isinstance(error, Exception) else None
+            if code is not None and self.world_size > 1:
+                end_process(code)  # closing the process group would wait for ranks that wait for this one
+        finally:
+            self.close()
+        if code is not None:
+            raise SystemExit(code)
+
+    def close(self) -> None:
+        """Put back what the run has changed in this process."""
+        try:
+            self.at_end.close()
+        finally:
+            self.stopping.close()
+
+    def open_status(self, run_dir: Path) -> RunStatus:
+        """Return the status of the run in this directory, the same object until another directory is opened."""
+        if self.status is None or self.status.run_dir != run_dir:
+            self.status = RunStatus(run_dir, self.rank, self.world_size)
+        return self.status
 
     @property
     def rank(self) -> int:
@@ -67,14 +103,6 @@ class Runtime:
     def data_rank(self) -> int:
         """Which of these groups this rank belongs to."""
         return self.rank // self.topology.parts
-
-    @property
-    def part(self) -> Part:
-        """Which positions of its group's rows this rank computes."""
-        index = self.rank % self.topology.parts
-        if self.topology.context > 1:
-            return Part("chunks", index, self.topology.context)
-        return Part("columns", index, self.topology.tensor) if self.topology.tensor > 1 else WHOLE
 
     @property
     def gradient_scale(self) -> float:
@@ -145,7 +173,8 @@ class Runtime:
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation,
         whose progress it is for the watchdog."""
-        note_progress()
+        if self.status is not None:
+            self.status.progress()
         if self.stop_requested():
             raise Stopped
 
@@ -168,16 +197,22 @@ def resolve_precision(wanted: str) -> str:
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
 
-def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
+def start(
+    run: RunConfig, train: TrainConfig, dashboard: str | None = None, page: Callable[[Path], None] | None = None
+) -> Runtime:
     """Join the process group, seed every generator.
 
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
+
+    Args:
+        dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.
+        page: writes the page of the run directory when the run has failed.
     """
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
-        log_with=dashboard_name(log),
+        log_with=dashboard,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
@@ -187,7 +222,7 @@ def start(run: RunConfig, train: TrainConfig, log: LogConfig) -> Runtime:
     )
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
-    rt = Runtime(accelerator, precision, topology)
+    rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
@@ -227,23 +262,3 @@ def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def script(main: Callable[[], None]) -> None:
-    """Run a script's main: errors as messages and in the run directory, process group closed.
-
-    Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
-    destructor, which waits for a gloo thread that waits for the interpreter lock.
-    """
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        code = report(error)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            end_process(code)  # closing the group would wait for ranks that wait for this one
-        sys.exit(code)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any, Literal
 import psutil
 
 from sftkit.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from sftkit.runtime.files import replace_shared
+from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
 from sftkit.runtime.signals import say
 
-STATUS, ERRORS = "run_status.json", "rank-errors"
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _TOLD_TO_STOP = ("stopped", "preempted")
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
@@ -71,6 +72,10 @@ class RunStatus:
         if self.phase == "step":
             self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
         self.step, self.phase, self.since = step, phase, now
+
+    def progress(self) -> None:
+        """Note that the present phase goes on: a part of it is done."""
+        self.since = time.monotonic()
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """The run starts: what an earlier start left is cleared. Main rank."""
@@ -122,15 +127,15 @@ class RunStatus:
             text = error if isinstance(error, str) else describe(error)
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
-            folder = self.run_dir / ERRORS
+            file = error_file(self.run_dir, self.rank)
             with suppress(OSError):  # on a full disk the error itself is what must be told
-                folder.mkdir(parents=True, exist_ok=True)
-                _replace(folder / f"rank{self.rank:03d}.json", asdict(self.failure))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                _replace(file, asdict(self.failure))
         return self.failure
 
     def failures(self) -> list[Failure]:
         """Of all ranks, causes before symptoms, earliest first."""
-        found = [Failure(**json.loads(path.read_text())) for path in (self.run_dir / ERRORS).glob("rank*.json")]
+        found = [Failure(**json.loads(path.read_text())) for path in error_files(self.run_dir)]
         if self.failure is not None and all(failure.rank != self.rank for failure in found):
             found.append(self.failure)  # the disk had no room for it
         return sorted(found, key=lambda failure: (failure.symptom, failure.time))
@@ -161,41 +166,26 @@ class RunStatus:
         return first
 
 
-_current: list[RunStatus] = []
-"The run of this process: what its signal thread and the end of its script write to."
-
-
-def open_status(run_dir: Path, rank: int, world_size: int) -> RunStatus:
-    """The status of the run in this directory, the same object for the whole process."""
-    if not (_current and _current[0].run_dir == run_dir):
-        _current[:] = [RunStatus(run_dir, rank, world_size)]
-    return _current[0]
-
-
-def note_progress() -> None:
-    """The present phase goes on: a part of it is done."""
-    if _current:
-        _current[0].since = time.monotonic()
-
-
-def report(error: BaseException) -> int:
+def report(error: BaseException, status: RunStatus | None = None, page: Callable[[Path], None] | None = None) -> int:
     """Write down how the run failed and print it, the cause instead of its symptoms; then the run's page, which shows the
-    error too. Returns the exit code."""
-    code = _tell(error)
-    if _current and _current[0].rank == 0:
-        with suppress(Exception):  # whatever becomes of the page, the run ends with its own error
-            from sftkit.reports.write import try_report
+    error too. Returns the exit code.
 
-            try_report(_current[0].run_dir, say)
+    Args:
+        status: of the run; None: it failed outside of one, or before its directory was opened.
+        page: what writes the page of a run directory; the main rank calls it.
+    """
+    code = _tell(error, status)
+    if page is not None and status is not None and status.rank == 0:
+        with suppress(Exception):  # whatever becomes of the page, the run ends with its own error
+            page(status.run_dir)
     return code
 
 
-def _tell(error: BaseException) -> int:
+def _tell(error: BaseException, status: RunStatus | None) -> int:
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     expected = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
     prefix, cause = "", None
-    if _current:
-        status = _current[0]
+    if status is not None:
         own = status.failed(error)
         cause = status.write_failed()
         prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
@@ -261,14 +251,11 @@ def resume_command(argv: list[str]) -> str:
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON under a name of this process, then rename: several ranks may write at a time. On a full disk in place."""
+    """Write JSON as a whole; several ranks may write at a time. On a full disk in place."""
     text = json.dumps(values, indent=1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_shared(path, text)
     except OSError:
-        temporary.unlink(missing_ok=True)
         with path.open("r+") as file:  # not truncated first: its blocks are all that there is
             file.write(text)
             file.truncate()

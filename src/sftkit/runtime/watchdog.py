@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftkit.config.schema import RunConfig
+from sftkit.runtime.rundir import HEARTBEATS, error_file, error_files, heartbeat_file
 from sftkit.runtime.signals import Stopping, end_process, say
-from sftkit.runtime.status import ERRORS, RunStatus
+from sftkit.runtime.status import RunStatus
 
-HEARTBEATS = ".heartbeat"
 _BEAT_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -83,15 +83,14 @@ class Watchdog:
             self._beats.mkdir(parents=True, exist_ok=True)
             status = self._status
             text = json.dumps({"step": status.step, "phase": status.phase})
-            (self._beats / f"rank{status.rank:03d}").write_text(text)
+            heartbeat_file(self._beats, status.rank).write_text(text)
             self._last_beat = time.monotonic()
 
     def _look_at_others(self) -> None:
         """Another rank's error or death: this one has some seconds to notice by itself, in a collective that fails. NCCL's
         do not fail: they wait, and the launcher kills who waits for 30 s."""
-        folder = self._status.run_dir / ERRORS
-        own = f"rank{self._status.rank:03d}.json"
-        told = folder.is_dir() and any(path.name != own for path in folder.glob("rank*.json"))
+        own = error_file(self._status.run_dir, self._status.rank)
+        told = any(path != own for path in error_files(self._status.run_dir))
         gone = self._status.gone() if self._stopping.signal is not None and not told else []
         if not (told or gone):
             return
@@ -130,7 +129,7 @@ def compare(beats: Path, world_size: int) -> tuple[list[int], str]:
     places: dict[tuple[int, int, str], list[int]] = {}
     for rank in range(world_size):
         try:
-            beat = json.loads((beats / f"rank{rank:03d}").read_text())
+            beat = json.loads(heartbeat_file(beats, rank).read_text())
         except (OSError, ValueError):
             beat = {"step": 0, "phase": "start"}
         phase = beat["phase"]

@@ -14,6 +14,7 @@ import torch
 from sftkit.config.schema import NumericsConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.errors import NonFiniteError
+from sftkit.runtime.rundir import nonfinite_file
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
 from sftkit.tracking.outcome import StepOutcome
@@ -191,9 +192,9 @@ class Health:
             "grad_norm": float(known.outcome.grad_norm),
             "documents": documents_of(self._batches, known.step_batches),
         }
-        name = f"nonfinite-step-{known.step:06d}-rank{self._rt.rank:03d}.json"
+        file = nonfinite_file(self._status.run_dir, known.step, self._rt.rank)
         with suppress(OSError):  # on a full disk the error itself is what must be told
-            (self._status.run_dir / name).write_text(json.dumps(found, indent=1))
+            file.write_text(json.dumps(found, indent=1))
 
     def _error(self, known: Known) -> NonFiniteError:
         """With the loss of every rank."""
@@ -214,7 +215,7 @@ class Health:
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         error = NonFiniteError(
             f"step {known.step}: {who} is not finite{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
-            f"was left out. The documents of that step are in {self._status.run_dir}/nonfinite-step-{known.step:06d}-rank*.json. "
+            f"was left out. The documents of that step are in {nonfinite_file(self._status.run_dir, known.step, None)}. "
             "Look at them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out "
             "with numerics.on_nonfinite=skip"
         )

@@ -28,7 +28,7 @@ class Meter:
         self._orig_model, self._loss, self._rt = orig_model, loss, rt
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self._examples = batches.examples
-        self.shapes = ShapeCounts(batches.layout, rt.part.count)
+        self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
         self.total_tokens = 0

@@ -20,6 +20,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import NonFiniteError, RecompileError
+from sftkit.runtime.rundir import (
+    EVALS,
+    EVALUATIONS,
+    EVENTS,
+    FINAL,
+    METRICS,
+    RESULTS,
+    SAMPLES,
+    evaluation_dir,
+    step_of,
+)
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
 
@@ -66,10 +77,10 @@ class Tracker:
         self._told: set[tuple[Kind, str]] = set()
         if not rt.is_main:
             return
-        for name in ("metrics.jsonl", "evals.jsonl", "samples.jsonl"):
+        for name in (METRICS, EVALS, SAMPLES):
             drop_rows_after(run_dir / name, first_step)
-        drop_evals_after(run_dir / "evals", first_step)
-        drop_rows_after(run_dir / "events.jsonl", sys.maxsize)  # what happened, happened: only a broken line goes
+        drop_evals_after(run_dir / EVALUATIONS, first_step)
+        drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes
         dashboard = open_dashboard(logging_config, run_dir, run_id, config, rt.accelerator)
         if dashboard is not None:
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
@@ -120,7 +131,7 @@ class Tracker:
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """One training line; an event if training has waited for data in this one and the two before."""
-        self._append("metrics.jsonl", step, values)
+        self._append(METRICS, step, values)
         self.say(train_line(step, total_steps, values))
         wait = values["perf/data_wait_pct"] or 0.0
         self._lines += 1
@@ -143,13 +154,13 @@ class Tracker:
         """
         if not self._rt.is_main:
             return
-        results = read_results(self._run_dir / "evals" / f"step-{step:06d}" / "results.json")
+        results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
         if values:
-            self._append("evals.jsonl", step, values)
+            self._append(EVALS, step, values)
             self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
-            self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
-            self._table("samples", step, SAMPLE_COLUMNS, read_rows(self._run_dir / "samples.jsonl")[-TABLE_ROWS:])
+            self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
+            self._table("samples", step, SAMPLE_COLUMNS, read_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:])
         if results:
             self._table("eval/results", step, RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
@@ -169,7 +180,7 @@ class Tracker:
     def _record(self, kind: Kind, step: int, text: str) -> None:
         if not self._rt.is_main:
             return
-        self._write("events.jsonl", [{"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}])
+        self._write(EVENTS, [{"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}])
         if self._mirror is not None:
             title, level = ALERTS[kind]
             self._mirror.alert(title, step, shortened(text), level)
@@ -248,10 +259,10 @@ def drop_rows_after(path: Path, step: int) -> None:
 def drop_evals_after(folder: Path, step: int) -> None:
     """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
     for path in folder.glob("*"):
-        final = read_results(path / "results.json") if path.name == "final" else []
+        final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
         names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
-        kind, _, digits = names[0].rpartition("/")[2].partition("-")
-        if kind == "step" and digits.isdecimal() and int(digits) > step:
+        found = step_of(names[0].rpartition("/")[2])
+        if found is not None and found > step:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -24,9 +24,9 @@ from sftkit.memory.plan import MemoryPlan, explained
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
+from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
-from sftkit.runtime.status import open_status
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
@@ -68,7 +68,7 @@ def train(
     """
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
-    status = open_status(checkpoints.run_dir, rt.rank, rt.world_size)
+    status = rt.open_status(checkpoints.run_dir)
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
@@ -110,7 +110,7 @@ def train(
         health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
-        folder = checkpoints.run_dir / f"step-{step:06d}"
+        folder = step_dir(checkpoints.run_dir, step)
         on_recompile = cfg.compile.on_recompile if prepared.compiled else "warn"
         with (
             proved(checkpoints.run_dir, rt, rows, lambda error: closing_rows(meter, batches, prepared, watch, error)),
@@ -215,7 +215,7 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
     a stop has cut it short."""
     if step == 0:
         return cfg.at_start
-    return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / "evals.jsonl", step))
+    return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / EVALS, step))
 
 
 @contextmanager

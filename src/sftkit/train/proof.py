@@ -25,10 +25,10 @@ from sftkit.ops.attention import plain_attention
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
+from sftkit.runtime.rundir import MANIFEST, PROOF
 from sftkit.tracking.meter import ShapeCounts
 
 log = logging.getLogger(__name__)
-FILE = "proof.json"
 PROBE_LENGTH = 64
 SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 "Largest relative difference of a loss of a dozen targets that is computed in two ways, by the dtype of the weights."
@@ -134,7 +134,7 @@ def resume_row(step: int, folder: Path | None) -> Row:
     how = "sha256 of the manifest of the checkpoint, whose files all matched the hashes in it"
     if folder is None:
         return Row("Resumed from a verified checkpoint", None, "started anew", "-", how)
-    digest = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     return Row(
         "Resumed from a verified checkpoint", True, f"step {step}, {folder.name}, {digest[:16]}", "verified", how
     )
@@ -227,6 +227,6 @@ def write(run_dir: Path, rows: Sequence[Row], logits: Mapping[str, Any] | None =
     """Write proof.json; on the main rank only. A full disk costs the file, not the run."""
     text = json.dumps({"rows": [asdict(row) for row in rows], "logits": logits}, indent=1, ensure_ascii=False)
     try:
-        replace_text(run_dir / FILE, text)
+        replace_text(run_dir / PROOF, text)
     except OSError as error:
-        log.warning("%s cannot be written: %s", run_dir / FILE, error)
+        log.warning("%s cannot be written: %s", run_dir / PROOF, error)

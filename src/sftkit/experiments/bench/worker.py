@@ -19,6 +19,7 @@ from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model
 from sftkit.data import loader
+from sftkit.data.collate import part_of
 from sftkit.data.pack import make_layout
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
@@ -32,6 +33,9 @@ from sftkit.ops.attention_choice import choose_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
+from sftkit.runtime.rundir import METRICS
+from sftkit.runtime.script import script
+from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.loop import train
 
@@ -97,7 +101,7 @@ def on_every_rank(witness: Witness) -> list[dict[str, Any]]:
 
 def joined(job: Job) -> runtime.Runtime:
     """The runtime of this process among those that the plan asks for."""
-    rt = runtime.start(job.config.run, job.config.train, job.config.log)
+    rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
     if rt.world_size != job.processes.count:
         raise ConfigError(
             f"run {job.name}: each process sees {rt.world_size} of the {job.processes.count} that topology "
@@ -116,7 +120,8 @@ def run(job: Job) -> dict[str, Any]:
     examples = documents(job.data, vocab_size(orig_model))
     assert cfg.data.max_length is not None
     layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.data_world_size, examples.lengths)
-    batches = loader.Batches(examples, layout, cfg.run.seed, rt.data_rank, 0, cfg.data.num_workers, rt.part)
+    part = part_of(rt.topology, rt.rank)
+    batches = loader.Batches(examples, layout, cfg.run.seed, rt.data_rank, 0, cfg.data.num_workers, part)
 
     started = time.perf_counter()
     apply_fp8(cfg, orig_model, layout, rt)
@@ -155,7 +160,7 @@ def run(job: Job) -> dict[str, Any]:
         "memory_plan": plan.line,
         "compiled": trained.compiled,
         "shapes": layout.shapes,
-        **measured(read_lines(job.folder / "metrics.jsonl"), job.steps, rt.world_size),
+        **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size),
         **over_ranks(ranks),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": tracker.ended - started,
@@ -163,4 +168,4 @@ def run(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    runtime.script(lambda: run_job(read_job(Path(sys.argv[1])), run))
+    script(lambda: run_job(read_job(Path(sys.argv[1])), run))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
-from sftkit.launch.launch import CONFIGS, Hardware, Launch, choose, command, signal_env
+from sftkit.launch.launch import CONFIGS, Hardware, Launch, choose, command
 from sftkit.models.size import Replica
+from sftkit.runtime.launcher import signal_env
 
 LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")
 ONLY_WITH = {"data.row_length": "packed", "data.num_buckets": "bucketed", "data.bucket_lengths": "bucketed"}

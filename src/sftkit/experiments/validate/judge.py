@@ -9,6 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from sftkit.experiments.validate.measure import Measured, spread
+from sftkit.runtime.rundir import latest
 
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
@@ -213,5 +214,4 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
 
 def step_folder(run: Path) -> Path | None:
     """The checkpoint that a run's LATEST names."""
-    latest = run / "LATEST"
-    return run / latest.read_text().strip() if latest.exists() else None
+    return latest(run)

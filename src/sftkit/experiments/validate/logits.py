@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sftkit.experiments.validate.judge import step_folder
-from sftkit.train.proof import FILE, verify_checkpoint
+from sftkit.runtime.rundir import PROOF
+from sftkit.train.proof import verify_checkpoint
 
 
 def main(run: Path, out: Path) -> None:
     """Write the row that says what came out."""
-    folder, recorded = step_folder(run), json.loads((run / FILE).read_text())["logits"]
+    folder, recorded = step_folder(run), json.loads((run / PROOF).read_text())["logits"]
     if folder is None:
         raise FileNotFoundError(f"{run} has no LATEST: no checkpoint was written")
     out.write_text(json.dumps(asdict(verify_checkpoint(folder, recorded)), indent=1))

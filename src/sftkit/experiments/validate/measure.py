@@ -8,6 +8,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sftkit.runtime.rundir import (
+    ENVIRONMENT,
+    ERRORS,
+    EVALS,
+    EVALUATIONS,
+    METRICS,
+    PROOF,
+    RESULTS,
+    STATUS,
+    STEP_DIRS,
+    SUMMARY,
+)
+
 Line = dict[str, Any]
 
 
@@ -56,23 +69,23 @@ class Measured:
 
 def measure(folder: Path, error: str | None) -> Measured:
     """Read what a run left in its folder; `error`: how its process ended, if not well."""
-    evals = rows(folder / "evals.jsonl")
+    evals = rows(folder / EVALS)
     return Measured(
         error=error,
-        lines=rows(folder / "metrics.jsonl"),
-        results=last_results(folder / "evals"),
+        lines=rows(folder / METRICS),
+        results=last_results(folder / EVALUATIONS),
         evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
-        summary=read(folder / "summary.json"),
-        status=read(folder / "run_status.json"),
-        proof=read(folder / "proof.json"),
-        environment=read(folder / "environment.json"),
-        rank_errors=sorted(path.name for path in (folder / "rank-errors").glob("*")),
+        summary=read(folder / SUMMARY),
+        status=read(folder / STATUS),
+        proof=read(folder / PROOF),
+        environment=read(folder / ENVIRONMENT),
+        rank_errors=sorted(path.name for path in (folder / ERRORS).glob("*")),
     )
 
 
 def last_results(folder: Path) -> list[dict[str, Any]]:
     """results.json of the newest evaluation; [] where no task was run."""
-    newest = max(folder.glob("step-*/results.json"), default=None)
+    newest = max(folder.glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
     return json.loads(newest.read_text()) if newest else []
 
 
