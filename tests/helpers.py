@@ -18,6 +18,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
+from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import documents_of, use_document_attention
 from sftkit.runtime.start import Runtime
 
@@ -96,13 +97,17 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Negative log-likelihood of each target from whole logits, 0 where there is none: fp32 [B, T]."""
     use_document_attention(orig_model)
     logits = orig_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
+        **batch.inputs,
         use_cache=False,
         documents=documents_of(batch, "reference"),
     ).logits
     flat = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="none")
     return flat.view(batch.targets.shape)
+
+
+def over_ranks(rt: Runtime, sums: Totals) -> Totals:
+    """The sums of all ranks."""
+    return Totals(sums.names, rt.sum(sums.vector))
 
 
 def cpu_runtime() -> Runtime:

@@ -58,7 +58,7 @@ def test_a_step_has_the_same_documents_at_every_number_of_ranks(kind: str) -> No
 def test_a_step_names_the_documents_of_its_own_rows_in_order() -> None:
     made, examples = layout("packed", world_size=2), make_examples(LENGTHS.tolist())
     (step,) = Batches(examples, made, 0, 1, 0).steps(0, 1)
-    ids = torch.cat([batch.input_ids[batch.doc_ids >= 0] for batch in step.micro_batches])
+    ids = torch.cat([batch.inputs["input_ids"][batch.doc_ids >= 0] for batch in step.micro_batches])
     assert ids.tolist() == [token for i in step.documents for token in examples[i].ids[:-1].tolist()]
 
 

@@ -17,17 +17,17 @@ def test_targets_are_the_next_tokens_of_the_same_document() -> None:
         for number, i in enumerate(docs):
             ids, is_target = examples[i].ids, examples[i].is_target
             at = slice(start, start + len(ids) - 1)
-            assert batch.input_ids[row, at].tolist() == ids[:-1].tolist()
+            assert batch.inputs["input_ids"][row, at].tolist() == ids[:-1].tolist()
             assert batch.targets[row, at].tolist() == [
                 t if w else IGNORE for t, w in zip(ids[1:], is_target[1:], strict=True)
             ]
-            assert batch.position_ids[row, at].tolist() == list(range(len(ids) - 1))
+            assert batch.inputs["position_ids"][row, at].tolist() == list(range(len(ids) - 1))
             assert set(batch.doc_ids[row, at].tolist()) == {number}
             start += len(ids) - 1
         assert (batch.targets[row, start:] == IGNORE).all()
         assert (batch.doc_ids[row, start:] == -1).all()
-        assert (batch.input_ids[row, start:] == 0).all()
-        assert (batch.position_ids[row, start:] == 0).all()
+        assert (batch.inputs["input_ids"][row, start:] == 0).all()
+        assert (batch.inputs["position_ids"][row, start:] == 0).all()
     assert batch.num_tokens == 9
     assert batch.attention_pairs == 15 + 6 + 1
     assert batch.num_targets == int((batch.targets != IGNORE).sum())
@@ -66,13 +66,13 @@ def test_a_batch_without_documents_still_projects_something() -> None:
 
 def test_every_tensor_of_a_batch_moves() -> None:
     moved = collate(make_examples([4]), ((0,),), 8, 0, 2, 8).to(torch.device("meta"))
-    tensors = {name: value for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == 6
-    assert all(tensor.is_meta for tensor in tensors.values())
+    found = [*moved.inputs.values(), *(value for value in vars(moved).values() if isinstance(value, torch.Tensor))]
+    assert len(found) == len(moved.tensors()) == 6
+    assert all(tensor.is_meta for tensor in [*found, *moved.tensors()])
 
 
 def test_the_warm_up_batch_is_the_heaviest_of_its_shape() -> None:
     batch = warm_up_batch(3, 17, vocab_size=10, max_docs=12, max_doc_length=7)
-    assert batch.input_ids.shape == (3, 17)
+    assert batch.inputs["input_ids"].shape == (3, 17)
     assert batch.cu_seqlens.tolist() == [0, 7, 14, 17, 24, 31, 34, 41, 48, 51, 51, 51, 51]
     assert batch.num_targets == len(batch.target_index) == 3 * 17

@@ -69,8 +69,8 @@ def test_each_layout_emits_only_the_shapes_it_declares(kind: str, world_size: in
     for rank in {0, world_size - 1}:
         for step in steps_of(declared, rank):
             assert len(step.micro_batches) == declared.accumulation
-            assert len({batch.input_ids.shape for batch in step.micro_batches}) == 1
-            seen |= {tuple(batch.input_ids.shape) for batch in step.micro_batches}
+            assert len({batch.inputs["input_ids"].shape for batch in step.micro_batches}) == 1
+            seen |= {tuple(batch.inputs["input_ids"].shape) for batch in step.micro_batches}
     assert all(declared.declares(*shape) for shape in seen)
     assert declared.dynamic or seen == set(declared.shapes)
 
@@ -81,7 +81,7 @@ def test_all_batches_of_a_shape_have_as_many_document_slots_and_of_a_run_one_max
     batches = [batch for step in steps_of(declared) for batch in step.micro_batches]
     assert {batch.max_doc_length for batch in batches} == {declared.max_doc_length}
     for batch in batches:
-        assert len(batch.cu_seqlens) == declared.max_docs(*batch.input_ids.shape) + 1
+        assert len(batch.cu_seqlens) == declared.max_docs(*batch.inputs["input_ids"].shape) + 1
         assert batch.cu_seqlens.diff().max() <= declared.max_doc_length
 
 
@@ -255,7 +255,10 @@ def test_starting_at_a_later_step_gives_the_same_batches(kind: str) -> None:
     assert len(later) == 7
     for a, b in zip(whole[per_epoch - 2 :], later, strict=True):
         assert a.epoch == b.epoch
-        assert all((x.input_ids == y.input_ids).all() for x, y in zip(a.micro_batches, b.micro_batches, strict=True))
+        assert all(
+            (x.inputs["input_ids"] == y.inputs["input_ids"]).all()
+            for x, y in zip(a.micro_batches, b.micro_batches, strict=True)
+        )
 
 
 def test_data_workers_give_the_same_batches_in_the_same_order() -> None:
@@ -274,7 +277,7 @@ def test_step_counts_are_those_of_the_global_batch(kind: str, world_size: int) -
         for name in ("num_targets", "num_tokens", "attention_pairs"):
             summed = sum(getattr(batch, name) for step in steps for batch in step.micro_batches)
             assert {getattr(step, name) for step in steps} == {summed}
-        positions = sum(batch.input_ids.numel() for step in steps for batch in step.micro_batches)
+        positions = sum(batch.inputs["input_ids"].numel() for step in steps for batch in step.micro_batches)
         assert {step.num_positions for step in steps} == {positions}
 
 
@@ -284,7 +287,7 @@ def test_step_counts_are_those_of_the_global_batch(kind: str, world_size: int) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_cu_seqlens_put_every_position_in_one_document_that_crosses_no_row(kind: str) -> None:
     for batch in (batch for step in steps_of(layout(kind)) for batch in step.micro_batches):
-        rows, row_length = batch.input_ids.shape
+        rows, row_length = batch.inputs["input_ids"].shape
         cu_seqlens = batch.cu_seqlens
         assert (cu_seqlens[0], cu_seqlens[-1]) == (0, rows * row_length)
         document = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff()).view(rows, row_length)

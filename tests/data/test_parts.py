@@ -47,17 +47,22 @@ def joined(local: list[torch.Tensor], parts: list[Part], row_length: int) -> tor
     return torch.cat(local, 1)[:, np.argsort(columns)]
 
 
+def named(batch: Batch) -> dict[str, torch.Tensor]:
+    """Every tensor of a batch, the model's inputs by their own names."""
+    return {**batch.inputs, **{name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}}
+
+
 @pytest.mark.parametrize(("kind", "count"), SPLITS)
 def test_the_parts_of_all_processes_make_the_whole_batch(kind: str, count: int) -> None:
     parts = parts_of(kind, count)
     for whole, local in split_rows(kind, count):
-        row_length = whole.input_ids.shape[1]
+        row_length = whole.inputs["input_ids"].shape[1]
         names = ("input_ids", "targets", "position_ids") if kind == "chunks" else ("input_ids", "targets")
         for name in names:
-            assert torch.equal(joined([getattr(b, name) for b in local], parts, row_length), getattr(whole, name)), name
+            assert torch.equal(joined([named(b)[name] for b in local], parts, row_length), named(whole)[name]), name
         for batch in local:
             shared = ("doc_ids", "cu_seqlens") if kind == "chunks" else ("doc_ids", "cu_seqlens", "position_ids")
-            assert all(torch.equal(getattr(batch, name), getattr(whole, name)) for name in shared)
+            assert all(torch.equal(named(batch)[name], named(whole)[name]) for name in shared)
             counts = ("max_doc_length", "num_tokens", "attention_pairs")
             assert all(getattr(batch, name) == getattr(whole, name) for name in counts)
 
@@ -93,7 +98,7 @@ def visible_by_cu_seqlens(batch: Batch, chunk: int) -> torch.Tensor:
     assert batch.cu_seqlens_q is not None
     assert batch.cu_seqlens_k is not None
     queries, keys = batch.cu_seqlens_q[chunk].tolist(), batch.cu_seqlens_k[chunk].tolist()
-    seen = torch.zeros(batch.input_ids.numel() // 2, batch.doc_ids.numel(), dtype=torch.bool)
+    seen = torch.zeros(batch.inputs["input_ids"].numel() // 2, batch.doc_ids.numel(), dtype=torch.bool)
     assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, seen.shape[0], 0, seen.shape[1])
     for s in range(len(queries) - 1):
         rows, columns = queries[s + 1] - queries[s], keys[s + 1] - keys[s]
@@ -113,7 +118,7 @@ def visible_by_documents(batch: Batch) -> torch.Tensor:
 def test_chunks_attend_as_their_positions_do_in_whole_rows(count: int) -> None:
     for whole, local in split_rows("chunks", count):
         expected = visible_by_documents(whole)
-        rows, row_length = whole.input_ids.shape
+        rows, row_length = whole.inputs["input_ids"].shape
         for part, batch in zip(parts_of("chunks", count), local, strict=True):
             assert batch.columns is not None
             assert batch.columns.tolist() == part.columns(row_length).tolist()
@@ -157,26 +162,27 @@ def test_a_document_across_chunks_by_hand() -> None:
 @pytest.mark.parametrize(("part", "tensors"), [(WHOLE, 6), (Part("columns", 0, 2), 6), (Part("chunks", 0, 2), 9)])
 def test_every_tensor_of_a_part_moves(part: Part, tensors: int) -> None:
     batch = warm_up_batch(2, 64, 10, max_docs=4, max_doc_length=64, part=part)
-    moved = [value for value in vars(batch.to(torch.device("meta"))).values() if isinstance(value, torch.Tensor)]
-    assert len(moved) == tensors
-    assert all(tensor.is_meta for tensor in moved)
+    moved = batch.to(torch.device("meta"))
+    assert len(named(moved)) == len(moved.tensors()) == tensors
+    assert all(tensor.is_meta for tensor in [*named(moved).values(), *moved.tensors()])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [Part("columns", 1, 2), Part("chunks", 1, 2)])
 def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: Part) -> None:
     made = layout(kind, pad_multiple=8 if kind == "dynamic" else None)
-    seen = {tuple(batch.input_ids.shape): batch for batch in micro_batches(made, part, share=1.0)}
+    seen = {tuple(batch.inputs["input_ids"].shape): batch for batch in micro_batches(made, part, share=1.0)}
     for rows, row_length in made.shapes:
         made_up = warm_up_batch(rows, row_length, 10, made.max_docs(rows, row_length), made.max_doc_length, part)
-        assert made_up.num_targets == made_up.input_ids.numel()
+        assert made_up.num_targets == made_up.inputs["input_ids"].numel()
         own = seen.get((rows, row_length // 2))
         assert own is not None or made.dynamic
-        for name, value in vars(own).items() if own is not None else ():
-            tensor = getattr(made_up, name)
-            assert isinstance(value, torch.Tensor) == isinstance(tensor, torch.Tensor), name
-            if isinstance(value, torch.Tensor) and name != "target_index":
-                assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype), name
+        if own is None:
+            continue
+        assert named(own).keys() == named(made_up).keys()
+        for name, value in named(own).items():
+            if name != "target_index":
+                assert (value.shape, value.dtype) == (named(made_up)[name].shape, named(made_up)[name].dtype), name
 
 
 # ---- which rows split ----

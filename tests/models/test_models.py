@@ -10,11 +10,13 @@ from helpers import VOCAB_SIZE, make_batch, make_examples
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.compile.contract import compile_model, small_modules
+from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.collate import Batch
 from sftkit.engine.self_check import check_documents
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -86,13 +88,16 @@ def losses_and_gradients(model: ModelWithLoss) -> list[tuple[torch.Tensor, torch
 )
 def test_each_family_compiles_into_one_graph_per_distinct_block_and_computes_the_same(model_type: str) -> None:
     torch._dynamo.reset()
-    model = ModelWithLoss(build(model_type), "reference", LossConfig())
+    model = ModelWithLoss(build(model_type), "reference", NextToken(LossConfig()))
     check_documents(model, "reference", torch.device("cpu"))
     eager = losses_and_gradients(model)
-    watch = CompileWatch()
-    compile_model(model, CompileConfig(backend="aot_eager", fullgraph=True), activation_memory_budget=1.0)
-    compiled = losses_and_gradients(model)
-    counts = watch.counts()
+    config = CompileConfig(backend="aot_eager", fullgraph=True)
+    modules = compile_model(model.orig_model, config)
+    assert modules == COMMON["num_hidden_layers"] + len(small_modules(model.orig_model))
+    with compiler_switches(config, graphs=modules):
+        watch = CompileWatch()
+        compiled = losses_and_gradients(model)
+        counts = watch.counts()
     assert counts["compile/graphs"] == FAMILIES[model_type][0] + len(small_modules(model.orig_model))
     assert counts["compile/graph_breaks"] == 0
     for (loss, gradient), (wanted, exact) in zip(compiled, eager, strict=True):
@@ -111,13 +116,15 @@ def test_on_a_gpu_each_family_trains_compiled_in_bf16(model_type: str) -> None:
         orig_model.set_experts_implementation("grouped_mm")
     for parameter in orig_model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    model = ModelWithLoss(orig_model.cuda(), backend, LossConfig())
+    model = ModelWithLoss(orig_model.cuda(), backend, NextToken(LossConfig()))
     check_documents(model, "varlen" if backend == "varlen" else "reference", torch.device("cuda"))
-    compile_model(model, CompileConfig(fullgraph=True), activation_memory_budget=1.0)
-    for batch in batches():
-        batch = batch.to(torch.device("cuda"))
-        got = model(batch)
-        got.loss.backward()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            wanted = model(batch, "reference")
-        torch.testing.assert_close(got.nll, wanted.nll, rtol=2e-2, atol=0.5)
+    config = CompileConfig(fullgraph=True)
+    modules = compile_model(orig_model, config)
+    with compiler_switches(config, graphs=modules):
+        for batch in batches():
+            batch = batch.to(torch.device("cuda"))
+            got = model(batch)
+            got.loss.backward()
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                wanted = model(batch, "reference")
+            torch.testing.assert_close(got.measured["nll"], wanted.measured["nll"], rtol=2e-2, atol=0.5)

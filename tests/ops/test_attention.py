@@ -10,10 +10,12 @@ from helpers import VOCAB_SIZE, make_examples, tiny_llama, tiny_qwen3_with_windo
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import LossConfig
+from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
 from sftkit.ops.attention import Documents, attend, document_mask, documents_of, flex_blocks, plain_attention
 
@@ -155,19 +157,19 @@ def test_flex_computes_what_the_reference_does() -> None:
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_with_windows])
 def test_changing_one_document_leaves_the_others_as_they_are(make: object) -> None:
-    model = ModelWithLoss(make(), "reference", LossConfig()).eval()  # type: ignore[operator]
+    model = ModelWithLoss(make(), "reference", NextToken(LossConfig())).eval()  # type: ignore[operator]
     batch = make_batch([[20, 30, 14]], row_length=64)
-    changed = batch.input_ids.clone()
+    changed = batch.inputs["input_ids"].clone()
     changed[0, :20] = (changed[0, :20] + 1) % VOCAB_SIZE
     with torch.no_grad():
         states = [
             model.orig_model.get_decoder()(
                 input_ids=ids,
-                position_ids=batch.position_ids,
+                position_ids=batch.inputs["position_ids"],
                 use_cache=False,
                 documents=documents_of(batch, "reference"),
             ).last_hidden_state
-            for ids in (batch.input_ids, changed)
+            for ids in (batch.inputs["input_ids"], changed)
         ]
     assert torch.equal(states[0][:, 20:], states[1][:, 20:])
     assert not torch.equal(states[0][:, :20], states[1][:, :20])
@@ -176,7 +178,7 @@ def test_changing_one_document_leaves_the_others_as_they_are(make: object) -> No
 def test_generation_outside_plain_attention_is_an_error_and_inside_it_works() -> None:
     model = tiny_llama()
     expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-    wrapped = ModelWithLoss(model, "reference", LossConfig())
+    wrapped = ModelWithLoss(model, "reference", NextToken(LossConfig()))
     with pytest.raises(RuntimeError, match="plain_attention"):
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     with plain_attention(wrapped.orig_model):
@@ -185,7 +187,7 @@ def test_generation_outside_plain_attention_is_an_error_and_inside_it_works() ->
 
 
 def test_a_saved_config_does_not_name_our_attention(tmp_path: object) -> None:
-    model = ModelWithLoss(tiny_llama(), "reference", LossConfig()).orig_model
+    model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig())).orig_model
     assert "sftkit" not in model.config.to_json_string()
 
 
@@ -268,18 +270,23 @@ def test_on_a_gpu_one_graph_serves_all_documents(backend: str) -> None:
     if not available(backend):
         pytest.skip(f"{backend} is not installed")
     torch._dynamo.reset()
-    model = ModelWithLoss(tiny_llama(layers=3, head_dim=64), backend, LossConfig()).to("cuda", torch.bfloat16)
+    model = ModelWithLoss(tiny_llama(layers=3, head_dim=64), backend, NextToken(LossConfig())).to(
+        "cuda", torch.bfloat16
+    )
     for block in model.orig_model.model.layers:
         block.compile(fullgraph=True, dynamic=False)
-    watch = CompileWatch()
     losses = {}
-    for rows in ([[256], [256]], [[3, 40, 77], [5, 90, 41]], [[], [1, 1, 1]]):
-        batch = make_batch(rows).to(torch.device("cuda"))
-        model(batch).loss.backward()
-        losses[str(rows)] = float(model(batch).nll), float(model(batch, "reference").nll)
-    assert watch.counts()["compile/graphs"] == 2  # training, and the reference that it is compared with
-    for got, wanted in losses.values():
-        assert got == pytest.approx(wanted, rel=1e-2)
+    with compiler_switches(CompileConfig()):
+        watch = CompileWatch()
+        for rows in ([[256], [256]], [[3, 40, 77], [5, 90, 41]], [[], [1, 1, 1]]):
+            batch = make_batch(rows).to(torch.device("cuda"))
+            model(batch).loss.backward()
+            got, wanted = model(batch), model(batch, "reference")
+            losses[str(rows)] = float(got.measured["nll"]), float(wanted.measured["nll"])
+        counts = watch.counts()
+    assert counts["compile/graphs"] == 2  # training, and the reference that it is compared with
+    for ours, theirs in losses.values():
+        assert ours == pytest.approx(theirs, rel=1e-2)
 
 
 @pytest.mark.gpu

@@ -15,19 +15,27 @@ from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.step import optimizer_step
 from sftkit.errors import NonFiniteError
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.build import build_optimizer
+from sftkit.parallel.wrap import replicate
 from sftkit.runtime.status import RunStatus
 from sftkit.tracking.health import Health, LateFlags, Spikes, is_spike
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
 NAN = float("nan")
+NAMES = (LOSS, *NextToken.measured)
+
+
+OBJECTIVE = NextToken(LossConfig())
 
 
 def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0) -> StepOutcome:
     broken = float(nll != nll or norm != norm)
-    return StepOutcome(torch.full((4,), nll), torch.tensor(norm), torch.tensor([float(stop), broken]))
+    flags = Flags(torch.tensor([float(stop), broken]))
+    return StepOutcome(Totals(NAMES, torch.full((4,), nll)), torch.tensor(norm), flags)
 
 
 def some_batches() -> Batches:
@@ -39,7 +47,7 @@ def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatch
     batches = some_batches()
     rt = cpu_runtime()
     tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {})
-    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8)
+    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8, objective=OBJECTIVE)
     return health, next(iter(batches.steps(0, 1)))
 
 
@@ -65,10 +73,11 @@ def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_
 
 def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finite(monkeypatch) -> None:
     rt, orig_model = cpu_runtime(), tiny_llama()
-    model = rt.prepare(ModelWithLoss(orig_model, "reference", LossConfig()))
+    objective = NextToken(LossConfig())
+    model = replicate(ModelWithLoss(orig_model, "reference", objective), rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
     steps = some_batches().steps(0, 2)
-    assert optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt).flags.tolist() == [0, 0]
+    assert optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt).flags.vector.tolist() == [0, 0]
     before = {name: value.clone() for name, value in orig_model.state_dict().items()}
     forward = ModelWithLoss.forward
 
@@ -77,9 +86,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
         return sums._replace(loss=sums.loss + NAN)
 
     monkeypatch.setattr(ModelWithLoss, "forward", shifted)
-    left_out = optimizer_step(model, optimizer, next(steps), 1e-2, 1.0, rt)
+    left_out = optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt)
     assert left_out.grad_norm.isfinite()
-    assert left_out.flags.tolist() == [0, 1]
+    assert left_out.flags.vector.tolist() == [0, 1]
     assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())
 
 
@@ -105,7 +114,7 @@ def test_a_wish_to_stop_on_any_rank_is_heard_once_its_flags_are_known(tmp_path: 
 
 
 def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> None:
-    flags = LateFlags(torch.device("cpu"), late=2)
+    flags = LateFlags(torch.device("cpu"), late=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
     seen = []
     for step in range(1, 6):
@@ -118,16 +127,16 @@ def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> N
 @pytest.mark.gpu
 def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     device = torch.device("cuda")
-    flags = LateFlags(device, late=2)
+    flags = LateFlags(device, late=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
     values = [torch.tensor([0.0, float(step == 3)], device=device) for step in range(1, 6)]
-    done = StepOutcome(torch.zeros(4, device=device), torch.zeros((), device=device), values[0])
+    done = StepOutcome(Totals.zeros(NextToken.measured, device), torch.zeros((), device=device), Flags(values[0]))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     seen = []
     try:
         for step, value in enumerate(values, start=1):
-            flags.push(step, step_batches, done._replace(flags=value))
+            flags.push(step, step_batches, done._replace(flags=Flags(value)))
             seen += [(known.step, known.finite) for known in flags.known(wait=False)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -135,7 +144,7 @@ def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
 
 
 def test_a_step_that_was_left_out_is_in_no_mean() -> None:
-    meter = Meter(tiny_llama(), LossConfig(), some_batches(), cpu_runtime())
+    meter = Meter(tiny_llama(), NextToken(LossConfig()), some_batches(), cpu_runtime())
     step_batches = next(iter(some_batches().steps(0, 1)))
     targets = step_batches.num_targets
     meter.add(step_batches, outcome(nll=2.0 * targets))
@@ -159,7 +168,7 @@ def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_en
 
 
 def test_a_spike_of_loss_or_gradient_norm_is_told_with_its_step_and_a_finite_history() -> None:
-    spikes = Spikes(cpu_runtime(), log_every=40)
+    spikes = Spikes(cpu_runtime(), log_every=40, watched="nll")
     for step in range(1, 41):
         loss = 50.0 if step == 36 else 2.0 + 0.1 * (step % 3)
         spikes.add(step, 10, outcome(nll=10 * loss, norm=NAN if step == 35 else 9.0 if step == 38 else 1.0))

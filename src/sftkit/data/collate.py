@@ -63,12 +63,11 @@ class Batch:
     of `n` that share the rows, C = T / n positions of each row are local; T = C for whole rows.
     """
 
-    input_ids: torch.Tensor
-    "int64 [B, C]"
+    inputs: dict[str, torch.Tensor]
+    """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and position_ids,
+    int64, restarting at 0 in each document: [B, T], of chunks [B, C]"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
-    position_ids: torch.Tensor
-    "int64, restart at 0 in each document: [B, T], of chunks [B, C]"
     doc_ids: torch.Tensor
     "int32 [B, T], number of the document within its row, -1 for padding"
     cu_seqlens: torch.Tensor
@@ -90,15 +89,27 @@ class Batch:
     cu_seqlens_k: torch.Tensor | None = None
     "chunks: int32 [2, S + 1], where they start in the B * T keys, as in `chunk_cu_seqlens`; else None"
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, C)"""
+        rows, columns = self.targets.shape
+        return rows, columns
+
     def to(self, device: torch.device) -> Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         return self._each(torch.Tensor.pin_memory)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        found: list[torch.Tensor] = []
+        self._each(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **tensors)
+        changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)
 
 
 def collate(
@@ -144,9 +155,11 @@ def collate(
     is_target = targets != IGNORE
     shape = (len(rows), row_length)
     batch = Batch(
-        torch.from_numpy(input_ids.reshape(shape)),
+        {
+            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
+            "position_ids": torch.from_numpy(position_ids.reshape(shape)),
+        },
         torch.from_numpy(targets.reshape(shape)),
-        torch.from_numpy(position_ids.reshape(shape)),
         torch.from_numpy(doc_ids.reshape(shape)),
         torch.from_numpy(_cu_seqlens(starts, used, row_length, max_docs, max_doc_length)),
         torch.from_numpy(_target_index(is_target)),
@@ -160,13 +173,13 @@ def collate(
 
 def _part_of(batch: Batch, part: Part) -> Batch:
     """The local positions of whole rows; what says where their documents lie stays whole."""
-    row_length = batch.input_ids.shape[1]
+    row_length = batch.shape[1]
     columns = torch.from_numpy(part.columns(row_length))
     targets = batch.targets[:, columns]
     is_target = targets.numpy().ravel() != IGNORE
     local = replace(
         batch,
-        input_ids=batch.input_ids[:, columns],
+        inputs={**batch.inputs, "input_ids": batch.inputs["input_ids"][:, columns]},
         targets=targets,
         target_index=torch.from_numpy(_target_index(is_target)),
         num_targets=int(is_target.sum()),
@@ -175,8 +188,8 @@ def _part_of(batch: Batch, part: Part) -> Batch:
         return local
     chunks = [chunk_cu_seqlens(batch.cu_seqlens.numpy(), row_length, piece) for piece in columns.numpy().reshape(2, -1)]
     queries, keys = (torch.from_numpy(np.stack(side)) for side in zip(*chunks, strict=True))
-    position_ids = batch.position_ids[:, columns]
-    return replace(local, position_ids=position_ids, columns=columns, cu_seqlens_q=queries, cu_seqlens_k=keys)
+    inputs = {**local.inputs, "position_ids": batch.inputs["position_ids"][:, columns]}
+    return replace(local, inputs=inputs, columns=columns, cu_seqlens_q=queries, cu_seqlens_k=keys)
 
 
 def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

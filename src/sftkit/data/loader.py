@@ -29,6 +29,8 @@ class StepBatches:
     micro_batches: list[Batch]
     num_targets: int
     "target tokens of the global batch"
+    divisor: int
+    "what sums over the global batch are divided by, as the objective counts it"
     num_tokens: int
     "document tokens of the global batch"
     num_positions: int
@@ -49,9 +51,11 @@ class StepBatches:
 class _Steps(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
 
-    def __init__(self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: Part) -> None:
+    def __init__(
+        self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: Part, divisors: np.ndarray
+    ) -> None:
         self.examples, self.layout, self.rank, self.pad_id, self.part = examples, layout, rank, pad_id, part
-        self.lengths, self.num_targets = examples.lengths, examples.num_targets
+        self.lengths, self.num_targets, self.divisors = examples.lengths, examples.num_targets, divisors
 
     def __getitem__(self, item: tuple[int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
         epoch, batch = item
@@ -63,6 +67,7 @@ class _Steps(Dataset[StepBatches]):
             epoch=epoch,
             micro_batches=[self._collated(rows, batch.row_length, max_docs) for rows in mine],
             num_targets=int(self.num_targets[docs].sum()),
+            divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
             attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
@@ -96,10 +101,14 @@ class Batches:
         pad_id: int,
         num_workers: int | None = 0,
         part: Part = WHOLE,
+        divisors: np.ndarray | None = None,
     ) -> None:
+        """`divisors`: what each document adds to the divisor of its step, int64 [D]; None: its target tokens."""
         check_part(layout, part)
         self.examples, self.layout, self.seed = examples, layout, seed
-        self._dataset = _Steps(examples, layout, rank, pad_id, part)
+        self._dataset = _Steps(
+            examples, layout, rank, pad_id, part, examples.num_targets if divisors is None else divisors
+        )
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self.plan = lru_cache(maxsize=2)(self._plan)
 

@@ -20,6 +20,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.scoring import longest_input
 from sftkit.models.load import load_model, load_options
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import windows
 from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.wrap import distribute
@@ -59,7 +60,7 @@ def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -
     config = orig_model.config.get_text_config()
     plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
     whole_rows = rt.topology.context == 1
-    model = ModelWithLoss(orig_model, "sdpa" if plain and whole_rows else "reference", LossConfig())
+    model = ModelWithLoss(orig_model, "sdpa" if plain and whole_rows else "reference", NextToken(LossConfig()))
     if not rt.topology.sharded:
         return model.to(rt.device)
     distribute(model, source, Sharding(), rt)

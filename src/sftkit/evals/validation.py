@@ -38,7 +38,6 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     layout = validation_layout(layout, examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
-    part = part_of(rt.topology, rt.rank)
     was_training = model.orig_model.training
     model.orig_model.eval()
     try:
@@ -47,8 +46,16 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
                 rt.check_stop()
                 for rows in batch.micro_batches(layout, rt.data_rank):
                     max_docs = layout.max_docs(len(rows), batch.row_length)
-                    collated = collate(examples, rows, batch.row_length, pad_id, max_docs, layout.max_doc_length, part)
-                    nll += model(collated.to(rt.device), backend).nll
+                    collated = collate(
+                        examples,
+                        rows,
+                        batch.row_length,
+                        pad_id,
+                        max_docs,
+                        layout.max_doc_length,
+                        part_of(rt.topology, rt.rank),
+                    )
+                    nll += model(collated.to(rt.device), backend).measured[model.objective.watched]
     finally:
         model.orig_model.train(was_training)
     return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())

@@ -120,7 +120,7 @@ def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows():
+        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(orig_model):
             yield
     finally:
         orig_model.train(was_training)

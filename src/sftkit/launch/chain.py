@@ -10,6 +10,7 @@ from typing import Any
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
+from sftkit.models import auto_classes
 from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY
 from sftkit.runtime.status import read_status
 
@@ -74,7 +75,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         ),
         "",
         *sample_lines(trained["sft"]["samples"]),
-        f"  checkpoint  {trained['sft']['checkpoint']}   (AutoModelForCausalLM.from_pretrained loads it)",
+        f"  checkpoint  {trained['sft']['checkpoint']}   ({auto_classes.CAUSAL}.from_pretrained loads it)",
         f"  chat        make chat     or     python scripts/chat.py {runs['sft']}",
         f"  total       {seconds / 60:.1f} min",
     ]

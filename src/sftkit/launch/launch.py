@@ -23,7 +23,7 @@ from sftkit.runtime.launcher import signal_env
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
 USABLE = 0.92
-"Share of a GPU that a replica may fill, as memory.USABLE."
+"Share of a GPU that a replica may fill, as memory.plan.USABLE."
 
 
 @dataclass(frozen=True)

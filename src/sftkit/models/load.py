@@ -8,14 +8,13 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -25,13 +24,13 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
+from sftkit.models.causal import CAUSAL
+from sftkit.models.kind import ModelKind
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
-
-if TYPE_CHECKING:
-    from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -127,29 +126,34 @@ def new_tokenizer(
 
 
 def load_model(
-    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", empty: bool = False
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    precision: str = "fp32",
+    empty: bool = False,
+    kind: ModelKind = CAUSAL,
 ) -> PreTrainedModel:
     """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
-    The optimizer keeps what bf16 weights would lose of an update, see optim.py.
+    The optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
 
     Args:
         empty: a model with `model.path` comes without memory for its weights (on the meta device): it will be sharded, and
-            each rank then reads only its own pieces (weights.py).
+            each rank then reads only its own pieces (models/weights.py).
 
     Raises:
         ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
     """
     if model.scratch is not None:
-        orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
+        orig_model = from_scratch(model.scratch, tokenizer, seed, precision, kind)
     else:
         path = resolve(model.path or "")
         try:
             options = load_options(path, model)
             if empty:
-                orig_model = empty_model(path, precision, options)
+                orig_model = empty_model(path, precision, options, kind)
             else:
-                orig_model = whole_model(AutoModelForCausalLM, path, precision, options)
+                orig_model = whole_model(kind.auto_class, path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     if len(tokenizer) > vocab_size(orig_model):
@@ -192,11 +196,11 @@ def whole_model(loader: Any, path: str, precision: str, options: dict[str, objec
     return orig_model
 
 
-def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+def empty_model(path: str, precision: str, options: dict[str, object], kind: ModelKind = CAUSAL) -> PreTrainedModel:
     """The model at this path, buffers computed, parameters on the meta device."""
     config = AutoConfig.from_pretrained(path, **options)
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        orig_model = AutoModelForCausalLM.from_config(
+        orig_model = kind.auto_class.from_config(
             config,
             dtype=DTYPES[precision],
             attn_implementation="sdpa",
@@ -210,7 +214,11 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
 
 
 def from_scratch(
-    fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
+    fields: dict[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    precision: str = "fp32",
+    kind: ModelKind = CAUSAL,
 ) -> PreTrainedModel:
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
     fields = {
@@ -223,7 +231,7 @@ def from_scratch(
     torch.manual_seed(seed)
     try:
         config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        orig_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        orig_model = kind.auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32

@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import LossConfig
 from sftkit.data.collate import Batch
-from sftkit.models.structure import decoder, head, logit_softcap
-from sftkit.ops.attention import dense_kernels, documents_of, use_document_attention
-from sftkit.ops.linear_cross_entropy import LossSums, linear_nll
+from sftkit.models.causal import CAUSAL
+from sftkit.models.kind import ModelKind
+from sftkit.objectives.objective import Objective
+from sftkit.objectives.sums import Sums
+from sftkit.ops.attention import use_document_attention
 
 
 class ModelWithLoss(torch.nn.Module):
-    """What the train step calls, compiles and wraps: a batch in, sums out, so no logits ever cross a wrapper.
+    """A batch in, sums out, so no logits ever cross a wrapper.
 
     `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
     """
 
-    def __init__(self, orig_model: PreTrainedModel, backend: str, loss: LossConfig) -> None:
+    def __init__(
+        self, orig_model: PreTrainedModel, backend: str, objective: Objective, kind: ModelKind = CAUSAL
+    ) -> None:
+        """`backend`: of attention in training."""
         super().__init__()
         use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.backend, self.loss = backend, loss
+        self.backend, self.objective, self.kind = backend, objective, kind
+        self.context_group: str | None = None
+        "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
 
-    def forward(self, batch: Batch, backend: str | None = None) -> LossSums:
-        """The sums over the targets of a batch.
+    def forward(self, batch: Batch, backend: str | None = None) -> Sums:
+        """The sums of a batch.
 
         Args:
             backend: attention backend of this call; None: that of training.
         """
         return self.sums(batch, backend or self.backend)
 
-    # The next three are entered from outside: parallel.py makes each of them gather the weights that it uses.
+    # The next three are entered from outside: parallel/fsdp.py makes each of them gather the weights that it uses.
 
-    def sums(self, batch: Batch, backend: str) -> LossSums:
+    def sums(self, batch: Batch, backend: str) -> Sums:
         """What `forward` returns."""
-        hidden = self._decoded(batch, backend).flatten(0, 1).index_select(0, batch.target_index)
-        return self.nll(hidden, batch.targets.flatten().index_select(0, batch.target_index))
+        chosen = self.objective.select(self._hidden(batch, backend), batch)  # from here on nobody holds the others
+        return self.sums_of_chosen(chosen, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """What the head projects: [B, T, H]."""
-        return self._decoded(batch, backend)
+        """What the head projects: [B, C, H]."""
+        return self._hidden(batch, backend)
 
-    def nll(self, hidden: torch.Tensor, targets: torch.Tensor) -> LossSums:
-        """The sums for hidden states [N, H] and targets [N], through the head."""
-        projection, softcap = head(self.orig_model), logit_softcap(self.orig_model)
-        return linear_nll(hidden, projection.weight, targets, self.loss, bias=projection.bias, softcap=softcap)
+    def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
+        """The sums of a batch from the hidden states that its objective selects."""
+        return self.objective.sums(chosen, batch, self.kind.head(self.orig_model))
 
-    def _decoded(self, batch: Batch, backend: str) -> torch.Tensor:
-        with dense_kernels() if backend == "sdpa" else nullcontext():
-            outputs = decoder(self.orig_model)(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=False,
-                documents=documents_of(batch, backend),
-            )
-        hidden = outputs.last_hidden_state
-        assert isinstance(hidden, torch.Tensor)
-        return hidden
+    def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+        return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.ops.flash import document_attention
-from sftkit.ops.gather_rows import context_group_name, gather_rows
+from sftkit.ops.gather_rows import gather_rows
 
 NAME = "sftkit"
 FLEX_BLOCK = 128
@@ -51,10 +51,14 @@ class Documents(NamedTuple):
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
-def documents_of(batch: Batch, backend: str) -> Documents:
-    """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic."""
+def documents_of(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
+    """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic.
+
+    Args:
+        context_group: name of the group of ranks whose chunks make whole rows, where batches are chunks.
+    """
     if batch.columns is not None:
-        return _documents_of_chunks(batch, backend)
+        return _documents_of_chunks(batch, backend, context_group)
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
@@ -64,8 +68,8 @@ def documents_of(batch: Batch, backend: str) -> Documents:
     return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
 
 
-def _documents_of_chunks(batch: Batch, backend: str) -> Documents:
-    group = context_group_name()
+def _documents_of_chunks(batch: Batch, backend: str, group: str | None) -> Documents:
+    assert group is not None, "batches of chunks need the group of their ranks"
     assert batch.columns is not None
     if backend == "reference":
         mask = document_mask(batch.doc_ids).index_select(2, batch.columns)
@@ -148,7 +152,7 @@ def attend(
         RuntimeError: called without documents, as generation does outside `plain_attention`.
     """
     if documents is None:
-        raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.attention.plain_attention")
+        raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

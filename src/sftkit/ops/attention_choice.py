@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,14 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 "What configs call the dropout of attention weights."
 
 
-def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+class Choice(NamedTuple):
+    """An attention backend and the reason for it."""
+
+    backend: str
+    why: str
+
+
+def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> Choice:
     """The backend of training and validation, chosen by the main rank for all; says which and why.
 
     Raises:
@@ -34,14 +42,15 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     """
     named, in_chunks = cfg.attention.backend, rt.topology.context > 1
     if named == "auto":
-        backend, why = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
+        found = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
+        choice = Choice(*found)
     else:
         problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
-        backend, why = named, "named by the recipe"
-    rt.say(f"attention {backend}: {why}")
-    return backend
+        choice = Choice(named, "named by the recipe")
+    rt.say(f"attention {choice.backend}: {choice.why}")
+    return choice
 
 
 def fastest(

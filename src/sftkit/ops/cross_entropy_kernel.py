@@ -129,7 +129,7 @@ def cross_entropy_(
     Args:
         logits: [N, V], fp32, bf16 or fp16, unit stride in V.
         targets: int64 [N], unit stride, each IGNORE or in [0, V).
-        sums: fp32 [4, N], written; rows as in `loss.LossSums`; unit stride in N.
+        sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
     """
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
     _cross_entropy_row[(logits.shape[0],)](

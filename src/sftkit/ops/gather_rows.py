@@ -10,20 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, all_gather_into_tensor, distributed_c10d, reduce_scatter_tensor
 
-_group: ProcessGroup | None = None
-
-
-def use_context_group(group: ProcessGroup) -> None:
-    """The ranks that share rows with this one, in the order of their parts."""
-    global _group
-    _group = group
-
-
-def context_group_name() -> str:
-    """The name of that group, which is what compiled code may hold."""
-    assert _group is not None, "batches of chunks need use_context_group"
-    return str(_group.group_name)
-
 
 def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of whole rows in natural order, out of every rank's chunks; gradients go back summed.

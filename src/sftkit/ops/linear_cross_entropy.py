@@ -1,5 +1,5 @@
 """The loss: sums over target tokens, computed in chunks together with the gradients, so that the logits of a whole
-batch never exist. Division by the global number of targets happens in step.py, once.
+batch never exist. Division by the global number of targets happens in engine/step.py, once.
 
 Letters: N rows of hidden states, H their width, V the vocabulary.
 """
@@ -169,7 +169,7 @@ def _cross_entropy_(
 def _reference_cross_entropy_(
     logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
 ) -> None:
-    """`kernels.cross_entropy.cross_entropy_` in torch, for any device; math in the dtype of `sums`."""
+    """`cross_entropy_kernel.cross_entropy_` in torch, for any device; math in the dtype of `sums`."""
     smoothing, is_target = options.label_smoothing, targets != IGNORE
     column = torch.where(is_target, targets, 0)[:, None]
     x = logits.to(sums.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from sftkit.models import auto_classes
 from sftkit.reports.collect import is_part, latest
 from sftkit.reports.details import SOURCES
 from sftkit.reports.files import Rows, dicts, mapping, number
@@ -138,11 +139,11 @@ def _what(report: Report) -> str:
 
 def _use() -> str:
     lines = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {auto_classes.CAUSAL}, AutoTokenizer",
         "",
         'path = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        "model = AutoModelForCausalLM.from_pretrained(path)",
+        f"model = {auto_classes.CAUSAL}.from_pretrained(path)",
     )
     return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
 

@@ -51,7 +51,7 @@ def peak_flops_by_name(name: str) -> float | None:
     words = re.compile("|".join(rf"(?<![\w]){re.escape(part)}(?![\w])" for part, _ in PEAK_BF16_FLOPS))
     found = None if "Laptop" in name else words.search(name)
     if found is None:
-        log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in hardware.py", name)
+        log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in runtime/hardware.py", name)
         return None
     return dict(PEAK_BF16_FLOPS)[found.group()]
 

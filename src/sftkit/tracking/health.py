@@ -6,18 +6,21 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
 from sftkit.config.schema import NumericsConfig
+from sftkit.data.collate import Batch
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.errors import NonFiniteError
+from sftkit.objectives.objective import Objective
 from sftkit.runtime.rundir import nonfinite_file
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
-from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
 WINDOW = 128
@@ -37,16 +40,17 @@ class Known:
     finite: bool
     step_batches: StepBatches
     "without its micro-batches"
-    own_targets: int
-    "target tokens of this rank"
+    own_divisor: int
+    "of this rank's batches"
     outcome: StepOutcome
 
 
 class LateFlags:
     """The flags of steps, read without making the host wait: on a GPU two steps later, when they have long arrived."""
 
-    def __init__(self, device: torch.device, late: int) -> None:
-        """`late`: steps that pass before the flags of one are read."""
+    def __init__(self, device: torch.device, late: int, count: Callable[[Batch], int]) -> None:
+        """`late`: steps that pass before the flags of one are read. `count`: see Objective.count."""
+        self._count = count
         self._cuda, self._late = device.type == "cuda", late
         self._waiting: deque[tuple[Known, torch.Tensor, torch.cuda.Event | None]] = deque()
         # Taken once: pinning memory makes the device wait.
@@ -54,13 +58,13 @@ class LateFlags:
 
     def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """A step that has been launched; `known` must be asked after each."""
-        host = self._host[step % len(self._host)].copy_(outcome.flags, non_blocking=True)
+        host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = None
         if self._cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        targets = sum(batch.num_targets for batch in step_batches.micro_batches)
-        known = Known(step, False, True, replace(step_batches, micro_batches=[]), targets, outcome)
+        own = sum(map(self._count, step_batches.micro_batches))
+        known = Known(step, False, True, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((known, host, arrived))
 
     def known(self, wait: bool) -> list[Known]:
@@ -70,37 +74,39 @@ class LateFlags:
             launched, host, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
-            stop, broken = host.tolist()
-            found.append(replace(launched, stop=stop > 0, finite=broken == 0))
+            flags = Flags(host)
+            found.append(replace(launched, stop=bool(flags.stop > 0), finite=bool(flags.nonfinite == 0)))
         return found
 
 
 class Spikes:
     """Losses and gradient norms far above those of the steps before: kept on the device, judged when a line is logged."""
 
-    def __init__(self, rt: Runtime, log_every: int) -> None:
-        self._rt = rt
-        self._values = torch.zeros(log_every, 2, device=rt.device)  # this rank's nll sum, gradient norm
-        self._steps: list[tuple[int, int]] = []  # (step, target tokens)
+    def __init__(self, rt: Runtime, log_every: int, watched: str) -> None:
+        """`watched`: the sum of the objective whose mean is judged."""
+        self._rt, self._watched = rt, watched
+        self._sums = torch.zeros(log_every, device=rt.device)  # this rank's
+        self._grad_norms = torch.zeros(log_every, device=rt.device)
+        self._steps: list[tuple[int, int]] = []  # (step, divisor)
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
-    def add(self, step: int, num_targets: int, outcome: StepOutcome) -> None:
+    def add(self, step: int, divisor: int, outcome: StepOutcome) -> None:
         """One step; no host sync."""
-        row = self._values[len(self._steps)]
-        row[0].copy_(outcome.sums[1])
-        row[1].copy_(outcome.grad_norm)
-        self._steps.append((step, num_targets))
+        number = len(self._steps)
+        self._sums[number].copy_(outcome.sums[self._watched])
+        self._grad_norms[number].copy_(outcome.grad_norm)
+        self._steps.append((step, divisor))
 
     def read(self) -> list[str]:
         """A line for each spike since the last call; every rank must call it."""
         count = len(self._steps)
-        sums = self._rt.sum(self._values[:count, 0].clone()).tolist()
-        norms = self._values[:count, 1].tolist()
+        sums = self._rt.sum(self._sums[:count]).tolist()
+        norms = self._grad_norms[:count].tolist()
         lines = []
-        for (step, targets), total, norm in zip(self._steps, sums, norms, strict=True):
+        for (step, divisor), total, norm in zip(self._steps, sums, norms, strict=True):
             for name, value, history in (
-                ("loss", total / max(targets, 1), self._losses),
+                ("loss", total / max(divisor, 1), self._losses),
                 ("gradient norm", norm, self._norms),
             ):
                 if not math.isfinite(value):
@@ -133,23 +139,25 @@ class Health:
         batches: Batches,
         tracker: Tracker,
         log_every: int,
+        objective: Objective,
     ) -> None:
+        self._watched = objective.watched
         self._numerics, self._rt, self._status, self._batches = numerics, rt, status, batches
         self._tracker = tracker
-        self._flags = LateFlags(rt.device, late=2 if rt.device.type == "cuda" else 0)
-        self._spikes = Spikes(rt, log_every)
+        self._flags = LateFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
+        self._spikes = Spikes(rt, log_every, objective.watched)
         self._nonfinite = self._in_a_row = self._in_window = 0
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """One step that has been launched; `settle` must be called after each."""
         self._flags.push(step, step_batches, outcome)
-        self._spikes.add(step, step_batches.num_targets, outcome)
+        self._spikes.add(step, step_batches.divisor, outcome)
 
     def settle(self, wait: bool) -> tuple[bool, int]:
         """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
 
         Returns:
-            (whether a rank wishes to stop, target tokens of the steps that were left out)
+            (whether a rank wishes to stop, divisors of the steps that were left out)
 
         Raises:
             NonFiniteError: on every rank; the weights have been left as they were before that step.
@@ -164,7 +172,7 @@ class Health:
                 continue
             self._nonfinite += 1
             self._in_window += 1
-            left_out += known.step_batches.num_targets
+            left_out += known.step_batches.divisor
             self._write_documents(known)
             if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
                 raise self._error(known)
@@ -188,7 +196,7 @@ class Health:
         found = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
-            "loss": float(known.outcome.sums[1]) / max(known.own_targets, 1),
+            "loss": float(known.outcome.sums[self._watched]) / max(known.own_divisor, 1),
             "grad_norm": float(known.outcome.grad_norm),
             "documents": documents_of(self._batches, known.step_batches),
         }
@@ -198,7 +206,7 @@ class Health:
 
     def _error(self, known: Known) -> NonFiniteError:
         """With the loss of every rank."""
-        own = float(known.outcome.sums[1]) / max(known.own_targets, 1)
+        own = float(known.outcome.sums[self._watched]) / max(known.own_divisor, 1)
         losses = [0.0] * self._rt.world_size
         if self._rt.world_size > 1:
             torch.distributed.all_gather_object(losses, own)

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import LossConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.models.structure import train_flops
+from sftkit.objectives.objective import Objective
+from sftkit.objectives.sums import Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import StepOutcome
@@ -24,8 +25,8 @@ from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 class Meter:
     """Counts what happened since the last `read`; the losses and norms stay on the device until then."""
 
-    def __init__(self, orig_model: PreTrainedModel, loss: LossConfig, batches: Batches, rt: Runtime) -> None:
-        self._orig_model, self._loss, self._rt = orig_model, loss, rt
+    def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
+        self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self._examples = batches.examples
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
@@ -39,10 +40,10 @@ class Meter:
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._left_out = 0
-        self._own_targets = 0
+        self._own_divisor = self._divisor = 0
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
-        self._sums = torch.zeros(4, device=self._rt.device)
+        self._sums = Totals.zeros(self._objective.measured, self._rt.device)
         self._grad_norm = torch.zeros((), device=self._rt.device)
         self._start = time.perf_counter()
 
@@ -73,23 +74,24 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
-        self._own_targets += sum(batch.num_targets for batch in step_batches.micro_batches)
+        self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
         self._pairs += step_batches.attention_pairs
         self._skew += step_batches.rank_skew - 1.0
-        self._sums += torch.where(outcome.flags[1] > 0, 0.0, outcome.sums)
+        self._divisor += step_batches.divisor
+        usable = torch.where(outcome.flags.nonfinite > 0, 0.0, outcome.sums.vector)
+        self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
-    def left_out(self, num_targets: int) -> None:
-        """A step of this window turned out not to be finite: its targets are in no mean."""
-        self._left_out += num_targets
+    def left_out(self, divisor: int) -> None:
+        """A step of this window turned out not to be finite: its share of the divisor is in no mean."""
+        self._left_out += divisor
 
     def read(self) -> dict[str, float | None]:
         """The window's metrics; every rank must call it. Waits for the device, once."""
-        targets = self._targets - self._left_out
         sums, waits, peaks = self._exchange()
-        self.planned_targets += self._targets
-        objective, nll, correct, entropy = (value / targets if targets else None for value in sums)
+        means = self._sums.means_of(sums, self._divisor - self._left_out)
+        self.planned_targets += self._divisor
         seconds = time.perf_counter() - self._start - self._paused_seconds
         self.total_tokens += self._tokens
         self.total_step_seconds += seconds
@@ -97,7 +99,7 @@ class Meter:
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
         values: dict[str, float | None] = {
-            "train/loss": nll,
+            **self._objective.metrics(means),
             "train/grad_norm": _finite(float(self._grad_norm)),
             "perf/tok_per_sec": self._tokens / seconds,
             "perf/tok_per_sec_per_gpu": self._tokens / seconds / self._rt.world_size,
@@ -118,24 +120,22 @@ class Meter:
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
         }
-        if self._loss.z_loss or self._loss.label_smoothing:
-            values["train/objective"] = objective
-        if self._loss.token_metrics:
-            values |= {"train/token_accuracy": correct, "train/entropy": entropy}
         self._reset()
         return values
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
-        """(sums over ranks, in the order of LossSums; each rank's seconds of waiting for data; each rank's peak in GiB)."""
+        """(sums over ranks, in the order of their names; each rank's seconds of waiting for data; each rank's peak in GiB)."""
         ranks = self._rt.world_size
         own = torch.zeros(3, ranks)
         own[:, self._rt.rank] = torch.tensor(
-            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_targets)]
+            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_divisor)]
         )
-        known = self._rt.sum(torch.cat([self._sums, own.flatten().to(self._sums.device)])).tolist()
-        waits, peaks, targets = (known[4 + i * ranks : 4 + (i + 1) * ranks] for i in range(3))
+        vector = self._sums.vector
+        known = self._rt.sum(torch.cat([vector, own.flatten().to(vector.device)])).tolist()
+        count = len(vector)
+        waits, peaks, targets = (known[count + i * ranks : count + (i + 1) * ranks] for i in range(3))
         self.seen_targets += round(sum(targets))
-        return known[:4], waits, peaks
+        return known[:count], waits, peaks
 
     def _source_shares(self) -> dict[str, float | None]:
         """data/share/<source> of the window; nothing where there is one source."""
@@ -159,7 +159,7 @@ class ShapeCounts:
     def add(self, step_batches: StepBatches) -> None:
         """The micro-batches of a step, as they are: what the plan says does not count."""
         for batch in step_batches.micro_batches:
-            rows, columns = batch.input_ids.shape
+            rows, columns = batch.shape
             self._last = (rows, columns * self._parts)
             self.seen[self._last] += 1
 

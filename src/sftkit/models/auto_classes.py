@@ -1,0 +1,3 @@
+"""The class of transformers that loads each kind of model, by name. No torch."""
+
+CAUSAL = "AutoModelForCausalLM"

@@ -1,0 +1,73 @@
+"""Next-token prediction: cross entropy of each target token, given all tokens before it in its document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sftkit.config.schema import LossConfig
+from sftkit.data.collate import IGNORE, Batch
+from sftkit.data.types import Examples
+from sftkit.models.kind import Head
+from sftkit.objectives.sums import Sums
+from sftkit.ops.linear_cross_entropy import linear_nll
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
+
+    Measured beside it: `nll` (nats), `correct` (targets that are the argmax) and `entropy` (nats) of the predicted
+    distributions; the last two are 0 unless loss.token_metrics is set.
+    """
+
+    config: LossConfig
+    measured = ("nll", "correct", "entropy")
+    watched = "nll"
+
+    def select(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Those of positions that have a target, and a few others as filler."""
+        return hidden.flatten(0, 1).index_select(0, batch.target_index)
+
+    def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
+        """In chunks, without logits of the whole batch."""
+        targets = batch.targets.flatten().index_select(0, batch.target_index)
+        found = linear_nll(chosen, head.weight, targets, self.config, bias=head.bias, softcap=head.softcap)
+        return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
+
+    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+        """By torch's own cross entropy."""
+        smoothing, is_target = self.config.label_smoothing, targets != IGNORE
+        nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        loss = nll
+        if smoothing:
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        if self.config.z_loss:
+            loss = loss + self.config.z_loss * logits.logsumexp(-1)[is_target].square().sum()
+        correct = entropy = nll.new_zeros(())
+        if self.config.token_metrics:
+            correct = (logits.argmax(-1) == targets).sum().to(nll.dtype)
+            entropy = torch.special.entr(logits[is_target].softmax(-1)).sum()
+        return Sums(loss, {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()})
+
+    def count(self, batch: Batch) -> int:
+        """Its target tokens."""
+        return batch.num_targets
+
+    def divisors(self, examples: Examples) -> np.ndarray:
+        """Of each document its target tokens."""
+        return examples.num_targets
+
+    def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """train/loss; train/objective where it is something else; train/token_accuracy and entropy where measured."""
+        values = {"train/loss": means["nll"]}
+        if self.config.z_loss or self.config.label_smoothing:
+            values["train/objective"] = means["loss"]
+        if self.config.token_metrics:
+            values |= {"train/token_accuracy": means["correct"], "train/entropy": means["entropy"]}
+        return values
