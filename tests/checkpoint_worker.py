@@ -75,8 +75,6 @@ class Run:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.orig_model, mesh=mesh)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name="adamw", lr=1e-2))
-        for group in self.optimizer.param_groups:
-            group["lr"] = 1e-2
         config = config or CheckpointConfig()
         self.checkpoints = Checkpoints(
             run_dir, config, self.rt, self.orig_model, tokenizer, self.optimizer, recipe, identity
@@ -95,7 +93,7 @@ class Run:
                 if self.rt.world_size > 1 and not isinstance(param, DTensor):
                     dist.all_reduce(param.grad)
                     param.grad /= self.rt.world_size
-            self.optimizer.step()
+            self.optimizer.update(1e-2, torch.ones(()))
             self.optimizer.zero_grad()
             total = loss.detach().clone()
             if self.rt.world_size > 1:

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples, make_layout_of, tiny_llama
+from helpers import make_examples, make_layout_of, over_ranks, tiny_llama
 
 from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import shape_runner
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
+from sftkit.parallel.wrap import replicate
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 
@@ -29,19 +32,21 @@ def train(rt: runtime.Runtime) -> dict[str, Any]:
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
     batches = Batches(examples, layout, seed=0, rank=rt.rank, pad_id=0)
     orig_model = tiny_llama().to(torch.bfloat16)
-    model = ModelWithLoss(orig_model, "reference", LossConfig())
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
-    compile_model(model, compile, activation_memory_budget=1.0)
-    wrapped = rt.prepare(model)
+    modules = compile_model(orig_model, compile)
+    wrapped = replicate(model, rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
-    run_shape = shape_runner(rt, wrapped, orig_model, layout, {})
-    warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
+    run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
     rows = []
-    for step in batches.steps(0, 6):
-        sums, grad_norm, _ = optimizer_step(wrapped, optimizer, step, 1e-3, 1.0, rt)
-        rows.append([float(rt.sum(sums)[1]) / step.num_targets, float(grad_norm)])
-    sums = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])
-    apart = float((rt.sum(sums) - rt.world_size * sums).abs().max())
+    with compiler_switches(compile, graphs=modules * len(layout.shapes)):
+        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
+        for step in batches.steps(0, 6):
+            outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-3, 1.0, rt)
+            sums = over_ranks(rt, outcome.sums)
+            rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+    values = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])
+    apart = float((rt.sum(values) - rt.world_size * values).abs().max())
     return {"rows": rows, "apart": apart}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, make_examples, make_layout_of, tiny_llama
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,16 +21,19 @@ from transformers import (
 )
 
 from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
+from sftkit.data.pack import Layout
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import shape_runner
 from sftkit.evals.validation import validate
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
 from sftkit.parallel.wrap import distribute
@@ -81,27 +84,37 @@ FOUR_RANKS = {
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
-def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) -> dict[str, Any]:
-    """A few compiled steps, a validation and a greedy answer."""
-    torch._dynamo.reset()
+def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
+    """Packed rows, the same global batches on any number of ranks."""
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
     batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part_of(rt.topology, rt.rank))
+    return layout, batches
+
+
+def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) -> dict[str, Any]:
+    """A few compiled steps, a validation and a greedy answer."""
+    torch._dynamo.reset()
+    layout, batches = some_batches(rt)
     orig_model = MODELS[model_name]()
-    model = ModelWithLoss(orig_model, "reference", LossConfig())
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
-    compile_model(model, compile, activation_memory_budget=1.0)
+    modules = compile_model(orig_model, compile, sharded=rt.topology.sharded)
     wrapped = distribute(model, None, sharding, rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
     check_documents(model, "reference", rt.device)
-    watch = CompileWatch()
-    warm_up(wrapped, shape_runner(rt, wrapped, orig_model, layout, {}), layout.shapes, compile, rt.any_rank)
-    watch.warm_up_done()
-    rows, flags = [], []
-    for step in batches.steps(0, 6):
-        outcome = optimizer_step(wrapped, optimizer, step, 1e-2, 1.0, rt, stop=rt.rank == rt.world_size - 1)
-        rows.append([float(rt.sum(outcome.sums)[1]) / step.num_targets, float(outcome.grad_norm)])
-        flags.append(outcome.flags.tolist())
+    rows, flags, last = [], [], rt.rank == rt.world_size - 1
+    with compiler_switches(compile, graphs=modules * len(layout.shapes)):
+        watch = CompileWatch()
+        run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
+        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
+        watch.warm_up_done()
+        for step in batches.steps(0, 6):
+            outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-2, 1.0, rt, stop=last)
+            sums = over_ranks(rt, outcome.sums)
+            rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+            flags.append(outcome.flags.vector.tolist())
+        counts = watch.counts()
     values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
     let_go(orig_model)
     weights = {}
@@ -109,7 +122,7 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
         whole = param.full_tensor() if isinstance(param, DTensor) else param
         weights[name] = whole.double().square().sum().item()
     pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters())
-    return {"rows": rows, "flags": flags, "val": values, "weights": weights, "pieces": pieces, **watch.counts()}
+    return {"rows": rows, "flags": flags, "val": values, "weights": weights, "pieces": pieces, **counts}
 
 
 def main(out: str, *names: str) -> None:

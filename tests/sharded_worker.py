@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import make_examples, make_layout_of
+from helpers import make_examples, make_layout_of, over_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -32,6 +32,7 @@ from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, Likelihoods, Marks, Task
 from sftkit.models.load import load_model
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
 from sftkit.parallel.wrap import distribute
@@ -82,7 +83,7 @@ class Job:
         self.again = partial(Job, rt, topology, folder, precision, sharding, optim)
         source = ModelConfig(path=str(folder))
         self.orig_model = load_model(source, ANY_LENGTH, 0, precision, empty=self.rt.topology.sharded)
-        self.model = ModelWithLoss(self.orig_model, "reference", LossConfig())
+        self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))
         self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]
         examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
@@ -95,8 +96,8 @@ class Job:
         """Train steps first + 1 to last; the loss of each over all ranks."""
         losses = []
         for step in self.batches.steps(first, last):
-            outcome = optimizer_step(self.wrapped, self.optimizer, step, 1e-2, 1.0, self.rt)
-            losses.append(float(self.rt.sum(outcome.sums)[1]) / step.num_targets)
+            outcome = optimizer_step(self.wrapped, self.optimizer, self.model.objective, step, 1e-2, 1.0, self.rt)
+            losses.append(float(over_ranks(self.rt, outcome.sums)["nll"]) / step.num_targets)
         return losses
 
     def suite(self, tokenizer: Any, config: EvalConfig, samples: list[Row]) -> Suite:

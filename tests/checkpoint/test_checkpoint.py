@@ -17,12 +17,12 @@ from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
+    AttentionConfig,
     CheckpointConfig,
     CompileConfig,
     Config,
     DataConfig,
     LogConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -31,13 +31,13 @@ from sftkit.config.schema import (
 )
 from sftkit.data.loader import Batches
 from sftkit.errors import ConfigError
-from sftkit.memory.plan import make_plan
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime.open import open_run
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.runtime.rundir import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train
 from sftkit.train.summary import Trained, write_summary
 
@@ -49,6 +49,7 @@ def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
         data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=max_steps),
+        attention=AttentionConfig(backend="reference"),
         compile=CompileConfig(enabled=False),
         checkpoint=CheckpointConfig(every=every, pin_every=2 if every == 2 else None),
         log=LogConfig(every=1, wandb="off"),
@@ -71,16 +72,15 @@ def run(
     cfg = config(run_dir, max_steps, every)
     run_dir.mkdir(exist_ok=True)
     orig_model = tiny_llama(dropout=0.2).to(dtype)
-    model = rt.prepare(ModelWithLoss(orig_model, "reference", LossConfig()))
-    optimizer = build_optimizer(orig_model, cfg.optim)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, "run: {}\n")
+    engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
     with Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
         return train(
-            cfg, rt, model, orig_model, optimizer, batches, make_plan(cfg, orig_model, layout, rt),
+            cfg, rt, engine, batches,
             evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
         )  # fmt: skip
 

@@ -44,9 +44,9 @@ def kill_in_saves(run_dir: Path, tokenizer_dir: Path, kills: int) -> None:
         child = os.fork()
         if child == 0:
             run = Run(run_dir, AutoTokenizer.from_pretrained(tokenizer_dir), cpu_runtime())
-            step = run.checkpoints.resume("auto")["step"]
-            assert step >= latest, f"resumed {step}, and {latest} had been published"
-            for step in range(step, step + 10_000):
+            first = run.checkpoints.resume("auto")["step"]
+            assert first >= latest, f"resumed {first}, and {latest} had been published"
+            for step in range(first, first + 10_000):
                 run.steps(step, step + 1, every=1)
                 os.write(writes, b".")
         os.close(writes)

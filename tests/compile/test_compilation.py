@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from types import SimpleNamespace
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from helpers import tiny_llama
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import CompilationMetrics
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental import _config as symbolic_shapes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.compile.contract import (
@@ -23,17 +26,35 @@ from sftkit.compile.contract import (
     undo_compile,
     warm_up,
 )
+from sftkit.compile.switches import MOST_RECORDS, compiler_switches
 from sftkit.compile.watch import CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
+
+AT_END = ExitStack()
+"What a test has set in the compiler, put back after it."
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
     torch._dynamo.reset()
-    yield
+    with AT_END:
+        AT_END.enter_context(compiler_switches(CompileConfig(enabled=False)))  # enough records for a CompileWatch
+        yield
     torch._dynamo.reset()
-    compile_model(SimpleNamespace(orig_model=tiny_llama()), CompileConfig(backend="eager"), 1.0)
+
+
+def compile_in_run(
+    orig_model: PreTrainedModel,
+    config: CompileConfig,
+    budget: float = 1.0,
+    dynamic_layout: bool = False,
+    shapes: int = 1,
+) -> int:
+    """As a run of so many shapes does, with the switches set until the test ends. Returns the number of modules."""
+    modules = compile_model(orig_model, config, dynamic_layout)
+    AT_END.enter_context(compiler_switches(config, budget, dynamic_layout, modules * shapes))
+    return modules
 
 
 def run(orig_model: PreTrainedModel, rows: int = 2, row_length: int = 16, backward: bool = True) -> torch.Tensor:
@@ -60,8 +81,8 @@ def warmed_up(
 ) -> tuple[PreTrainedModel, CompileWatch]:
     orig_model = tiny_llama()
     config = CompileConfig(**{"backend": "aot_eager", **settings})
+    compile_in_run(orig_model, config, budget, dynamic_layout, len(shapes))
     watch = CompileWatch()
-    compile_model(SimpleNamespace(orig_model=orig_model), config, budget, dynamic_layout)
     assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config, bool)
     watch.warm_up_done()
     return orig_model, watch
@@ -254,8 +275,8 @@ def test_the_contract_ends_and_leaves_other_errors_as_they_are() -> None:
 @pytest.mark.parametrize("on_recompile", ["error", "warn", "eager"])
 def test_a_backward_graph_that_the_warm_up_did_not_build_is_no_exception(on_recompile: str) -> None:
     orig_model = tiny_llama()
+    compile_in_run(orig_model, CompileConfig(backend="inductor"))
     watch = CompileWatch()
-    compile_model(SimpleNamespace(orig_model=orig_model), CompileConfig(backend="inductor"), 1.0)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # a cached graph brings its backward graph along
         run(orig_model, backward=False)
         watch.warm_up_done()
@@ -352,7 +373,7 @@ def test_no_declared_shape_can_reach_torchs_recompile_limit() -> None:
 def test_warm_up_leaves_random_state_and_gradients_as_they_were() -> None:
     orig_model = tiny_llama(dropout=0.5)
     config = CompileConfig(backend="aot_eager")
-    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+    compile_in_run(orig_model, config)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     warm_up(
@@ -365,9 +386,45 @@ def test_warm_up_leaves_random_state_and_gradients_as_they_were() -> None:
 def test_compiling_in_place_keeps_module_types_and_keys() -> None:
     orig_model = tiny_llama()
     keys, types = list(orig_model.state_dict()), [type(m) for m in orig_model.modules()]
-    compile_model(SimpleNamespace(orig_model=orig_model), CompileConfig(backend="aot_eager"), 1.0)
+    assert compile_in_run(orig_model, CompileConfig(backend="aot_eager")) == 3  # two blocks and the final norm
     assert list(orig_model.state_dict()) == keys
     assert [type(m) for m in orig_model.modules()] == types
+
+
+def settings_of_the_process() -> list[Any]:
+    """Everything that can be set in dynamo, functorch, inductor and symbolic shapes, and how many records are kept."""
+    modules = torch._dynamo.config, torch._functorch.config, torch._inductor.config, symbolic_shapes
+    configs = [module.get_config_copy() for module in modules]  # type: ignore[attr-defined]
+    return [*configs, dynamo_utils._compilation_metrics.maxlen]
+
+
+@pytest.mark.parametrize("dynamic_layout", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"debug": ("output_code",)}, {"debug": ("recompiles",)}, {"enabled": False}])
+def test_the_switches_are_set_inside_and_all_as_before_afterwards_even_after_an_error(
+    settings: dict[str, Any], dynamic_layout: bool
+) -> None:
+    AT_END.close()  # torch's own limit of records
+    before = settings_of_the_process()
+    config = CompileConfig(**settings)
+    enabled, logged = config.enabled, settings.get("debug") == ("output_code",)
+    refused = pytest.raises(ValueError, match="in a step")
+    with refused, compiler_switches(config, 0.25, dynamic_layout, graphs=500):
+        dynamo, functorch, inductor, symbolic, records = settings_of_the_process()
+        raise ValueError("in a step")
+    assert settings_of_the_process() == before
+    assert records == MOST_RECORDS
+    assert before[-1] < MOST_RECORDS
+    was = before[0]
+    assert dynamo["optimize_ddp"] == (False if enabled else was["optimize_ddp"])
+    assert dynamo["recompile_limit"] == (508 if enabled else was["recompile_limit"])
+    assert dynamo["accumulated_recompile_limit"] == (508 if enabled else was["accumulated_recompile_limit"])
+    assert functorch["activation_memory_budget"] == (0.25 if enabled else before[1]["activation_memory_budget"])
+    assert functorch["enable_autograd_cache"] == (before[1]["enable_autograd_cache"] and not logged)
+    assert inductor["fx_graph_cache"] == (before[2]["fx_graph_cache"] and not logged)
+    assert symbolic["use_duck_shape"] == (before[3]["use_duck_shape"] and not (enabled and dynamic_layout))
+    with compiler_switches(config, 0.25, dynamic_layout, graphs=500):
+        pass
+    assert settings_of_the_process() == before
 
 
 def broken_compiler(*_: object) -> None:
@@ -399,7 +456,7 @@ def test_a_machine_without_a_compiler_trains_eagerly_after_one_warning_or_stops(
 
 def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
     orig_model, config = tiny_llama(), CompileConfig(backend="aot_eager")
-    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+    compile_in_run(orig_model, config)
 
     def run_shape(rows: int, row_length: int) -> None:
         raise ZeroDivisionError("a bug of the step")
@@ -410,7 +467,7 @@ def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
 
 def test_disabled_compile_builds_no_graph() -> None:
     orig_model, config, watch = tiny_llama(), CompileConfig(enabled=False), CompileWatch()
-    compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+    assert compile_in_run(orig_model, config) == 0
     assert not warm_up(orig_model, lambda rows, length: None, [(2, 16)], config, bool)
     run(orig_model)
     assert watch.counts()["compile/graphs"] == 0
@@ -423,7 +480,7 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
     for enabled in (False, True):
         orig_model = tiny_llama().cuda()
         config = CompileConfig(enabled=enabled, mode="reduce-overhead", scope=scope)
-        compile_model(SimpleNamespace(orig_model=orig_model), config, 1.0)
+        compile_in_run(orig_model, config, shapes=2)
 
         def run_shape(rows: int, row_length: int, orig_model: PreTrainedModel = orig_model) -> torch.Tensor:
             begin_step()

@@ -20,10 +20,10 @@ from sftkit.config.topology import Topology
 KEY, OTHER = "a" * 64, "b" * 64
 WORKER = """
 import sys, torch
-from types import SimpleNamespace
 from helpers import tiny_llama
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 
@@ -35,8 +35,9 @@ where, device = sys.argv[1:]
 torch.set_default_device(device)
 orig_model, compile, watch = tiny_llama().to(device), CompileConfig(), CompileWatch()
 print(compile_cache.load(where, "a" * 64))
-compile_model(SimpleNamespace(orig_model=orig_model), compile, 1.0)
-assert warm_up(orig_model, run_shape, [(2, 16)], compile, bool)
+modules = compile_model(orig_model, compile)
+with compiler_switches(compile, graphs=modules):
+    assert warm_up(orig_model, run_shape, [(2, 16)], compile, bool)
 counts, misses = watch.counts(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
 print(compile_cache.save(where, "a" * 64, True))
 print(int(counts["compile/graphs"]), int(counts["compile/cache_hits"]), misses)

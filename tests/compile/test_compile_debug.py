@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch._dynamo import utils as dynamo_utils
 from torch.nn import functional as F
 
-from sftkit.compile.debug import CompilerFiles, kernels, open_logs, torch_loggers, write_summary
+from sftkit.compile.debug import compiler_logs, kernels, torch_loggers
+from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 
@@ -25,12 +27,29 @@ def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches = {"fx_graph_cache": True}, {"enable_autograd_cache": True}
     with torch._inductor.config.patch(caches[0]), torch._functorch.config.patch(caches[1]):
         yield
-    for logger in torch_loggers():
-        for handler in list(logger.handlers):
-            if isinstance(handler, CompilerFiles):
-                logger.removeHandler(handler)
-    torch._logging.set_logs()
     torch._dynamo.reset()
+
+
+@contextmanager
+def logged(run_dir: Path, *debug: str, rank: int = 0) -> Iterator[Callable[[], None]]:
+    """As in a run: the logs, then the switches."""
+    config = CompileConfig(debug=debug)  # type: ignore[arg-type]
+    with compiler_logs(run_dir, config, rank) as write, compiler_switches(config):
+        yield write
+
+
+def state_of_logs() -> list[tuple]:
+    """Level, handlers and their filters of every logger of torch; set_logs makes its own handler anew each time."""
+    names = sorted(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")
+    loggers = [logging.getLogger(name) for name in names]
+    return [
+        (logger.name, logger.level, logger.propagate, list(logger.filters), [as_values(h) for h in logger.handlers])
+        for logger in loggers
+    ]
+
+
+def as_values(handler: logging.Handler) -> tuple:
+    return type(handler), handler.level, type(handler.formatter), list(handler.filters)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -48,9 +67,9 @@ def summary(run_dir: Path) -> dict:
 
 
 def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_the_terminal(tmp_path, capfd) -> None:
-    open_logs(tmp_path, CompileConfig(debug=("graphs", "output_code", "perf_hints")), rank=0)
-    torch.compile(gated, dynamic=False)(*inputs()).sum().backward()
-    write_summary(tmp_path, rank=0)
+    with logged(tmp_path, "graphs", "output_code", "perf_hints") as write:
+        torch.compile(gated, dynamic=False)(*inputs()).sum().backward()
+        write()
     folder = tmp_path / "compile/rank000"
 
     graphs = (folder / "graphs.txt").read_text()
@@ -87,32 +106,37 @@ def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_
 def test_a_graph_that_is_in_a_cache_is_logged_all_the_same(tmp_path) -> None:
     torch.compile(gated, dynamic=False)(*inputs())  # now it is
     torch._dynamo.reset()
-    open_logs(tmp_path, CompileConfig(debug=("output_code",)), rank=0)
-    hits = dynamo_utils.counters["inductor"]["fxgraph_cache_hit"]
-    torch.compile(gated, dynamic=False)(*inputs())
-    write_summary(tmp_path, rank=0)
+    with logged(tmp_path, "output_code") as write:
+        hits = dynamo_utils.counters["inductor"]["fxgraph_cache_hit"]
+        torch.compile(gated, dynamic=False)(*inputs())
+        write()
     assert dynamo_utils.counters["inductor"]["fxgraph_cache_hit"] == hits
     assert summary(tmp_path)["graphs"][0]["aten_ops"] >= 7
 
 
 def test_to_see_recompiles_no_cache_is_turned_off(tmp_path) -> None:
-    open_logs(tmp_path, CompileConfig(debug=("recompiles",)), rank=0)
-    assert torch._inductor.config.fx_graph_cache
-    assert torch._functorch.config.enable_autograd_cache
+    for debug, cached in (("recompiles", True), ("graphs", False)):
+        with logged(tmp_path, debug):
+            assert torch._inductor.config.fx_graph_cache is cached
+            assert torch._functorch.config.enable_autograd_cache is cached
+        assert torch._inductor.config.fx_graph_cache
+        assert torch._functorch.config.enable_autograd_cache
 
 
 def test_a_recompile_is_written_with_its_guard_and_each_rank_has_its_own_file(tmp_path) -> None:
-    open_logs(tmp_path, CompileConfig(debug=("recompiles",)), rank=1)
-    compiled = torch.compile(gated, backend="eager", dynamic=False)
-    for rows in (8, 4):
-        compiled(*inputs(rows))
-    text = (tmp_path / "compile/rank001/recompiles.txt").read_text()
-    assert "[0/1] Recompiling function gated" in text
-    assert "expected 8, actual 4" in text
-    assert not (tmp_path / "compile/rank001/graphs.txt").exists()
-    write_summary(tmp_path, rank=1)
-    assert not (tmp_path / "compile/summary.json").exists()
-    write_summary(tmp_path, rank=0)
+    for rank in (1, 0):
+        torch._dynamo.reset()
+        dynamo_utils.clear_compilation_metrics()
+        with logged(tmp_path, "recompiles", rank=rank) as write:
+            compiled = torch.compile(gated, backend="eager", dynamic=False)
+            for rows in (8, 4):
+                compiled(*inputs(rows))
+            write()
+        text = (tmp_path / f"compile/rank00{rank}/recompiles.txt").read_text()
+        assert "[0/1] Recompiling function gated" in text
+        assert "expected 8, actual 4" in text
+        assert not (tmp_path / f"compile/rank00{rank}/graphs.txt").exists()
+        assert (tmp_path / "compile/summary.json").exists() is (rank == 0)
     first, second = summary(tmp_path)["graphs"]
     assert (first["id"], first["kernels"], first["recompile_reason"]) == ("0/0", None, None)
     assert "expected 8, actual 4" in second["recompile_reason"]
@@ -120,32 +144,51 @@ def test_a_recompile_is_written_with_its_guard_and_each_rank_has_its_own_file(tm
 
 
 def test_without_debug_nothing_is_written_or_set(tmp_path) -> None:
-    before = [(logger.name, logger.level, list(logger.handlers)) for logger in torch_loggers()]
-    open_logs(tmp_path, CompileConfig(), rank=0)
-    write_summary(tmp_path, rank=0)
+    before = state_of_logs()
+    with logged(tmp_path) as write:
+        write()
+        assert state_of_logs() == before
     assert list(tmp_path.iterdir()) == []
-    assert [(logger.name, logger.level, list(logger.handlers)) for logger in torch_loggers()] == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_handlers_filters_and_levels_are_as_before_even_after_an_error(tmp_path, capsys, fails) -> None:
+    torch._logging.set_logs()  # what torch sets at its first use stays
+    before = state_of_logs()
+    error = pytest.raises(ValueError, match="in a step") if fails else nullcontext()
+    with error, logged(tmp_path, "graphs", "output_code", "recompiles", "perf_hints"):
+        assert state_of_logs() != before
+        assert any(
+            type(handler) is not logging.StreamHandler for logger in torch_loggers() for handler in logger.handlers
+        )
+        if fails:
+            raise ValueError("in a step")
+    assert state_of_logs() == before
+    torch.compile(gated, backend="eager", dynamic=False)(*inputs())
+    assert "TRACED GRAPH" not in "".join(capsys.readouterr())
+    assert not (tmp_path / "compile/rank000/graphs.txt").exists()
 
 
 def test_a_run_that_starts_again_has_the_logs_of_its_last_start(tmp_path) -> None:
     old = tmp_path / "compile/rank000/output_code/9_9-forward.py"
     old.parent.mkdir(parents=True)
     old.write_text("of an earlier start")
-    open_logs(tmp_path, CompileConfig(debug=("output_code",)), rank=0)
-    assert not old.exists()
+    with logged(tmp_path, "output_code"):
+        assert not old.exists()
 
 
 def test_torch_logs_in_the_environment_is_refused_because_torch_lets_it_win(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    with pytest.raises(ConfigError, match=r"TORCH_LOGS=\+dynamo[\s\S]*unset TORCH_LOGS"):
-        open_logs(tmp_path, CompileConfig(debug=("graphs",)), rank=0)
+    refused = pytest.raises(ConfigError, match=r"TORCH_LOGS=\+dynamo[\s\S]*unset TORCH_LOGS")
+    with refused, logged(tmp_path, "graphs"):
+        pass
     assert not (tmp_path / "compile").exists()
 
 
 def test_other_messages_of_torch_still_reach_the_terminal(tmp_path, capsys) -> None:
-    open_logs(tmp_path, CompileConfig(debug=("graphs",)), rank=0)
-    logging.getLogger("torch._inductor").warning("something else")
-    assert "something else" in capsys.readouterr().err
+    with logged(tmp_path, "graphs"):
+        logging.getLogger("torch._inductor").warning("something else")
+        assert "something else" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -155,14 +198,14 @@ def test_the_code_that_is_compiled_is_the_same_with_the_logs_on(tmp_path) -> Non
     with fresh_cache():
         _, (plain, *_) = run_and_get_code(torch.compile(gated, dynamic=False), *inputs())
     torch._dynamo.reset()
-    open_logs(tmp_path, CompileConfig(debug=("graphs", "output_code", "recompiles", "perf_hints")), rank=0)
-    torch.compile(gated, dynamic=False)(*inputs())
-    (logged,) = (tmp_path / "compile/rank000/output_code").iterdir()
+    with logged(tmp_path, "graphs", "output_code", "recompiles", "perf_hints"):
+        torch.compile(gated, dynamic=False)(*inputs())
+    (code_file,) = (tmp_path / "compile/rank000/output_code").iterdir()
 
     def body(code: str) -> str:
         return code[code.index("async_compile = ") :].strip()
 
-    assert body(logged.read_text()) == body(plain)
+    assert body(code_file.read_text()) == body(plain)
 
 
 TRITON = """# AOT ID: ['0_forward']

@@ -25,6 +25,7 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import forward_backward, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
@@ -47,18 +48,18 @@ def test_packed_losses_equal_those_of_each_document_alone_in_plain_transformers(
             alone = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
             torch.testing.assert_close(packed[0, start : start + len(alone)], alone, atol=5e-6, rtol=1e-5)
             start += len(alone)
-        sums = ModelWithLoss(model, "reference", LossConfig())(batch)
-    torch.testing.assert_close(sums.nll, packed.sum(), rtol=1e-6, atol=1e-4)
+        sums = ModelWithLoss(model, "reference", NextToken(LossConfig()))(batch)
+    torch.testing.assert_close(sums.measured["nll"], packed.sum(), rtol=1e-6, atol=1e-4)
 
 
 def test_perturbing_one_document_leaves_the_losses_of_the_others_unchanged() -> None:
     model = tiny_llama().eval()
     batch = make_batch(make_examples([9, 14, 6], target_share=1.0), ((0, 1, 2),), row_length=32)
-    changed = batch.input_ids.clone()
+    changed = batch.inputs["input_ids"].clone()
     changed[0, 9:23] = (changed[0, 9:23] + 7) % VOCAB_SIZE
     with torch.no_grad():
         before = token_nll(model, batch)
-        after = token_nll(model, replace(batch, input_ids=changed))
+        after = token_nll(model, replace(batch, inputs={**batch.inputs, "input_ids": changed}))
     others = torch.ones(32, dtype=torch.bool)
     others[9:23] = False
     assert torch.equal(before[0, others], after[0, others])
@@ -70,7 +71,7 @@ def test_padding_changes_no_loss() -> None:
     examples = make_examples([9, 14])
     with torch.no_grad():
         sums = [
-            ModelWithLoss(model, "reference", LossConfig())(make_batch(examples, rows, 32)).nll
+            ModelWithLoss(model, "reference", NextToken(LossConfig()))(make_batch(examples, rows, 32)).measured["nll"]
             for rows in (((0, 1),), ((0, 1), (), ()))
         ]
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-6, atol=1e-5)
@@ -89,11 +90,11 @@ def step_of(micro_batch_size: int, layout_kind: str = "packed") -> tuple[dict[st
     rt = cpu_runtime()
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20], target_share=0.3)
     layout = make_layout_of(layout_kind, examples.lengths, micro=micro_batch_size)
-    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-2, eps=1e-4))
     (step,) = Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 1)
-    sums, grad_norm, _ = optimizer_step(model, optimizer, step, 1e-2, 1.0, rt)
-    return model.state_dict(), float(sums[1]), float(grad_norm)
+    sums, grad_norm, _ = optimizer_step(model, optimizer, model.objective, step, 1e-2, 1.0, rt)
+    return model.state_dict(), float(sums["nll"]), float(grad_norm)
 
 
 def test_accumulation_of_8_micro_batches_of_1_equals_1_of_8() -> None:
@@ -107,7 +108,7 @@ def test_accumulation_of_8_micro_batches_of_1_equals_1_of_8() -> None:
 def test_the_gradient_is_that_of_the_mean_over_all_target_tokens() -> None:
     rt = cpu_runtime()
     examples = make_examples([30, 4, 25, 8], target_share=0.3)
-    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     parts = [make_batch(examples, rows, 32) for rows in (((0,),), ((1, 2),), ((3,),))]
     total = sum(part.num_targets for part in parts)
     for part in parts:
@@ -128,22 +129,22 @@ def test_the_same_documents_give_the_same_loss_in_every_layout() -> None:
         batches = Batches(examples, make_layout_of(kind, examples.lengths, batch=2), seed=0, rank=0, pad_id=0)
         micro = [b for step in batches.steps(0, batches.num_steps(1)) for b in step.micro_batches]
         for backend in ("reference", "sdpa") if kind != "packed" else ("reference",):
-            model = ModelWithLoss(orig_model, backend, LossConfig())
+            model = ModelWithLoss(orig_model, backend, NextToken(LossConfig()))
             with torch.no_grad():
-                sums[kind, backend] = sum(float(model(b).nll) for b in micro)
+                sums[kind, backend] = sum(float(model(b).measured["nll"]) for b in micro)
     for value in sums.values():
         assert value == pytest.approx(sums["packed", "reference"], rel=1e-6)
 
 
 def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     rt = cpu_runtime()
-    model = ModelWithLoss(tiny_llama(), "reference", LossConfig())
+    model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     empty = make_batch(make_examples([4]), ((), ()), 16)
-    step = StepBatches(0, [empty], num_targets=0, num_tokens=0, num_positions=32, attention_pairs=0)
+    step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32, attention_pairs=0)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
-    sums, grad_norm, _ = optimizer_step(model, optimizer, step, 1e-3, 1.0, rt)
-    assert sums.tolist() == [0.0] * 4
+    sums, grad_norm, _ = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+    assert sums.vector.tolist() == [0.0] * 4
     assert float(grad_norm) == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -164,7 +165,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, tokenizer) -> None
     gradients = []
     for checkpointing in (False, True):
         config = ModelConfig(scratch={**fields, **heads}, gradient_checkpointing=checkpointing)
-        model = ModelWithLoss(load_model(config, tokenizer, seed=0), "reference", LossConfig()).train()
+        model = ModelWithLoss(load_model(config, tokenizer, seed=0), "reference", NextToken(LossConfig())).train()
         assert model.orig_model.is_gradient_checkpointing is checkpointing
         batch = make_batch(make_examples([9, 14]), ((0, 1),), 32)
         forward_backward(model, batch, batch.num_targets, cpu_runtime())
@@ -182,13 +183,13 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
     )
     gradients = {}
     for name, batches, dtype in (("exact", whole, torch.float32), ("summed", parts, torch.bfloat16)):
-        model = ModelWithLoss(tiny_llama().to(dtype), "reference", LossConfig())
+        model = ModelWithLoss(tiny_llama().to(dtype), "reference", NextToken(LossConfig()))
         optimizer = GradientsOnly(model.parameters())
         (step,) = batches.steps(0, 1)
-        optimizer_step(model, optimizer, step, 0.0, None, cpu_runtime())
+        optimizer_step(model, optimizer, model.objective, step, 0.0, None, cpu_runtime())
         gradients[name] = optimizer.seen
     naive = [torch.zeros_like(g, dtype=torch.bfloat16) for g in gradients["exact"]]
-    model = ModelWithLoss(tiny_llama().to(torch.bfloat16), "reference", LossConfig())
+    model = ModelWithLoss(tiny_llama().to(torch.bfloat16), "reference", NextToken(LossConfig()))
     (step,) = parts.steps(0, 1)
     for batch in step.micro_batches:
         model.zero_grad()
@@ -206,6 +207,7 @@ class GradientsOnly(torch.optim.SGD):
     """Keeps the gradients that a step would use."""
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        assert float(coefficient) == 1.0
         self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
 
 
@@ -236,7 +238,7 @@ def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
 ) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**COMMON, **fields})
-    model = ModelWithLoss(AutoModelForCausalLM.from_config(config), "reference", LossConfig())
+    model = ModelWithLoss(AutoModelForCausalLM.from_config(config), "reference", NextToken(LossConfig()))
     with pytest.raises(
         ConfigError,
         match=r"is not supported: (the logits of .* differ by|a layer of type)",
@@ -246,7 +248,7 @@ def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
 
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
 def test_verification_leaves_the_model_as_it_was(make_model) -> None:
-    model = ModelWithLoss(make_model(), "sdpa", LossConfig()).train()
+    model = ModelWithLoss(make_model(), "sdpa", NextToken(LossConfig())).train()
     windows = [getattr(m, "sliding_window", None) for m in model.modules()]
     check_documents(model, "sdpa", torch.device("cpu"))
     assert [getattr(m, "sliding_window", None) for m in model.modules()] == windows
@@ -260,15 +262,15 @@ def test_no_step_waits_for_the_gpu() -> None:
     device = torch.device("cuda")
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 8, target_share=0.3)
     batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
-    model = ModelWithLoss(tiny_llama().to(device, torch.bfloat16), "varlen", LossConfig())
+    model = ModelWithLoss(tiny_llama().to(device, torch.bfloat16), "varlen", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     steps = on_device(batches.steps(0, 6), device)
-    optimizer_step(model, optimizer, next(steps), 1e-3, 1.0, rt)
+    optimizer_step(model, optimizer, model.objective, next(steps), 1e-3, 1.0, rt)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
-            optimizer_step(model, optimizer, step, 1e-3, 1.0, rt)
+            optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
     finally:
         torch.cuda.set_sync_debug_mode("default")

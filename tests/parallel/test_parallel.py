@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 from helpers import cpu_runtime, torchrun
-from parallel_worker import FOUR_RANKS, ONE_RANK, TWO_RANKS, train
+from parallel_worker import FOUR_RANKS, MODELS, ONE_RANK, TWO_RANKS, some_batches, train
+
+from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.objectives.next_token import NextToken
+from sftkit.train.assemble import engine_of
 
 SLOW = ("llama fsdp2, lean", "qwen3 fsdp2")
 "Cases of two ranks whose model and topology are each in another case."
@@ -42,6 +46,28 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert case["compile/graphs"] == 2  # the block and the final norm
     assert case["compile/recompiles"] == case["compile/graph_breaks"] == 0
     assert case["flags"] == [[1.0, 0.0]] * 6  # one rank wishes to stop, and all know
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
+    found = alone(f"{model} whole")
+    cfg = Config(
+        run=RunConfig(dir=str(tmp_path)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw", eps=1e-4),
+        train=TrainConfig(max_steps=6, engine="reference", precision="fp32"),
+    )
+    layout, batches = some_batches(cpu_runtime())
+    engine = engine_of(cfg, cpu_runtime(), tmp_path, MODELS[model](), NextToken(cfg.loss), layout)
+    rows = []
+    for step in batches.steps(0, 6):
+        outcome = engine.step(step, 1e-2)
+        rows.append([float(outcome.sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+    for ours, plain in zip(found["rows"], rows, strict=True):
+        assert ours == pytest.approx(plain, rel=2e-5)
+    weights = {name: value.double().square().sum().item() for name, value in engine.orig_model.named_parameters()}
+    assert found["weights"] == pytest.approx(weights, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

@@ -7,21 +7,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo
-import torch._functorch.config
 from torch._dynamo import callback as dynamo_callback
-from torch.fx.experimental import _config as symbolic_shapes
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import decoder_blocks
-
-if TYPE_CHECKING:
-    from sftkit.objectives.model_with_loss import ModelWithLoss
 
 log = logging.getLogger(__name__)
 
@@ -48,39 +43,33 @@ def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def compile_model(
-    model: ModelWithLoss,
-    compile: CompileConfig,
-    activation_memory_budget: float,
-    dynamic_layout: bool = False,
-    sharded: bool = False,
-) -> None:
-    """Compile in place, before any wrapping or sharding: module types, parameter names and `orig_model` stay as they are.
-    Graphs are built at the first call of each shape, in `warm_up`. The loss stays outside.
+    orig_model: PreTrainedModel, compile: CompileConfig, dynamic_layout: bool = False, sharded: bool = False
+) -> int:
+    """Compile in place, before any wrapping or sharding: module types and parameter names stay as they are. Graphs are built
+    at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
 
     Args:
-        activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
-            recomputed is chosen by FLOPs; a custom operator counts with its formula (torch.utils.flop_counter).
         dynamic_layout: row lengths vary freely: one graph with symbolic sizes, whatever compile.dynamic says.
         sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
+
+    Returns:
+        how many modules are compiled.
 
     Raises:
         ConfigError: scope block for a model whose blocks transformers does not name.
     """
     if not compile.enabled:
-        return
-    torch._dynamo.config.optimize_ddp = False  # blocks already give overlap; it would split them, see pytorch #108966
-    torch._functorch.config.activation_memory_budget = activation_memory_budget  # type: ignore[assignment]
-    torch._functorch.config.activation_memory_budget_runtime_estimator = "flops"
-    # With duck shapes a warm-up whose rows happen to equal its row length gives a graph for square batches only.
-    symbolic_shapes.use_duck_shape = not dynamic_layout  # type: ignore[assignment]
+        return 0
     dynamic = True if dynamic_layout else compile.dynamic
     options: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.mode is not None:
         options["mode"] = compile.mode
     if sharded and compile.scope == "model":
         log.info("compile.scope: block, because sharded weights are gathered block by block")
-    for module in _compiled_parts(model.orig_model, "block" if sharded else compile.scope):
+    parts = _compiled_parts(orig_model, "block" if sharded else compile.scope)
+    for module in parts:
         module.compile(**options)
+    return len(parts)
 
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
@@ -98,7 +87,7 @@ def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Mo
 def begin_step() -> None:
     """Before each forward pass of training: CUDA graphs may reuse the memory of the pass before.
 
-    Gradients that must outlive it are copied: see step.GradientSum.
+    Gradients that must outlive it are copied: see engine.step.GradientSum.
     """
     if uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
@@ -205,7 +194,6 @@ def warm_up(
             run_shape(*shapes[-1])
         model.zero_grad(set_to_none=True)
         return False
-    _raise_limits(model, len(shapes))
     error: Exception | None = _compiler_problem(compile) if sharded else None
     if sharded and any_rank(error is not None):
         return _fall_back(model, compile, error)
@@ -255,11 +243,3 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
 def _passes(compile: CompileConfig) -> int:
     """CUDA graphs: the first pass compiles, the second lets kernels settle, the third records."""
     return 3 if compile.mode in CUDA_GRAPH_MODES or compile.backend == "cudagraphs" else 1
-
-
-def _raise_limits(model: torch.nn.Module, num_shapes: int) -> None:
-    """Past recompile_limit graphs of one function torch turns to eager without an error: no model may come near it."""
-    parts = sum(module._compiled_call_impl is not None for module in model.modules())
-    limit = 8 + parts * num_shapes
-    torch._dynamo.config.recompile_limit = limit  # type: ignore[assignment]
-    torch._dynamo.config.accumulated_recompile_limit = max(256, limit)  # type: ignore[assignment]

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ ARTIFACTS = {
     "perf_hints": ("perf_hints", "cudagraphs"),
 }
 "What compile.debug may name: the framework's logs that belong to it."
-FROM_COMPILER = {"graphs", "output_code", "perf_hints"}
-"Not written for a graph that comes from a cache."
 ORIGINS = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)\], Original ATen: \[(.*)\]")
 LAUNCHES = {
     "triton": re.compile(r"(\w+)\.run\("),
@@ -96,32 +95,46 @@ class CompilerFiles(logging.Handler):
         )
 
 
-def open_logs(run_dir: Path, compile: CompileConfig, rank: int) -> None:
-    """Send what compile.debug names into <run_dir>/compile/rank000/, and not to the terminal; before anything is compiled.
+@contextmanager
+def compiler_logs(run_dir: Path, compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
+    """Inside, what compile.debug names goes into <run_dir>/compile/rank000/ and not to the terminal; from before anything
+    is compiled.
 
-    A graph from a cache is not logged as one that is compiled, so all but `recompiles` turn the caches of graphs off for
-    this process. The compiled code stays the same; machine code of kernels still comes from disk.
+    A graph from a cache is not logged as one that is compiled, so all but `recompiles` turn the caches of graphs off
+    (compiler_switches). The compiled code stays the same; machine code of kernels still comes from disk.
+
+    Yields:
+        what writes <run_dir>/compile/summary.md and summary.json, on the main rank: each graph, its kernels, the operators
+        they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
     """
     if not compile.debug:
+        yield lambda: None
         return
     if "TORCH_LOGS" in os.environ:
         raise ConfigError(
             f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores other "
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
-    if FROM_COMPILER & set(compile.debug):
-        torch._inductor.config.fx_graph_cache = False
-        torch._functorch.config.enable_autograd_cache = False
     files = CompilerFiles(compile_dir(run_dir, rank), compile.debug)
     wanted: dict[str, int | bool] = dict.fromkeys(files.names, True)
     torch._logging.set_logs(modules=wanted)
-    for logger in torch_loggers():
-        for terminal in logger.handlers:
-            terminal.addFilter(files.is_theirs)
+    loggers = torch_loggers()
+    terminals = [handler for logger in loggers for handler in logger.handlers]
+    for terminal in terminals:
+        terminal.addFilter(files.is_theirs)
+    for logger in loggers:
         logger.addHandler(files)
+    try:
+        yield lambda: write_summary(run_dir, rank, files)
+    finally:
+        for terminal in terminals:
+            terminal.removeFilter(files.is_theirs)
+        for logger in loggers:
+            logger.removeHandler(files)
+        torch._logging.set_logs()
 
 
 def torch_loggers() -> list[logging.Logger]:
@@ -131,16 +144,13 @@ def torch_loggers() -> list[logging.Logger]:
     return [logger for logger in ours if any(type(handler) is logging.StreamHandler for handler in logger.handlers)]
 
 
-def write_summary(run_dir: Path, rank: int) -> None:
-    """<run_dir>/compile/summary.md and summary.json, of the main rank: each graph, its kernels, the operators they came
-    from. Nothing without compile.debug. It may be called again: after the warm-up, and at the end.
-    """
-    handlers = [h for logger in torch_loggers() for h in logger.handlers if isinstance(h, CompilerFiles)]
-    if rank != 0 or not handlers:
+def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:
+    """What `compiler_logs` yields."""
+    if rank != 0:
         return
-    graphs = summarize(dynamo_utils.get_compilation_metrics(), handlers[0].generated)
+    graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
     folder = compile_dir(run_dir, rank).parent
-    content = {"torch": torch.__version__, "logs": sorted(set(handlers[0].names.values())), "graphs": graphs}
+    content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}
     replace_text(folder / SUMMARY, json.dumps(content, indent=1))
     replace_text(folder / COMPILE_SUMMARY, as_markdown(content))
 

@@ -23,10 +23,10 @@ BACKWARD = "backward_cumulative_compile_time_us"
 
 
 class CompileWatch:
-    """Counts graphs, recompiles, graph breaks and seconds from the framework's own records, from construction on."""
+    """Counts graphs, recompiles, graph breaks and seconds from the framework's own records, from construction on, inside
+    `compiler_switches`, which keeps enough of them."""
 
     def __init__(self) -> None:
-        dynamo_utils.set_compilation_metrics_limit(100_000)
         self._skip = len(dynamo_utils.get_compilation_metrics())
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()

@@ -16,7 +16,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import head, logit_softcap, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention import mixes_tokens, plain_attention, short_windows
+from sftkit.ops.attention import mixes_tokens, short_windows
 from sftkit.parallel.tensor import whole_rows
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def check_documents(model: ModelWithLoss, backend: str, device: torch.device) ->
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows():
+        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows(orig_model):
             found = _compare(model, "reference" if backend == "sdpa" else backend, device)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -84,12 +84,14 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> Docume
     batch = _batch(ids, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(SIZES)], _plain_logits(model, batch)
+    watched = model.objective.watched
     targets = batch.targets[0, : sum(SIZES)]
-    sums = [model.sums(_batch(ids, (document,)).to(device), backend).nll for document in (0, 1)]
+    sums = [model.sums(_batch(ids, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
 
-    other = batch.input_ids.clone()
+    other = batch.inputs["input_ids"].clone()
     other[:, : SIZES[0]] = (other[:, : SIZES[0]] + 1) % vocab_size(model.orig_model)
-    moved = (model.hidden_states(replace(batch, input_ids=other), backend) - hidden).float().abs()
+    replaced = replace(batch, inputs={**batch.inputs, "input_ids": other})
+    moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
         logits_difference=float((ours - theirs).norm() / theirs.norm()),
@@ -114,9 +116,5 @@ def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
 
 def _plain_logits(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
     """Each document alone through transformers' own forward pass: fp32 [1, documents' positions, V]."""
-    with plain_attention(model.orig_model):
-        alone = [
-            model.orig_model(input_ids=ids, use_cache=False).logits.float()
-            for ids in batch.input_ids[:, : sum(SIZES)].split(SIZES, 1)
-        ]
-    return torch.cat(alone, 1)
+    documents = batch.inputs["input_ids"][:, : sum(SIZES)].split(SIZES, 1)
+    return torch.cat([model.kind.plain_logits(model.orig_model, {"input_ids": ids}).float() for ids in documents], 1)

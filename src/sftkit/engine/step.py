@@ -9,10 +9,13 @@ import torch
 from sftkit.compile.contract import begin_step, uses_cuda_graphs
 from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
+from sftkit.objectives.objective import Objective
+from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.gradients import clip_coefficient, squared_norm
 from sftkit.optim.protocol import Optimizer
+from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.outcome import Flags, StepOutcome
 
 
 class GradientSum:
@@ -47,21 +50,22 @@ class GradientSum:
         self._sums.clear()
 
 
-def forward_backward(model: torch.nn.Module, batch: Batch, num_targets: int, rt: Runtime) -> torch.Tensor:
-    """Add this micro-batch's share to the gradients of objective / num_targets, the mean over the global batch.
+def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Runtime) -> Totals:
+    """Add this micro-batch's share to the gradients of loss / divisor, the mean over the global batch.
 
     Returns:
-        the micro-batch's sums, in the order of LossSums: fp32 [4], on the device, detached. No host sync.
+        the micro-batch's sums, on the device, detached. No host sync.
     """
     begin_step()
     sums = model(batch)
-    rt.accelerator.backward(sums.loss * (rt.gradient_scale / max(num_targets, 1)))
-    return torch.stack([value.detach() for value in sums])
+    rt.accelerator.backward(sums.loss * (gradient_scale(rt) / max(divisor, 1)))
+    return Totals.of(sums)
 
 
 def optimizer_step(
     model: torch.nn.Module,
     optimizer: Optimizer,
+    objective: Objective,
     step_batches: StepBatches,
     learning_rate: float,
     max_grad_norm: float | None,
@@ -72,33 +76,37 @@ def optimizer_step(
     """All micro-batches, one update; no update where the loss of any rank or the gradient norm is not finite.
 
     Args:
+        model: what gives the sums of a batch: compiled and wrapped.
         step_batches: with micro-batches on the device.
-        stop: this rank's wish to end training, which all ranks find in the flags.
+        stop: this rank asks to end training, which all ranks find in the flags.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sums = torch.zeros(4, device=rt.device)
+    totals = Totals.zeros(objective.measured, rt.device)
     last = len(step_batches.micro_batches) - 1
     earlier = GradientSum(parameters, len(step_batches.micro_batches))
     for i, batch in enumerate(step_batches.micro_batches):
         if i == last:
             earlier.put_back()
-        with rt.gradient_sync(model, sync=i == last):
-            sums += forward_backward(model, batch, step_batches.num_targets, rt)
+        with gradient_sync(model, i == last, rt):
+            totals.add_(forward_backward(model, batch, step_batches.divisor, rt))
         if i < last:
             earlier.take()
-    grad_norm, flags = _agree(parameters, sums, stop, rt)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags[1] == 0, max_grad_norm))
+    grad_norm, flags = exchange(squared_norm(parameters, rt.world_size), totals, stop, rt)
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(sums, grad_norm, flags)
+    return StepOutcome(totals, grad_norm, flags)
 
 
-def _agree(
-    parameters: list[torch.nn.Parameter], sums: torch.Tensor, stop: bool, rt: Runtime
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient norm, flags) of StepOutcome: one small exchange between the ranks, no host sync."""
-    share = squared_norm(parameters, rt.world_size).to(rt.device)
-    wish = torch.full_like(share, float(stop))
-    total = rt.sum(torch.stack([share, wish, (~sums[0].isfinite()).float()]))
-    grad_norm = total[0].sqrt()
-    broken = torch.where(grad_norm.isfinite(), total[2], total[2].clamp(min=1.0))
-    return grad_norm, torch.stack([total[1], broken])
+def exchange(squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime) -> tuple[torch.Tensor, Flags]:
+    """Gradient norm and flags of a step: one small exchange between the ranks, no host sync.
+
+    Args:
+        squared: this rank's share of the squared norm of all gradients, 0-d.
+    """
+    share = squared.to(rt.device)
+    asked = torch.full_like(share, float(stop))
+    broken = (~totals[LOSS].isfinite()).float()
+    norm, stops, losses = rt.sum(torch.stack([share, asked, broken]))
+    grad_norm = norm.sqrt()
+    nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
+    return grad_norm, Flags(torch.stack([stops, nonfinite]))

@@ -203,7 +203,7 @@ def _sharded(s: Setup, tokens: int) -> Estimate:
 
 
 def sums_in_fp32(layout: Layout, precision: str) -> bool:
-    """Whether step.GradientSum adds up the gradients of earlier micro-batches."""
+    """Whether engine.step.GradientSum adds up the gradients of earlier micro-batches."""
     return layout.accumulation > 2 and precision == "bf16"
 
 

@@ -77,7 +77,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     """Cut the weights of `model.orig_model` in place, after the blocks have been compiled (lazily) and before the optimizer.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `nll` become methods that gather what they need, as the
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
             forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
@@ -110,7 +110,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if head(orig_model) in alone:
-        _gather_in(head(orig_model), model, "nll")
+        _gather_in(head(orig_model), model, "sums_of_chosen")
     for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 

@@ -7,7 +7,7 @@ feed-forward layer see whole rows and some of the heads and channels: an all-gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,23 +26,31 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
-_cut_by_position = True
 
+class Activations:
+    """How activations of a model lie between its attention and feed-forward layers; its hooks and `whole_rows` share it."""
 
-def between() -> Placement:
-    """How activations lie between attention and feed-forward layers."""
-    return Shard(1) if _cut_by_position else Replicate()
+    def __init__(self) -> None:
+        self.cut_by_position = True
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(1) if self.cut_by_position else Replicate()
 
 
 @contextmanager
-def whole_rows() -> Iterator[None]:
-    """Inside, every rank of a group has all positions of its rows: inputs of any length, as in decoding."""
-    global _cut_by_position
-    before, _cut_by_position = _cut_by_position, False
+def whole_rows(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, every rank of a group has all positions of its rows: inputs of any length, as in decoding. Nothing for a
+    model without tensor parallelism."""
+    activations = getattr(orig_model, "_activations", None)
+    if not isinstance(activations, Activations):
+        yield
+        return
+    before, activations.cut_by_position = activations.cut_by_position, False
     try:
         yield
     finally:
-        _cut_by_position = before
+        activations.cut_by_position = before
 
 
 def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
@@ -52,6 +60,10 @@ def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mes
         ConfigError: an architecture that is not in MODEL_TYPES, or heads or channels that the ranks do not divide.
     """
     check_tensor_parallel(orig_model, mesh.size())
+    activations = Activations()
+    orig_model._activations = activations  # type: ignore[assignment]
+    channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
+    between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
     for block in blocks:
         for name, module in list(block.named_modules()):
             if name in COLUMNS:
@@ -59,15 +71,15 @@ def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mes
                 module.register_forward_hook(_to_local)
             elif name in ROWS:
                 _cut(module, mesh, Shard(1))
-                module.register_forward_pre_hook(_as_dtensor(mesh, Shard(-1)))
-                module.register_forward_hook(_add_up)
+                module.register_forward_pre_hook(channels)
+                module.register_forward_hook(add_up)
             elif name in NORMS:
                 _cut(module, mesh, Replicate())
-                module.register_forward_pre_hook(_as_dtensor(mesh, None))
+                module.register_forward_pre_hook(between)
                 module.register_forward_hook(_gather)
             elif name in HEAD_NORMS:
                 _cut(module, mesh, Replicate())
-                module.register_forward_pre_hook(_as_dtensor(mesh, Shard(2)))
+                module.register_forward_pre_hook(heads)
                 module.register_forward_hook(_to_local)
 
 
@@ -104,12 +116,11 @@ def _cut(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
         module.register_parameter(name, torch.nn.Parameter(piece, requires_grad=param.requires_grad))
 
 
-def _as_dtensor(mesh: DeviceMesh, placement: Placement | None) -> Any:
-    """A hook that says of what whole the input is this rank's piece; None: as activations lie between layers."""
+def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
+    """A hook that says of what whole the input is this rank's piece."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        at = between() if placement is None else placement
-        return (DTensor.from_local(inputs[0], mesh, [at], run_check=False), *inputs[1:])
+        return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])
 
     return hook
 
@@ -123,5 +134,10 @@ def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -
     return output.redistribute(placements=[Replicate()])
 
 
-def _add_up(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
-    return output.redistribute(placements=[between()]).to_local()
+def _add_up(activations: Activations) -> Any:
+    """A hook that adds the ranks' parts of an output up, as activations lie between layers."""
+
+    def hook(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+        return output.redistribute(placements=[activations.placement]).to_local()
+
+    return hook

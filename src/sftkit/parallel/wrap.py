@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
 import torch
 
 from sftkit.config.schema import ModelConfig
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.gather_rows import use_context_group
-from sftkit.parallel.fsdp import Sharding, make_meshes, shard
+from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.runtime.start import Runtime
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def distribute(model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime) -> torch.nn.Module:
     """Weights on the device, shared out as the launcher asks; every rank calls it.
 
     Args:
-        source: where the weights of an empty model come from (model.load_model).
+        source: where the weights of an empty model come from (models.load).
 
     Returns:
         what the train step calls; `model.orig_model` stays the same object.
     """
     if not rt.topology.sharded:
-        return rt.prepare(model)
+        return replicate(model, rt)
     empty = any(p.is_meta for p in model.parameters())
     meshes = make_meshes(rt.topology, rt.device.type)
     shard(model, meshes, sharding, rt.precision)
     if meshes.context is not None:
-        use_context_group(meshes.context.get_group())
+        model.context_group = str(meshes.context.get_group().group_name)  # a name is what compiled code may hold
     make_room(model.orig_model, rt.device)
     if empty:
         assert source is not None
         load_model_weights(model.orig_model, source)
     rt.say(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
+
+
+def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
+    """The model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
+    with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers")
+        prepared = rt.accelerator.prepare(model)
+    assert isinstance(prepared, torch.nn.Module)
+    return prepared
+
+
+def gradient_sync(model: torch.nn.Module, sync: bool, rt: Runtime) -> AbstractContextManager[object]:
+    """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says."""
+    if rt.topology.sharded:
+        set_gradient_sync(model, sync)
+        return nullcontext()
+    return nullcontext() if sync else rt.accelerator.no_sync(model)
+
+
+def gradient_scale(rt: Runtime) -> float:
+    """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, the sharded model adds up."""
+    return 1.0 if rt.topology.sharded else float(rt.world_size)

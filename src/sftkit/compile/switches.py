@@ -1,0 +1,61 @@
+"""The process-wide settings of dynamo, functorch and inductor that a run changes: set here, and put back when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch._dynamo import utils as dynamo_utils
+from torch.fx.experimental import _config as symbolic_shapes
+
+from sftkit.config.schema import FROM_COMPILER, CompileConfig
+
+MOST_RECORDS = 100_000
+"Compilation records that are kept: torch keeps 64, and recompiles are counted from all of a run."
+MARGIN = 8
+"Graphs of a function beyond those that a run declares, before torch may think of giving up on it."
+
+
+@contextmanager
+def compiler_switches(
+    compile: CompileConfig, activation_memory_budget: float = 1.0, dynamic_layout: bool = False, graphs: int = 0
+) -> Iterator[None]:
+    """Inside, the compiler is set as the run's step needs it; from before the warm-up to after the last step.
+
+    Args:
+        activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
+            recomputed is chosen by FLOPs; a custom operator counts with its formula (torch.utils.flop_counter).
+        dynamic_layout: row lengths vary freely.
+        graphs: how many the run declares: compiled modules times shapes.
+    """
+    records = dynamo_utils._compilation_metrics.maxlen or dynamo_utils.DEFAULT_COMPILATION_METRICS_LIMIT
+    with ExitStack() as stack:
+        stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
+        dynamo_utils.set_compilation_metrics_limit(MOST_RECORDS)
+        if compile.enabled:
+            limit = MARGIN + graphs
+            dynamo: dict[str, Any] = {
+                # Blocks already give overlap; DDP's own splitting would cut them up, see pytorch #108966.
+                "optimize_ddp": False,
+                # Past recompile_limit graphs of one function torch turns to eager without an error: none may come near it.
+                "recompile_limit": limit,
+                "accumulated_recompile_limit": max(256, limit),
+            }
+            functorch: dict[str, Any] = {
+                "activation_memory_budget": activation_memory_budget,
+                "activation_memory_budget_runtime_estimator": "flops",
+            }
+            # Graphs that a log is wanted of must be compiled here: none is written for one that comes from a cache.
+            logged = bool(FROM_COMPILER & set(compile.debug))
+            if logged:
+                functorch["enable_autograd_cache"] = False
+                stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+            stack.enter_context(torch._dynamo.config.patch(dynamo))
+            stack.enter_context(torch._functorch.config.patch(functorch))
+            # With duck shapes a warm-up whose rows happen to equal its row length gives a graph for square batches only.
+            stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]
+        yield

@@ -1,0 +1,223 @@
+"""The compiled engine: decoder blocks compiled one by one in place, replicas or shards, our attention, loss and optimizers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.compile import cache as compile_cache
+from sftkit.compile.contract import compile_model, step_contract, warm_up
+from sftkit.compile.debug import compiler_logs
+from sftkit.compile.switches import compiler_switches
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import Config, ModelConfig
+from sftkit.data.loader import StepBatches
+from sftkit.data.pack import Layout
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks
+from sftkit.engine.engine import WarmUp
+from sftkit.engine.self_check import check_documents
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, explained, make_plan, reserve_optimizer_state
+from sftkit.models.float8 import apply_fp8
+from sftkit.models.kind import ModelKind
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
+from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
+from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import Optimizer
+from sftkit.parallel.wrap import distribute
+from sftkit.runtime.hardware import peak_memory_gib
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.tracker import Kind
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    kind: ModelKind,
+    objective: Objective,
+    layout: Layout,
+    rt: Runtime,
+    run_dir: Path,
+    source: ModelConfig | None = None,
+    planned: Callable[[MemoryPlan], None] = lambda _: None,
+) -> Blocks:
+    """Turn a model into an engine, in the one order that works; every rank calls it.
+
+    Args:
+        orig_model: as loaded; it is compiled in place and moved to the device.
+        source: where the weights of an empty model come from (models.load).
+        planned: called with the memory plan, before weights are read, moved or sharded.
+
+    Raises:
+        ConfigError: the recipe asks for what this model, layout or machine cannot do.
+    """
+    with ExitStack() as stack:  # what fails on the way puts back what was set
+        write_logs = stack.enter_context(compiler_logs(run_dir, cfg.compile, rt.rank))
+        apply_fp8(cfg, orig_model, layout, rt)
+        compile_cache.restore(cfg, orig_model, layout, rt)  # before attention is chosen, which uses kernels
+        choice = choose_backend(cfg, orig_model, layout, rt)
+        plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
+        planned(plan)
+        model = ModelWithLoss(orig_model, choice.backend, objective, kind)
+        modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.sharded)
+        budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
+        stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
+        wrapped = distribute(model, source, plan.sharding, rt)  # after compile: what is sharded is hooked around graphs
+        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+        engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
+    rt.at_end.callback(engine.close)  # for a run that ends before its first step
+    return engine
+
+
+class Blocks:
+    """See engine.Engine."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        rt: Runtime,
+        layout: Layout,
+        plan: MemoryPlan,
+        model: ModelWithLoss,
+        wrapped: torch.nn.Module,
+        optimizer: Optimizer,
+        attention: Choice,
+        at_close: ExitStack,
+        write_logs: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            wrapped: what the step calls: `model`, compiled and distributed.
+            attention: the backend that the model has, and why.
+            at_close: puts back what was set in the process for it.
+            write_logs: writes the summary of the compiler's logs.
+        """
+        self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
+        self.layout, self.model, self.optimizer = layout, model, optimizer
+        self.orig_model: PreTrainedModel = model.orig_model
+        self.objective: Objective = model.objective
+        self._attention = attention
+        self.compiled = False
+        "after the warm-up: whether the step is"
+        self._at_close, self._write_logs = at_close, write_logs
+        self._watch: CompileWatch | None = None
+
+    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
+        graph is built and a run that does not fit ends here."""
+        cfg, rt, orig_model, layout = self._cfg, self._rt, self.orig_model, self.layout
+        self._watch = watch = CompileWatch()
+        self._at_close.callback(watch.close)
+        started = time.perf_counter()
+        backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
+        check = check_documents(self.model, eager, rt.device)
+        orig_model.train()
+        losses: dict[tuple[int, int], float] = {}
+        run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.objective, losses)
+        with explained(self._plan, cfg, layout):
+            with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+                self.compiled = warm_up(
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded
+                )
+            if not self.compiled:
+                self.model.backend = eager
+            self.optimizer.warm_up(self.compiled)
+        watch.warm_up_done()
+        seconds = time.perf_counter() - started
+        say(self._line(watch.counts(), seconds))
+        if rt.device.type == "cuda":
+            say(compare(self._plan, peak_memory_gib(rt.device)))
+        if self.compiled:
+            compile_cache.keep(cfg, orig_model, layout, rt)
+        self._write_logs()
+        checks = document_checks(check, orig_model.dtype, backend if self.compiled else eager)
+        return WarmUp(self.compiled, seconds, [*checks, self._compiled_check(losses, eager)])
+
+    def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
+        """The warm-up's largest batch again, without the compiler."""
+        if not self.compiled or has_dropout(self.orig_model):
+            return compiled_check(None, None, self.orig_model.dtype)
+        shape = self.layout.shapes[-1]
+        batch = heaviest(self._rt, self.orig_model, self.layout, *shape)
+        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), self.orig_model.dtype)
+
+    def _line(self, counts: dict[str, float], seconds: float) -> str:
+        """What the warm-up built, for the console."""
+        declared = ", ".join(f"{rows} x {length}" for rows, length in self.layout.shapes)
+        kind = f"{self.layout.kind} rows, shapes {declared}"
+        if not self.compiled:
+            return f"{kind}; eager"
+        return (
+            f"{kind}; compiled {counts['compile/graphs']:.0f} graphs, "
+            f"{counts['compile/graph_breaks']:.0f} graph breaks, in {seconds:.1f} s"
+        )
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Inside, nothing is compiled any more, as compile.on_recompile says, and running out of memory is explained."""
+        on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons())
+        with contract, explained(self._plan, self._cfg, self.layout):
+            yield
+
+    def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
+        """The compiled forward and backward passes, gradients summed in fp32, one exchange, clipping inside the update."""
+        max_norm = self._cfg.optim.max_grad_norm
+        return optimizer_step(
+            self._wrapped, self.optimizer, self.objective, batches, learning_rate, max_norm, self._rt, stop=stop
+        )
+
+    @property
+    def watch(self) -> CompileWatch:
+        assert self._watch is not None, "warm_up comes first"
+        return self._watch
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, nothing should be compiled."""
+        return self.watch.evaluating()
+
+    def metrics(self) -> dict[str, float]:
+        """From the compiler's own records."""
+        return self.watch.counts()
+
+    def events(self) -> list[tuple[Kind, list[str]]]:
+        """Recompiles and graph breaks."""
+        return [("recompile", self.watch.recompile_kinds()), ("graph_break", self.watch.graph_break_reasons())]
+
+    def checks(self, error: BaseException | None) -> list[Check]:
+        """What the compiler did."""
+        return compile_checks(self.compiled, self.watch, error)
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen for the recipe's auto."""
+        return {
+            "attention": {"backend": self._attention.backend, "why": self._attention.why},
+            "optimizer": self._plan.optim.name,
+            "memory_plan": self._plan.line,
+        }
+
+    def checkpoint_bytes(self) -> float:
+        return checkpoint_bytes(self.orig_model, self._plan)
+
+    def close(self) -> None:
+        """Write the compiler's summary, put its settings back; a full disk costs the summary."""
+        write, self._write_logs = self._write_logs, lambda: None
+        try:
+            write()
+        except OSError as error:
+            log.warning("the summary of compile.debug cannot be written: %s", error)
+        finally:
+            self._at_close.close()

@@ -1,0 +1,174 @@
+"""The reference engine: each document alone through the plain model, whole logits, torch's own loss and AdamW.
+
+Nothing of ours that makes a step fast is in it: no packing, no masks, no chunked loss, no compiler, no kernels, no shards.
+So it is the other side of what the tests of exactness and `make validate` compare. It is slow: a pass for each document.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sftkit.config.optimizers import DEFAULT
+from sftkit.config.schema import Config
+from sftkit.data.collate import Batch
+from sftkit.data.loader import StepBatches
+from sftkit.data.pack import Layout
+from sftkit.engine.checks import compiled_check
+from sftkit.engine.engine import WarmUp
+from sftkit.engine.step import exchange
+from sftkit.engine.warmup import heaviest
+from sftkit.errors import ConfigError
+from sftkit.models.kind import ModelKind
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
+from sftkit.objectives.sums import Totals
+from sftkit.ops.attention import plain_attention
+from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.build import parameter_groups
+from sftkit.optim.gradients import clip_coefficient, multiply_gradients
+from sftkit.optim.protocol import parameters_of, set_learning_rate
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.tracker import Kind
+
+
+def build(
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    kind: ModelKind,
+    objective: Objective,
+    layout: Layout,
+    rt: Runtime,
+) -> Reference:
+    """The engine for a model in fp32 or fp64, whole on every rank.
+
+    Raises:
+        ConfigError: the weights are bf16 or sharded, or another optimizer than AdamW is asked for.
+    """
+    if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
+        raise ConfigError(
+            "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
+            "start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
+        )
+    if cfg.optim.name not in ("auto", DEFAULT):
+        raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
+    rt.say("engine reference: each document alone, eager, torch's own loss and AdamW")
+    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective, kind).to(rt.device), layout, rt)
+
+
+class Reference:
+    """See engine.Engine."""
+
+    def __init__(self, cfg: Config, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
+        """`model`: in fp32 or fp64, on the device."""
+        self._max_norm, self._rt = cfg.optim.max_grad_norm, rt
+        self.model, self.layout = model, layout
+        self.orig_model: PreTrainedModel = model.orig_model
+        self.objective: Objective = model.objective
+        groups = parameter_groups(self.orig_model, cfg.optim)
+        optim = cfg.optim
+        self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
+
+    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+        """One forward and backward pass of the largest batch, to see that it fits."""
+        started = time.perf_counter()
+        self.orig_model.train()
+        batch = heaviest(self._rt, self.orig_model, self.layout, *self.layout.shapes[-1])
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            self._forward_backward(batch, self.objective.count(batch))
+        self.optimizer.zero_grad(set_to_none=True)
+        say(f"{self.layout.kind} rows, taken apart; eager")
+        return WarmUp(False, time.perf_counter() - started, [compiled_check(None, None, self.orig_model.dtype)])
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Nothing is refused here."""
+        return nullcontext()
+
+    def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
+        """Gradients of the mean over the global batch, document by document; one exchange; one update."""
+        totals = self._nothing()
+        for batch in batches.micro_batches:
+            totals.add_(self._forward_backward(batch, batches.divisor))
+        squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
+        for parameter in parameters_of(self.optimizer.param_groups):
+            if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, and the others wait for it
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.distributed.all_reduce(parameter.grad)
+            if parameter.grad is not None:
+                squared = squared + parameter.grad.double().square().sum()
+        grad_norm, flags = exchange((squared / self._rt.world_size).float(), totals, stop, self._rt)
+        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, self._max_norm))
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(totals, grad_norm, flags)
+
+    def _nothing(self) -> Totals:
+        return Totals.zeros(self.objective.measured, self._rt.device, self.orig_model.dtype)
+
+    def _forward_backward(self, batch: Batch, divisor: int) -> Totals:
+        totals = self._nothing()
+        with plain_attention(self.orig_model):  # once for all: to switch it walks through all modules
+            for inputs, targets in documents(batch):
+                logits = self.model.kind.plain_logits(self.orig_model, inputs)[0]
+                sums = self.objective.sums_of_logits(logits, targets)
+                (sums.loss / max(divisor, 1)).backward()
+                totals.add_(Totals.of(sums))
+        return totals
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        """No graphs."""
+        return {"compile/graphs": 0, "compile/recompiles": 0, "compile/graph_breaks": 0}
+
+    def events(self) -> list[tuple[Kind, list[str]]]:
+        return []
+
+    def checks(self, error: BaseException | None) -> list[Check]:
+        """Nothing compiles."""
+        return [Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")]
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing is chosen."""
+        plain = {"backend": str(self.orig_model.config._attn_implementation), "why": "documents alone"}
+        return {"attention": plain, "optimizer": DEFAULT, "memory_plan": "none"}
+
+    def checkpoint_bytes(self) -> float:
+        """Weights and the two moments of AdamW."""
+        return sum(3.0 * p.numel() * p.element_size() for p in self.orig_model.parameters())
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+class PlainAdamW(FusedAdamW):
+    """torch.optim.AdamW, one tensor and one operator after the other, as an optim.protocol.Optimizer."""
+
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
+        """One update, or none for a coefficient of nan, which the host reads."""
+        if bool(coefficient.isnan()):
+            return
+        set_learning_rate(self.param_groups, learning_rate)
+        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        self.step()
+
+
+def documents(batch: Batch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
+    of a text alone do, and its targets [L]."""
+    for row, ids in enumerate(batch.doc_ids):
+        for number in ids.unique().tolist():
+            if number < 0:  # padding
+                continue
+            own = ids == number
+            inputs = {name: value[row, own][None] for name, value in batch.inputs.items() if name != "position_ids"}
+            yield inputs, batch.targets[row, own]
