@@ -20,15 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.writer import Snapshot, Writer
-from sftkit.compile.contract import compile_model
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, load_examples
 from sftkit.data.types import Row, Tokenized
 from sftkit.generation.decode import generate
-from sftkit.memory.plan import make_plan
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.optim.build import build_optimizer
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import Sums
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -36,6 +35,7 @@ from sftkit.runtime.script import script
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train
 from sftkit.train.summary import write_summary
 
@@ -47,7 +47,7 @@ def settings(run_dir: str, overrides: list[str]) -> Config:
     recipe.write_text(
         f"run: {{dir: {run_dir}}}\nmodel: {{path: unused}}\ndata:\n"
         "  train: [{path: 'builtin:tasks'}]\n  val: [{path: 'builtin:tasks', split: heldout}]\n"
-        'compile: {enabled: false}\nlog: {every: 1, wandb: "off"}\noptim: {name: adamw}\ntrain: {max_steps: 12}\n'
+        'attention: {backend: reference}\ncompile: {enabled: false}\nlog: {every: 1, wandb: "off"}\noptim: {name: adamw}\ntrain: {max_steps: 12}\n'
     )
     return read_config(recipe, overrides)
 
@@ -106,7 +106,10 @@ def inject(fault: str, rank: int, batches: Batches) -> None:
             sums = forward(self, *args, **kwargs)
             calls[0] += torch.is_grad_enabled()
             bad = rank == 1 and calls[0] == FAULTY_CALL
-            return sums._replace(loss=sums.loss * float("nan"), nll=sums.nll * float("nan")) if bad else sums
+            if not bad:
+                return sums
+            nan = float("nan")
+            return Sums(sums.loss * nan, {**sums.measured, "nll": sums.measured["nll"] * nan})
 
         ModelWithLoss.forward = broken  # type: ignore[method-assign]
 
@@ -147,14 +150,9 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     if fault == "saving":
         save_slowly(run_dir, rt.rank)
     orig_model = tiny_llama()
-    plan = make_plan(cfg, orig_model, layout, rt)
-    objective = ModelWithLoss(orig_model, "reference", cfg.loss)
-    if cfg.compile.enabled:
-        compile_model(objective, cfg.compile, plan.activation_memory_budget)
-    model = rt.prepare(objective)
-    optimizer = build_optimizer(orig_model, plan.optim)
+    engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, optimizer, to_yaml(cfg))
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(resume)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
@@ -171,7 +169,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
 
     with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:
         trained = train(
-            cfg, rt, model, orig_model, optimizer, batches, plan,
+            cfg, rt, engine, batches,
             evaluate=evaluate, checkpoints=checkpoints, tracker=tracker, resumed=resumed,
         )  # fmt: skip
     write_summary(folder, trained, rt)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from helpers import cpu_runtime
+from helpers import ROOT, cpu_runtime
 
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
@@ -191,6 +191,30 @@ def main():
 
 script(main)
 """
+
+
+LATE = """
+import atexit, os, signal, sys
+from sftkit.runtime.script import script
+
+def late():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here", flush=True)
+
+def main():
+    from helpers import ROOT, cpu_runtime
+    atexit.register(late)
+    with cpu_runtime() as rt:
+        rt.stopping.save_first()
+
+script(main)
+"""
+
+
+def test_a_signal_after_a_run_has_ended_does_not_make_a_failure_of_it() -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout.strip()) == (0, "still here"), done.stderr
 
 
 @pytest.mark.parametrize(

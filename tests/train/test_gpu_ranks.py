@@ -1,6 +1,6 @@
 """Two GPUs, NCCL, the real scripts: sharded runs that are stopped, killed, hung and resumed on another topology.
 
-pytest -m gpu tests/test_gpu_ranks.py
+pytest -m gpu tests/train/test_gpu_ranks.py
 """
 
 from __future__ import annotations

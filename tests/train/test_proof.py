@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,28 +12,35 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.compile.contract import step_contract
+from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import LossConfig
+from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.loader import Batches
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks
 from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention import use_document_attention
 from sftkit.tracking.meter import Meter, ShapeCounts
-from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.train import proof
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
+NAMES = (LOSS, *NextToken.measured)
 GOOD = DocumentCheck("varlen", 1e-6, loss=2.0, plain_loss=2.0, targets=13, leak=0.0, changed=1.0)
 
 
 def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their_targets() -> None:
-    check = check_documents(ModelWithLoss(tiny_llama(), "reference", LossConfig()), "reference", torch.device("cpu"))
+    check = check_documents(
+        ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig())), "reference", torch.device("cpu")
+    )
     assert check.leak == 0.0
     assert check.changed > 0.01
     assert check.loss == pytest.approx(check.plain_loss, rel=1e-5)
     assert check.targets == 13
-    assert all(row.ok for row in proof.document_rows(check, torch.float32, "reference"))
+    assert all(row.ok for row in document_checks(check, torch.float32, "reference"))
 
 
 @pytest.mark.parametrize(
@@ -45,51 +53,51 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
     ],
 )
 def test_each_document_check_fails_on_its_own_fault(found: DocumentCheck, name: str) -> None:
-    assert [row.name for row in proof.document_rows(found, torch.float32, "varlen") if not row.ok] == [name]
+    assert [row.name for row in document_checks(found, torch.float32, "varlen") if not row.ok] == [name]
 
 
 def test_a_compiled_step_that_computes_something_else_fails_and_one_that_was_not_run_is_not_known() -> None:
-    assert proof.compiled_row(4.0001, 4.0, torch.float32).ok
-    assert proof.compiled_row(4.1, 4.0, torch.float32).ok is False
-    assert proof.compiled_row(None, None, torch.float32).ok is None
+    assert compiled_check(4.0001, 4.0, torch.float32).ok
+    assert compiled_check(4.1, 4.0, torch.float32).ok is False
+    assert compiled_check(None, None, torch.float32).ok is None
 
 
 def test_isolation_is_not_known_of_a_backend_that_another_one_stood_in_for() -> None:
-    by_name = {row.name: row for row in proof.document_rows(GOOD, torch.float32, "flex")}
+    by_name = {row.name: row for row in document_checks(GOOD, torch.float32, "flex")}
     row = by_name["Documents in a row do not see each other"]
     assert row.ok is None
     assert "varlen stands in for flex" in row.found
-    leaking = proof.document_rows(replace(GOOD, leak=0.1), torch.float32, "flex")
+    leaking = document_checks(replace(GOOD, leak=0.1), torch.float32, "flex")
     assert [row.ok for row in leaking] == [True, True, False]
 
 
 def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:
     examples = make_examples(LENGTHS)
     end = 2
-    assert proof.mask_row(examples, [end]).ok is False
+    assert proof.mask_check(examples, [end]).ok is False
     examples.ids[examples.offsets[1:] - 1] = end
-    assert proof.mask_row(examples, [end]).ok
+    assert proof.mask_check(examples, [end]).ok
     examples.is_target[examples.offsets[1] - 1] = False
-    assert proof.mask_row(examples, [end]).ok is False
+    assert proof.mask_check(examples, [end]).ok is False
     examples.is_target[:] = True
     examples.is_target[examples.offsets[:-1]] = False
-    assert proof.mask_row(examples, [end]).ok is None, "all tokens are learned: there is no mask"
+    assert proof.mask_check(examples, [end]).ok is None, "all tokens are learned: there is no mask"
 
 
 def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> None:
     examples = make_examples(LENGTHS)
     batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
-    meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
+    meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
-    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
-    outcome = StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2))
+    assert proof.divisor_check(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
+    outcome = StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(2)))
     for step in batches.steps(0, 2):
         meter.add(step, outcome)
     meter.read()
-    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok
-    meter.add(replace(step, num_targets=step.num_targets + 1), outcome)
+    assert proof.divisor_check(meter.seen_targets, meter.planned_targets).ok
+    meter.add(replace(step, divisor=step.divisor + 1), outcome)
     meter.read()
-    assert proof.divisor_row(meter.seen_targets, meter.planned_targets).ok is False
+    assert proof.divisor_check(meter.seen_targets, meter.planned_targets).ok is False
 
 
 class Scaled(torch.nn.Module):
@@ -101,6 +109,13 @@ class Scaled(torch.nn.Module):
         return torch.sin(x * self.weight)
 
 
+@pytest.fixture
+def _switches() -> Iterator[None]:
+    with compiler_switches(CompileConfig()):
+        yield
+
+
+@pytest.mark.usefixtures("_switches")
 @pytest.mark.parametrize("on_recompile", ["error", "warn"])
 def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str) -> None:
     torch._dynamo.reset()
@@ -115,14 +130,14 @@ def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str)
             module(torch.zeros(3, 4)).sum().backward()
     except RecompileError as caught:
         error = caught
-    rows = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    rows = {row.name: row.ok for row in compile_checks(True, watch, error)}
     assert rows["Evaluation compiles nothing"] is None, "there was none"
     with watch.evaluating():
         pass
-    assert {row.name: row.ok for row in proof.compile_rows(True, watch, error)}["Evaluation compiles nothing"]
+    assert {row.name: row.ok for row in compile_checks(True, watch, error)}["Evaluation compiles nothing"]
     with watch.evaluating():
         module(torch.zeros(5, 4))
-    after = {row.name: row.ok for row in proof.compile_rows(True, watch, error)}
+    after = {row.name: row.ok for row in compile_checks(True, watch, error)}
     assert after["Evaluation compiles nothing"] is False
     watch.close()
     assert (error is not None) == (on_recompile == "error")
@@ -135,19 +150,19 @@ def test_shapes_are_counted_as_they_come_and_others_than_declared_are_found(kind
     examples = make_examples(LENGTHS)
     layout = make_layout_of(kind, examples.lengths)
     counts = ShapeCounts(layout, parts=1)
-    assert proof.shapes_row(counts, layout).ok is None, "nothing has run"
+    assert proof.shapes_check(counts, layout).ok is None, "nothing has run"
     for step in Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 3):
         counts.add(step)
     total = sum(counts.seen.values())
     assert total == 3 * layout.accumulation
     assert counts.undeclared == 0
-    assert proof.shapes_row(counts, layout).ok
+    assert proof.shapes_check(counts, layout).ok
     if kind != "dynamic":
         assert sum(v or 0 for k, v in counts.values().items() if "x" in k) == total
     other = make_layout_of("fixed", examples.lengths, row_length=48)
     counts.add(next(iter(Batches(examples, other, seed=0, rank=0, pad_id=0).steps(0, 1))))
     assert counts.undeclared == other.accumulation
-    assert proof.shapes_row(counts, layout).ok is False
+    assert proof.shapes_check(counts, layout).ok is False
     assert counts.values()["shape/id"] is None
 
 
@@ -158,10 +173,10 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     examples = replace(examples, source=source, source_names=("long", "short"), counts=counts)
     layout = make_layout_of("packed", examples.lengths, batch=8, micro=8)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    meter = Meter(tiny_llama(), LossConfig(), batches, cpu_runtime())
+    meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
     step = next(iter(batches.steps(0, 1)))
-    meter.add(step, StepOutcome(torch.ones(4), torch.ones(()), torch.zeros(2)))
+    meter.add(step, StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(2))))
     values = meter.read()
     share = examples.lengths[source == 0].sum() / examples.lengths.sum()
     assert values["data/share/long"] == pytest.approx(share)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
-from sftkit.compile.contract import compile_model
 from sftkit.config.schema import (
+    AttentionConfig,
     CompileConfig,
     Config,
     DataConfig,
@@ -31,10 +31,9 @@ from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
 from sftkit.evals.validation import validate
 from sftkit.generation.decode import generate
-from sftkit.memory.plan import make_plan
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.optim.build import build_optimizer
+from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import engine_of
 from sftkit.train.loop import evaluates_first, train
 from sftkit.train.summary import Trained
 
@@ -77,6 +76,7 @@ def run(
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=20),
         loss=loss,
+        attention=AttentionConfig(backend="reference"),
         compile=compile,
         eval=EvalConfig(every=6),
         log=LogConfig(every=5, wandb="off"),
@@ -87,10 +87,7 @@ def run(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    plan = make_plan(cfg, orig_model, layout, rt)
-    model = ModelWithLoss(orig_model, "reference", loss)
-    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic)
-    optimizer = build_optimizer(orig_model, plan.optim)
+    engine = engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout)
     if disturb:
         other = Batches(examples, make_layout_of(kind, examples.lengths, row_length=48), seed=0, rank=0, pad_id=0)
         steps = batches.steps
@@ -99,7 +96,7 @@ def run(
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         if not evaluates:
             return {}, []
-        values = validate(model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
+        values = validate(engine.model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
         answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], stop_ids=[2], max_new_tokens=3, batch_size=2)
         pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
         score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
@@ -107,8 +104,8 @@ def run(
 
     with Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
-            cfg, rt, rt.prepare(model), orig_model, optimizer, batches, plan,
-            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},  # type: ignore[arg-type]
+            cfg, rt, engine, batches,
+            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},
         )  # fmt: skip
 
 

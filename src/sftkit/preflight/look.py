@@ -18,7 +18,7 @@ from sftkit.data.loader import Batches
 from sftkit.data.pack import GlobalBatch, Layout
 from sftkit.data.types import Examples
 from sftkit.memory.plan import MemoryPlan
-from sftkit.preflight import costs as costs
+from sftkit.preflight import costs
 from sftkit.preflight import data as facts
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import device_name
@@ -92,7 +92,7 @@ def record(
     batches: Batches,
     validation: dict[str, Examples],
     orig_model: PreTrainedModel,
-    plan: MemoryPlan,
+    plan: MemoryPlan | None,
 ) -> None:
     """Write preflight.json, say what was read in a few lines, and warn of data. Main rank only, no collectives.
 

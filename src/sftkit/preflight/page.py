@@ -39,7 +39,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
-    """A whole HTML document. `found` is what preflight.look returned."""
+    """A whole HTML document. `found` is what preflight.look.look returned."""
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="warn">{escape(warning)}</p>' for warning in found["warnings"]),

@@ -25,6 +25,7 @@ from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import MemoryPlan, make_plan
+from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model
 from sftkit.preflight import look as preflight
 from sftkit.runtime.start import Runtime
@@ -63,7 +64,7 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    said_later = logging.getLogger("sftkit.memory.plan")  # what it says and warns of is in the preflight
+    said_later = plan_log  # what it says and warns of is in the preflight
     said_later.disabled = True
     try:
         with redirect_stdout(io.StringIO()):

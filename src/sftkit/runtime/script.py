@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from sftkit.runtime.signals import end_process
+from sftkit.runtime.signals import SIGNALS, end_process
 from sftkit.runtime.status import report
 
 
@@ -18,6 +19,8 @@ def script(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        for number in SIGNALS:  # all is written: a signal that comes late does not make a failure of a finished run
+            signal.signal(number, signal.SIG_IGN)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -6,9 +6,8 @@ import gc
 import logging
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,12 +28,10 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
-from sftkit.parallel.fsdp import set_gradient_sync
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
 from sftkit.runtime.status import RunStatus, report
 
-Module = TypeVar("Module", bound=torch.nn.Module)
 Value = TypeVar("Value")
 
 
@@ -105,32 +102,12 @@ class Runtime:
         return self.rank // self.topology.parts
 
     @property
-    def gradient_scale(self) -> float:
-        """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, the sharded model adds up."""
-        return 1.0 if self.topology.sharded else float(self.world_size)
-
-    @property
     def device(self) -> torch.device:
         return self.accelerator.device
 
     @property
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
-
-    def prepare(self, model: Module) -> torch.nn.Module:
-        """Device and data-parallel wrapping; `model` keeps its identity inside the wrapper."""
-        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers")
-            prepared = self.accelerator.prepare(model)
-        assert isinstance(prepared, torch.nn.Module)
-        return prepared
-
-    def gradient_sync(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
-        """Gradients are exchanged only in the last micro-batch of a step; of a sharded model as its plan says."""
-        if self.topology.sharded:
-            set_gradient_sync(model, sync)
-            return nullcontext()
-        return nullcontext() if sync else self.accelerator.no_sync(model)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks."""
@@ -202,7 +179,8 @@ def start(
 ) -> Runtime:
     """Join the process group, seed every generator.
 
-    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compilation.py, step.py.
+    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compile/contract.py and
+    engine/step.py.
 
     Args:
         dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.

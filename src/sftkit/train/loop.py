@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.compile import debug as compile_debug
-from sftkit.compile.contract import step_contract
-from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
-from sftkit.engine.step import optimizer_step
-from sftkit.engine.warmup import Prepared, prepare_step
+from sftkit.engine.engine import Engine
 from sftkit.errors import NonFiniteError, Stopped
-from sftkit.memory.plan import MemoryPlan, explained
-from sftkit.optim.protocol import Optimizer
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watched
+from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.tracker import Tracker, has_row
@@ -39,26 +32,46 @@ Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"
 
 
+class Saves(Protocol):
+    """What the loop asks of checkpoints; checkpoint.checkpoint.Checkpoints is it where anything is kept."""
+
+    @property
+    def run_dir(self) -> Path: ...
+
+    @property
+    def resumed_from(self) -> Path | None:
+        """The step directory that this start goes on from."""
+
+    @property
+    def passed_over(self) -> Sequence[str]:
+        """Why newer checkpoints were not resumed."""
+
+    @property
+    def last_save(self) -> Mapping[str, float]:
+        """Seconds and bytes of the newest one, by the names of metrics after ckpt/."""
+
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path: ...
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 def train(
     cfg: Config,
     rt: Runtime,
-    model: torch.nn.Module,
-    orig_model: PreTrainedModel,
-    optimizer: Optimizer,
+    engine: Engine,
     batches: Batches,
-    plan: MemoryPlan,
     *,
     evaluate: Evaluate,
-    checkpoints: Checkpoints,
+    checkpoints: Saves,
     tracker: Tracker,
-    resumed: dict[str, int],
+    resumed: Mapping[str, Any],
 ) -> Trained:
     """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
 
     Args:
-        model: what the step calls: compiled and wrapped. `orig_model`, the plain model inside it, is all that
-            `evaluate` and `checkpoints` see.
-        plan: how memory is spent, for the warm-up and for the message when it runs out.
+        engine: how a step is computed. `engine.orig_model` is all that `evaluate` and `checkpoints` see.
         evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
         resumed: what Checkpoints.resume returned.
 
@@ -73,24 +86,23 @@ def train(
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
     step = resumed["step"]
+    orig_model, objective = engine.orig_model, engine.objective
     metrics: dict[str, float | None] = {}
     evals: dict[str, float | None] = {}
     evals_at_start: dict[str, float | None] = {}
     samples: list[dict[str, Any]] = []
-    watch = CompileWatch()
-    with watched(status, cfg.run, rt.stopping):
+    with watched(status, cfg.run, rt.stopping), closing(engine):
         status.at(step, "warm-up")
-        prepared = prepare_step(cfg, rt, model, orig_model, optimizer, batches.layout, plan, watch, tracker)
+        ready = engine.warm_up(tracker.say)
         ends = end_tokens(orig_model)
-        rows = [
-            *prepared.proof,
-            proof.mask_row(batches.examples, ends),
-            proof.resume_row(step, checkpoints.resumed_from),
+        checks = [
+            *ready.checks,
+            proof.mask_check(batches.examples, ends),
+            proof.resume_check(step, checkpoints.resumed_from),
         ]
         already_done = step == total_steps  # what proved it when it was trained stays
         if rt.is_main and not already_done:
-            proof.write(checkpoints.run_dir, rows)
-        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
+            proof.write(checkpoints.run_dir, checks)
         for problem in checkpoints.passed_over:
             tracker.event("checkpoint_fallback", step, problem)
         rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
@@ -98,24 +110,22 @@ def train(
         # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
         if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
             status.at(step, "evaluation")
-            with watch.evaluating():
+            with engine.evaluating():
                 evals, samples, stopped = _evaluated(evaluate, step)
             evals_at_start = {} if step else evals
             tracker.log_evals(step, evals, samples)
             checkpoints.evaluated(step, evals)
 
         orig_model.train()
-        meter = Meter(orig_model, cfg.loss, batches, rt)
+        meter = Meter(orig_model, objective, batches, rt)
         meter.total_tokens = resumed.get("tokens", 0)
-        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every)
+        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every, objective)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
-        on_recompile = cfg.compile.on_recompile if prepared.compiled else "warn"
         with (
-            proved(checkpoints.run_dir, rt, rows, lambda error: closing_rows(meter, batches, prepared, watch, error)),
-            step_contract(on_recompile, watch.graph_break_reasons()),
-            explained(plan, cfg, batches.layout),
+            proved(checkpoints.run_dir, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
+            engine.guarded(),
             completed(checkpoints),
             garbage_collected_between_steps() as collect,
         ):
@@ -131,7 +141,7 @@ def train(
                 lr = learning_rate(step, total_steps, cfg.optim)
                 wish = rt.stopping.wanted()
                 with meter.syncs.watching():
-                    outcome = optimizer_step(model, optimizer, step_batches, lr, cfg.optim.max_grad_norm, rt, stop=wish)
+                    outcome = engine.step(step_batches, lr, stop=wish)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
                 tracker.advance(step)
@@ -146,13 +156,13 @@ def train(
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 if logs or stopped:
-                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **watch.counts()}
+                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **engine.metrics()}
                     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
                     health_metrics, spikes = health.read()
                     metrics |= health_metrics
                     tracker.log_metrics(step, total_steps, metrics)
-                    tracker.new_events("recompile", step, watch.recompile_kinds())
-                    tracker.new_events("graph_break", step, watch.graph_break_reasons())
+                    for kind, texts in engine.events():
+                        tracker.new_events(kind, step, texts)
                     for spike in spikes:
                         tracker.event("spike", step, spike)
                     collect(1)
@@ -167,7 +177,7 @@ def train(
                     folder = checkpoints.save(step, state, wait=last or stopped)
                 if evaluates and not stopped:
                     status.at(step, "evaluation")
-                    with watch.evaluating():
+                    with engine.evaluating():
                         evals, samples, stopped = _evaluated(evaluate, step)
                     if not stopped:
                         tracker.log_evals(step, evals, samples)
@@ -181,21 +191,19 @@ def train(
         checkpoints.finish()
         logits = proof.logits_of(orig_model)
         if rt.is_main and not already_done:
-            rows += closing_rows(meter, batches, prepared, watch, None)
-            proof.write(checkpoints.run_dir, rows, logits)
-        compile_debug.write_summary(checkpoints.run_dir, rt.rank)
+            checks += closing_checks(meter, batches, engine, None)
+            proof.write(checkpoints.run_dir, checks, logits)
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:
             status.write_end(stopped, number)
 
-    watch.close()
     return Trained(
         step=step,
         total_steps=total_steps,
         tokens=meter.total_tokens,
         train_seconds=meter.total_step_seconds,
-        warm_up_seconds=prepared.seconds,
-        compiled=prepared.compiled,
+        warm_up_seconds=ready.seconds,
+        compiled=ready.compiled,
         stopped=stopped,
         metrics=metrics,
         evals=evals,
@@ -219,7 +227,7 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
 
 
 @contextmanager
-def completed(checkpoints: Checkpoints) -> Iterator[None]:
+def completed(checkpoints: Saves) -> Iterator[None]:
     """A loss that is not finite ends all ranks together: the checkpoint that is being written is completed first."""
     try:
         yield
@@ -230,25 +238,23 @@ def completed(checkpoints: Checkpoints) -> Iterator[None]:
 
 @contextmanager
 def proved(
-    run_dir: Path, rt: Runtime, rows: Sequence[proof.Row], closing: Callable[[BaseException], list[proof.Row]]
+    run_dir: Path, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
     """What ends training early still leaves a proof.json that says what went wrong."""
     try:
         yield
     except BaseException as error:
         if rt.is_main:
-            proof.write(run_dir, [*rows, *closing(error)])
+            proof.write(run_dir, [*checks, *at_end(error)])
         raise
 
 
-def closing_rows(
-    meter: Meter, batches: Batches, prepared: Prepared, watch: CompileWatch, error: BaseException | None
-) -> list[proof.Row]:
+def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
     """What is known when training ends; `error`: what ended it early."""
     return [
-        proof.shapes_row(meter.shapes, batches.layout),
-        proof.divisor_row(meter.seen_targets, meter.planned_targets),
-        *proof.compile_rows(prepared.compiled, watch, error),
+        proof.shapes_check(meter.shapes, batches.layout),
+        proof.divisor_check(meter.seen_targets, meter.planned_targets),
+        *engine.checks(error),
     ]
 
 

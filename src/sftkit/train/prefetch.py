@@ -35,7 +35,6 @@ def _arrived(step: StepBatches, copied: torch.cuda.Event) -> StepBatches:
     current = torch.cuda.current_stream()
     current.wait_event(copied)
     for batch in step.micro_batches:
-        for value in vars(batch).values():
-            if isinstance(value, torch.Tensor):
-                value.record_stream(current)
+        for tensor in batch.tensors():
+            tensor.record_stream(current)
     return step

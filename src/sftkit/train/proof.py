@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,86 +15,24 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.compile.watch import CompileWatch
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.engine.self_check import TOLERANCE, DocumentCheck
-from sftkit.errors import RecompileError
+from sftkit.models import auto_classes
+from sftkit.models.causal import CAUSAL
 from sftkit.models.structure import vocab_size
 from sftkit.ops.attention import plain_attention
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.rundir import MANIFEST, PROOF
+from sftkit.tracking.checks import Check
 from sftkit.tracking.meter import ShapeCounts
 
 log = logging.getLogger(__name__)
 PROBE_LENGTH = 64
-SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"Largest relative difference of a loss of a dozen targets that is computed in two ways, by the dtype of the weights."
-SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
-"The same for the mean over a whole batch, in which roundings cancel."
 
 
-@dataclass(frozen=True)
-class Row:
-    """One check, ready to show."""
-
-    name: str
-    ok: bool | None
-    "None: it does not apply here, or could not be made"
-    found: str
-    expected: str
-    how: str
-
-
-def document_rows(check: DocumentCheck, dtype: torch.dtype, backend: str) -> list[Row]:
-    """What two documents in one row gave before the first step: logits, loss, isolation.
-
-    Args:
-        backend: attention of the run. Where `check` had to be made with another one, isolation is not known of it.
-    """
-    stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
-    isolated = check.leak <= SAME[dtype] * check.changed and check.changed > 0
-    limit = SAME[dtype]
-    off = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-9)
-    return [
-        Row(
-            "Same logits as the plain model",
-            check.logits_difference < TOLERANCE,
-            f"relative difference {check.logits_difference:.2e}",
-            f"below {TOLERANCE:.0e}",
-            "two documents and padding in one row through this run's attention and head, each alone through transformers",
-        ),
-        Row(
-            "Loss equals plain cross entropy",
-            off < limit,
-            f"{check.loss:.5f} against {check.plain_loss:.5f} nats over {check.targets} targets",
-            f"equal to {limit:.0e}",
-            "two packed documents through the run's loss, sums over all targets, against the plain model's mean",
-        ),
-        Row(
-            "Documents in a row do not see each other",
-            None if isolated and stand_in else isolated,
-            f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}",
-            "no move beyond rounding",
-            "every token of one document is replaced; largest change of the hidden states of the other one",
-        ),
-    ]
-
-
-def compiled_row(compiled: float | None, eager: float | None, dtype: torch.dtype) -> Row:
-    """The warm-up's batch through the compiled step and eagerly: nats per target; None where that was not run."""
-    how = "the warm-up batch of the largest declared shape, forward pass of the compiled step and of the eager one"
-    if compiled is None or eager is None:
-        return Row("Compiled step computes what eager does", None, "not compiled, or with dropout", "-", how)
-    off = abs(compiled - eager) / max(abs(eager), 1e-9)
-    found = f"{compiled:.5f} against {eager:.5f} nats per target"
-    limit = SAME_OF_MANY[dtype]
-    return Row("Compiled step computes what eager does", off < limit, found, f"equal to {limit:.0e}", how)
-
-
-def mask_row(examples: Examples, ends: Sequence[int]) -> Row:
+def mask_check(examples: Examples, ends: Sequence[int]) -> Check:
     """How much of the training documents is learned, and whether those with a mask teach to end the turn.
 
     Args:
@@ -109,18 +47,18 @@ def mask_row(examples: Examples, ends: Sequence[int]) -> Row:
         f"{100.0 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     )
     if not masked.any():
-        return Row(name, None, share, "-", how)
+        return Check(name, None, share, "-", how)
     ended = examples.is_target[last] & np.isin(examples.ids[last], list(ends))
     percent = 100.0 * float(ended[masked].mean())
-    return Row(name, percent >= 99.0, f"{percent:.1f} % of documents with a mask; {share}", "99 % or more", how)
+    return Check(name, percent >= 99.0, f"{percent:.1f} % of documents with a mask; {share}", "99 % or more", how)
 
 
-def divisor_row(seen: int, divided_by: int) -> Row:
+def divisor_check(seen: int, divided_by: int) -> Check:
     """Whether the loss was divided by the number of targets that all ranks and micro-batches really had."""
     same = abs(seen - divided_by) <= 1e-6 * divided_by if divided_by else None  # None: no line was logged
     found = f"{seen:,} targets reached the model, {divided_by:,} were divided by"
     how = "targets counted in the batches of all ranks, against the counts of the plan that gradients are divided by"
-    return Row(
+    return Check(
         "Loss is divided by the targets of all ranks and micro-batches",
         same,
         found,
@@ -129,18 +67,18 @@ def divisor_row(seen: int, divided_by: int) -> Row:
     )
 
 
-def resume_row(step: int, folder: Path | None) -> Row:
+def resume_check(step: int, folder: Path | None) -> Check:
     """Where the run started from."""
     how = "sha256 of the manifest of the checkpoint, whose files all matched the hashes in it"
     if folder is None:
-        return Row("Resumed from a verified checkpoint", None, "started anew", "-", how)
+        return Check("Resumed from a verified checkpoint", None, "started anew", "-", how)
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    return Row(
+    return Check(
         "Resumed from a verified checkpoint", True, f"step {step}, {folder.name}, {digest[:16]}", "verified", how
     )
 
 
-def shapes_row(shapes: ShapeCounts, layout: Layout) -> Row:
+def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
     """What reached the compiled model against what was declared."""
     if layout.dynamic:
         declared = f"{layout.micro_batch_size} x any multiple of {layout.pad_multiple} up to {layout.max_length}"
@@ -150,34 +88,7 @@ def shapes_row(shapes: ShapeCounts, layout: Layout) -> Row:
         seen = ", ".join(f"{rows} x {length}: {count:,}" for (rows, length), count in sorted(shapes.seen.items()))
     found = f"{seen or 'none'}; {shapes.undeclared:,} undeclared"
     how = "the tensors of every micro-batch of this start of the run, on the main rank"
-    return Row("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
-
-
-def compile_rows(compiled: bool, watch: CompileWatch, error: BaseException | None) -> list[Row]:
-    """What the compiler did, from the framework's own records.
-
-    Args:
-        error: what ended training, if anything did: a recompile or graph break that was refused is one that happened.
-    """
-    how = "torch.compile's own records of this process"
-    if not compiled:
-        return [Row("The step is compiled", None, "eager", "-", how)]
-    graphs = int(watch.counts()["compile/graphs"])
-    late, breaks = watch.recompile_kinds(), watch.graph_break_reasons()
-    if isinstance(error, RecompileError) and not breaks:
-        late = [*late, str(error).partition("\n")[0]]
-    return [
-        Row("The step is compiled", graphs > 0, f"{graphs} graphs", "1 or more", how),
-        Row("No recompiles after the warm-up", not late, "; ".join(late) or "0", "0", how),
-        Row("No graph breaks", not breaks, "; ".join(breaks) or "0", "0", how),
-        Row(
-            "Evaluation compiles nothing",
-            watch.in_evaluation == 0 if watch.evaluations else None,
-            f"{watch.in_evaluation} compiles during {watch.evaluations} evaluations",
-            "0",
-            "the same records, before and after each evaluation",
-        ),
-    ]
+    return Check("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
 
 
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
@@ -189,7 +100,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows():
+        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(orig_model):
             batch = torch.tensor([ids], device=orig_model.device)
             logits = orig_model(input_ids=batch, use_cache=False).logits[0].float().cpu()
     finally:
@@ -205,27 +116,25 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Row:
+def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     """Load a checkpoint with plain transformers and compare its logits with those that its run wrote down.
 
     Args:
         folder: a step directory.
         recorded: "logits" of the run's proof.json.
     """
-    from transformers import AutoModelForCausalLM
-
     dtype = getattr(torch, recorded["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()
+    model = CAUSAL.auto_class.from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()
     found = logits_of(model)
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
-    how = f"AutoModelForCausalLM.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
-    return Row("Checkpoint gives the logits of the run", same, words, "the same bits", how)
+    how = f"{auto_classes.CAUSAL}.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
+    return Check("Checkpoint gives the logits of the run", same, words, "the same bits", how)
 
 
-def write(run_dir: Path, rows: Sequence[Row], logits: Mapping[str, Any] | None = None) -> None:
+def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | None = None) -> None:
     """Write proof.json; on the main rank only. A full disk costs the file, not the run."""
-    text = json.dumps({"rows": [asdict(row) for row in rows], "logits": logits}, indent=1, ensure_ascii=False)
+    text = json.dumps({"rows": [asdict(check) for check in checks], "logits": logits}, indent=1, ensure_ascii=False)
     try:
         replace_text(run_dir / PROOF, text)
     except OSError as error:

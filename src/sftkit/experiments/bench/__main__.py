@@ -27,7 +27,9 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m sftkit.experiments.bench", description=(__doc__ or "").partition("\n")[0])
+    words = argparse.ArgumentParser(
+        prog="python -m sftkit.experiments.bench", description=(__doc__ or "").partition("\n")[0]
+    )
     words.add_argument("plan", nargs="?", type=Path, help="the plan, a YAML file")
     words.add_argument("--out", type=Path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")

@@ -5,44 +5,33 @@ python -m sftkit.experiments.bench.worker JOB.json
 
 from __future__ import annotations
 
-import io
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import compile_model
-from sftkit.data import loader
-from sftkit.data.collate import part_of
-from sftkit.data.pack import make_layout
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import documents, new_model
-from sftkit.memory.plan import make_plan
-from sftkit.models.float8 import apply_fp8
 from sftkit.models.structure import vocab_size
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import choose_backend
-from sftkit.optim.build import build_optimizer
-from sftkit.parallel.wrap import distribute
+from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.rundir import METRICS
 from sftkit.runtime.script import script
 from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import engine_of, lay_out
 from sftkit.train.loop import train
 
 
 @dataclass(frozen=True)
 class NoCheckpoints:
-    """In the place of `Checkpoints`: nothing is saved."""
+    """What train.loop asks of checkpoints, where nothing is saved."""
 
     run_dir: Path
     resumed_from: Path | None = None
@@ -62,7 +51,7 @@ class NoCheckpoints:
         return
 
 
-class Witness(Tracker):
+class Probe(Tracker):
     """A tracker that also notes, on every rank, when the first step has run on the device, the peak, the compiles."""
 
     ended: float | None = None
@@ -84,13 +73,13 @@ class Witness(Tracker):
         self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
 
 
-def on_every_rank(witness: Witness) -> list[dict[str, Any]]:
+def on_every_rank(probe: Probe) -> list[dict[str, Any]]:
     """What each rank saw, in order of rank; every rank calls it, and then the main rank has written all its lines."""
     cuda = torch.cuda.is_available()
     mine = {
-        "peak_memory_gib": witness.peak_memory_gib,
+        "peak_memory_gib": probe.peak_memory_gib,
         "reserved_memory_gib": torch.cuda.memory_reserved() / 2**30 if cuda else None,
-        "compile": witness.compile,
+        "compile": probe.compile,
     }
     if not torch.distributed.is_initialized():
         return [mine]
@@ -112,58 +101,46 @@ def joined(job: Job) -> runtime.Runtime:
 
 def run(job: Job) -> dict[str, Any]:
     """Train as the job says; its row."""
+    with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
+        return measured_run(job, rt)
+
+
+def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
+    """The row of a job in a process that has joined its group."""
     cfg = job.config
-    rt = joined(job)
     orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device)
     parameters = sum(p.numel() for p in orig_model.parameters())
 
-    examples = documents(job.data, vocab_size(orig_model))
+    objective = NextToken(cfg.loss)
     assert cfg.data.max_length is not None
-    layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, rt.data_world_size, examples.lengths)
-    part = part_of(rt.topology, rt.rank)
-    batches = loader.Batches(examples, layout, cfg.run.seed, rt.data_rank, 0, cfg.data.num_workers, part)
+    examples = documents(job.data, vocab_size(orig_model))
+    batches = lay_out(cfg, rt, examples, cfg.data.max_length, 0, objective)
 
     started = time.perf_counter()
-    apply_fp8(cfg, orig_model, layout, rt)
-    compile_cache.restore(cfg, orig_model, layout, rt)
-    with redirect_stdout(io.StringIO()) as said:
-        backend = choose_backend(cfg, orig_model, layout, rt)
-    rt.say(said.getvalue().strip())
-    plan = make_plan(cfg, orig_model, layout, rt, backend=backend)
-    model = ModelWithLoss(orig_model, backend, cfg.loss)
-    compile_model(model, cfg.compile, plan.activation_memory_budget, layout.dynamic, rt.topology.sharded)
-    wrapped = distribute(model, None, plan.sharding, rt)
-    optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
-
-    tracker = Witness(job.folder, cfg.log, rt, asdict(cfg))
-    with tracker:
+    engine = engine_of(cfg, rt, job.folder, orig_model, objective, batches.layout)
+    probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
+    with probe:
         trained = train(
             cfg,
             rt,
-            wrapped,
-            orig_model,
-            optimizer,
+            engine,
             batches,
-            plan,
             evaluate=lambda _: ({}, []),
-            checkpoints=cast(Checkpoints, NoCheckpoints(job.folder)),
-            tracker=tracker,
+            checkpoints=NoCheckpoints(job.folder),
+            tracker=probe,
             resumed={"step": 0},
         )
-    assert tracker.ended is not None
-    ranks = on_every_rank(tracker)
+    assert probe.ended is not None
     return {
         "parameters": parameters,
         "precision": rt.precision,
-        "attention": {"backend": backend, "why": said.getvalue().strip().partition(": ")[2]},
-        "optimizer": plan.optim.name,
-        "memory_plan": plan.line,
+        **engine.describe(),
         "compiled": trained.compiled,
-        "shapes": layout.shapes,
+        "shapes": batches.layout.shapes,
         **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size),
-        **over_ranks(ranks),
+        **over_ranks(on_every_rank(probe)),
         "warm_up_seconds": trained.warm_up_seconds,
-        "first_step_seconds": tracker.ended - started,
+        "first_step_seconds": probe.ended - started,
     }
 
 

@@ -1,0 +1,216 @@
+"""The assembly of a run, once for all stages: a stage script says what differs, this says what comes after what.
+
+Order is kept by construction: each function takes what the one before it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.compatibility import run_identity
+from sftkit.config.load import to_yaml
+from sftkit.config.schema import Config, ModelConfig
+from sftkit.data import chat, loader
+from sftkit.data.collate import part_of
+from sftkit.data.loader import Batches
+from sftkit.data.pack import Layout, make_layout
+from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.engine import blocks, reference
+from sftkit.engine.engine import Engine
+from sftkit.evals.suite import Suite, sample_rows
+from sftkit.memory.plan import MemoryPlan
+from sftkit.models.causal import CAUSAL
+from sftkit.models.kind import ModelKind
+from sftkit.models.load import inherit, load_model
+from sftkit.models.structure import positions
+from sftkit.objectives.objective import Objective
+from sftkit.preflight import look as preflight
+from sftkit.reports.write import try_report
+from sftkit.runtime import start as runtime
+from sftkit.runtime.open import open_run
+from sftkit.runtime.start import Runtime
+from sftkit.runtime.status import effective_resume
+from sftkit.tracking.remote import dashboard_name
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.loop import train
+from sftkit.train.summary import write_summary
+
+Tokenize = Callable[[Row], Tokenized]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe on this process: what every later step of the assembly needs."""
+
+    cfg: Config
+    rt: Runtime
+    dir: Path
+    resume: str | None
+    "train.resume, or auto where the launcher has started the run again"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What training starts from."""
+
+    orig_model: PreTrainedModel
+    "eager, and stays so: what evaluation, samples and checkpoints see"
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    "tokens of a document at most: of the recipe, or inherited"
+    kind: ModelKind
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learned from and what is only measured."""
+
+    batches: Batches
+    validation: dict[str, Examples]
+    samples: list[Row]
+    "whose answers are shown"
+
+
+@contextmanager
+def open_recipe(cfg: Config) -> Iterator[Run]:
+    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put back,
+    and an error is written down and told.
+
+    Raises:
+        ConfigError: the launcher's settings do not fit, or the ranks have not the same recipe.
+    """
+    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
+        resume = effective_resume(cfg.train.resume, cfg.run.dir)
+        yield Run(cfg, rt, open_run(cfg.run.dir, resume, to_yaml(cfg), rt), resume)
+
+
+def load_start(run: Run, tokenizer: PreTrainedTokenizerBase, kind: ModelKind = CAUSAL) -> Start:
+    """The model of the recipe, and how long its documents may be.
+
+    Raises:
+        ConfigError: it cannot be loaded, or does not fit the tokenizer or data.max_length.
+    """
+    cfg, rt = run.cfg, run.rt
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded, kind)
+    orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
+    longest = positions(orig_model)
+    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    rt.say(inherited)
+    return Start(orig_model, tokenizer, max_length, kind)
+
+
+def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: Objective) -> Data:
+    """Documents, tokenized or from the cache, laid out in rows.
+
+    Args:
+        tokenize: a record to its tokens and their mask: what the stage learns.
+
+    Raises:
+        ConfigError, DataError: what is wrong with the sources or the layout.
+    """
+    cfg = run.cfg
+    examples, validation = loader.load_examples(cfg.data, tokenize, run.rt.main_first())
+    pad_id = int(start.tokenizer.pad_token_id or 0)
+    batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective)
+    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, cfg.eval.samples))
+
+
+def lay_out(
+    cfg: Config, rt: Runtime, examples: Examples, max_length: int, pad_id: int, objective: Objective
+) -> Batches:
+    """This rank's share of documents in rows of declared shapes."""
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths)
+    part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
+    return Batches(examples, layout, cfg.run.seed, rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
+
+
+def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
+    """What computes a step of this run; says what it found and warns before anything is compiled.
+
+    Raises:
+        ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
+    """
+    record = partial(
+        preflight.record,
+        run.dir,
+        run.cfg,
+        run.rt,
+        start.tokenizer,
+        data.batches,
+        data.validation,
+        start.orig_model,
+    )
+    layout, source = data.batches.layout, run.cfg.model
+    return engine_of(run.cfg, run.rt, run.dir, start.orig_model, objective, layout, start.kind, source, record)
+
+
+def engine_of(
+    cfg: Config,
+    rt: Runtime,
+    run_dir: Path,
+    orig_model: PreTrainedModel,
+    objective: Objective,
+    layout: Layout,
+    kind: ModelKind = CAUSAL,
+    source: ModelConfig | None = None,
+    planned: Callable[[MemoryPlan | None], None] = lambda _: None,
+) -> Engine:
+    """The engine that train.engine names, of a model that was just made or loaded.
+
+    Args:
+        source: where the weights of an empty model come from.
+        planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
+    """
+    if cfg.train.engine == "reference":
+        planned(None)
+        return reference.build(cfg, orig_model, kind, objective, layout, rt)
+    return blocks.build(cfg, orig_model, kind, objective, layout, rt, run_dir, source, planned)
+
+
+def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
+    """What is kept and watched, the loop, the summary.
+
+    Raises:
+        ConfigError: the run cannot work or be resumed like this.
+        NonFiniteError, CheckpointError: as train says.
+    """
+    cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
+    checkpoints = open_checkpoints(run, start, data, engine)
+    resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
+    suite = Suite(
+        cfg.eval, start.orig_model, tokenizer, rt, engine.model, data.validation, engine.layout, data.samples, run.dir
+    )
+    with Tracker(run.dir, cfg.log, rt, asdict(cfg), resumed["step"], resumed.get("tracker")) as tracker:
+        trained = train(
+            cfg,
+            rt,
+            engine,
+            data.batches,
+            evaluate=suite.evaluate,
+            checkpoints=checkpoints,
+            tracker=tracker,
+            resumed=resumed,
+        )
+    write_summary(run.dir, trained, rt)
+
+
+def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
+    """The checkpoints of an engine, which exists by now, so that what is resumed finds its place.
+
+    Raises:
+        ConfigError: the disk cannot hold them.
+    """
+    identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, engine.layout)
+    recipe = to_yaml(run.cfg)
+    checkpoints = Checkpoints(
+        run.dir, run.cfg.checkpoint, run.rt, start.orig_model, start.tokenizer, engine.optimizer, recipe, identity
+    )
+    checkpoints.check_space(engine.checkpoint_bytes())
+    return checkpoints
