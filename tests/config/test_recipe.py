@@ -58,6 +58,9 @@ def test_a_minimal_recipe_has_the_defaults(recipe: Path):
     assert cfg.data.train == (SourceConfig(path="builtin:tasks"),)
 
 
+REFERENCE = ["train.engine=reference", "train.precision=fp32"]
+
+
 @pytest.mark.parametrize("text", ["2e-5", "0.00002", "2.0e-05", "2E-5"])
 def test_floats_are_those_of_yaml_1_2(recipe: Path, text: str):
     assert read_config(recipe, [f"optim.lr={text}"]).optim.lr == 2e-5
@@ -284,6 +287,12 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["optim.name=adamw8bit", "train.precision=fp32"], "optim.name: adamw8bit rounds weights to bf16"),
         (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8: rowwise does not go with train.precision fp32"),
         (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
+        (["train.engine=reference"], "train.engine: reference computes in fp32: set train.precision=fp32"),
+        ([*REFERENCE, "optim.name=muon"], "train.engine: reference has torch's AdamW only: set optim.name=adamw"),
+        ([*REFERENCE, "train.memory=low"], "train.memory: has no effect with train.engine reference"),
+        ([*REFERENCE, "compile.cache=x"], "compile.cache: has no effect with train.engine reference"),
+        ([*REFERENCE, "compile.debug=[recompiles]"], "compile.debug: has no effect with train.engine reference"),
+        ([*REFERENCE, "attention.backend=varlen"], "attention.backend: has no effect with train.engine reference"),
         (["compile.cache=x", "compile.enabled=false"], "compile.cache: only goes with compile.enabled true"),
         (["compile.mode=default", "compile.backend=eager"], "compile.mode: default only goes with compile.backend"),
         (["optim.schedule=wsd", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.2"], "add up to more than 1"),

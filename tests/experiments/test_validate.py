@@ -21,6 +21,7 @@ from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.experiments.validate.run import judged
 from sftkit.launch.launch import Hardware
+from sftkit.models.size import Replica
 
 RECIPE = "recipes/smoke/base.yaml"
 PLAN = Plan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
@@ -68,6 +69,7 @@ def trio(processes: int = 1, **changes: Any) -> Trio:
         eager=run(world_size=processes),
         compiled=run(150.0, 1e-4, compiled=True, world_size=processes),
         other_seed=run(off=1e-2),
+        reference=run(2.0, off=2e-4),
         logits={"ok": True, "found": "the same bits"},
         warm_up=10,
     )
@@ -113,12 +115,38 @@ def test_a_good_pair_of_runs_passes_every_criterion() -> None:
         (lambda: {"eager": replace(trio().eager, evals={}, results=[])}, ["evaluation"]),
         (lambda: {"logits": {"ok": False, "found": "norm 1 against 2"}}, ["checkpoint loads"]),
         (lambda: {"logits": {}}, ["checkpoint loads"]),
+        (lambda: {"reference": run(off=0.02)}, ["loss trajectory"]),
+        (lambda: {"reference": run(off=0.08)}, ["loss at the last step", "loss trajectory"]),
         (lambda: compiled(rank_errors=["rank-001.json"]), ["runs finish on all ranks"]),
         (lambda: {"eager": run(world_size=2)}, ["runs finish on all ranks"]),
     ],
 )
 def test_each_criterion_fails_on_its_own_fault(change: Callable[[], dict[str, Any]], failed: list[str]) -> None:
     assert [v.criterion for v in judge(trio(**change())) if not v.ok] == failed
+
+
+def test_losses_are_compared_with_the_reference_and_with_the_eager_run_where_there_is_none() -> None:
+    with_it = {v.criterion: v.found for v in judge(trio())}
+    assert "(reference)" in with_it["loss at the last step"]
+    assert with_it["loss trajectory"].startswith("from reference ")
+    without = trio(reference=None, eager=run(off=0.08))
+    failed = [v.criterion for v in judge(without) if not v.ok]
+    assert "loss at the last step" in failed
+    assert "(eager)" in {v.criterion: v.found for v in judge(without)}["loss at the last step"]
+
+
+def test_a_reference_that_failed_fails_the_two_rows_of_the_losses_and_says_why() -> None:
+    failed = [v for v in judge(trio(reference=replace(run(), error="killed after 600 s"))) if not v.ok]
+    assert [v.criterion for v in failed] == ["loss at the last step", "loss trajectory"]
+    assert {v.found for v in failed} == {"not measured: reference: killed after 600 s"}
+
+
+def test_a_model_whose_fp32_states_do_not_fit_a_gpu_has_no_reference() -> None:
+    cfg = read_config(RECIPE, [], world_size=1)
+    for gib, expected in ((40, True), (10, False)):
+        hardware = Hardware(1, 2, "GPU", gib * 2**30)
+        kinds = [case.kind for case in cases(PLAN, cfg, hardware, Replica(10**9, "auto", 0), Path("out"))]
+        assert ("reference" in kinds) is expected
 
 
 def test_a_run_that_failed_fails_all_that_needs_it_and_says_why() -> None:
@@ -135,6 +163,7 @@ def test_the_ratio_on_several_processes_must_be_similar() -> None:
 def result_of(one: Trio, error: str | None = None) -> dict[str, Any]:
     """A result as it is written before it is judged."""
     runs = {"eager": one.eager, "eager, other seed": one.other_seed, "compiled": replace(one.compiled, error=error)}
+    runs |= {} if one.reference is None else {"reference": one.reference}
     return {
         "plan": vars(PLAN),
         "runs": [
@@ -180,7 +209,14 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
     cfg = read_config(RECIPE, [], world_size=1)
     plan = replace(PLAN, layouts=("packed", "bucketed"), processes=(1, 2))
     every = cases(plan, cfg, Hardware(0, 2), None, Path("out"))
-    assert [case.kind for case in every] == ["eager", "eager, other seed", "compiled", "eager", "compiled"] * 2
+    assert [case.kind for case in every] == [
+        "eager",
+        "eager, other seed",
+        "compiled",
+        "reference",
+        "eager",
+        "compiled",
+    ] * 2
     eager, compiled_one = ({word for word in case.command if "=" in word} for case in (every[0], every[2]))
     assert eager ^ compiled_one == {
         "run.dir=out/runs/packed-1-eager",
@@ -190,6 +226,18 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
         "compile.on_recompile=warn",
     }
     assert len({case.environment["TORCHINDUCTOR_CACHE_DIR"] for case in every}) == len(every)
+    reference = {word for word in every[3].command if "=" in word}
+    assert reference - eager == {
+        *(
+            "run.dir=out/runs/packed-1-reference",
+            "train.engine=reference",
+            "train.precision=fp32",
+            "train.memory=speed",
+        ),
+        *("optim.name=adamw", "attention.backend=auto", "model.gradient_checkpointing=false"),
+    }
+    muon = read_config(RECIPE, ["optim.name=muon"], world_size=1)
+    assert "reference" not in [case.kind for case in cases(plan, muon, Hardware(0, 2), None, Path("out"))]
     for case in every:  # every one of them is a recipe that can be run
         read_config(RECIPE, [w for w in case.command if "=" in w and not w.startswith("from")], world_size=1)
 

@@ -1,4 +1,4 @@
-"""What can stand in a recipe: every dotted key with its type, default and meaning, read off config.py; and --help."""
+"""What can stand in a recipe: every dotted key with its type, default and meaning, read off schema.py; and --help."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Key:
 
 @functools.cache
 def table() -> dict[str, Key]:
-    """Every dotted key in the order of config.py; an item of a list of sources is N."""
+    """Every dotted key in the order of schema.py; an item of a list of sources is N."""
     schema = adapter().json_schema()
     classes = {**schema["$defs"], "Config": schema}
     return dict(_rows(classes, "Config", ""))
@@ -95,7 +95,7 @@ def _kind(prop: dict[str, Any]) -> str:
 
 @functools.cache
 def _docs() -> dict[str, dict[str, str]]:
-    """Class -> field -> the string under the field in config.py."""
+    """Class -> field -> the string under the field in schema.py."""
     docs: dict[str, dict[str, str]] = {}
     for cls in ast.parse(Path(config_module.__file__).read_text(encoding="utf-8")).body:
         if isinstance(cls, ast.ClassDef):

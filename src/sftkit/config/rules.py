@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
-from sftkit.config.optimizers import OPTIMIZERS
-from sftkit.config.schema import SourceConfig, source_label
+from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
+from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 
 "What eval.tasks may name."
 
@@ -187,10 +187,24 @@ def _precision(get: Get) -> Iterator[Problem]:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 
 
+def _engine(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "reference":
+        return
+    if get("train.precision") != "fp32":
+        yield "train.engine", "reference computes in fp32: set train.precision=fp32"
+    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
+    unused |= {"train.memory": "speed", "attention.backend": "auto"}
+    for key, default in unused.items():
+        if (get(key) or None) != default:
+            yield key, "has no effect with train.engine reference, which is plain: leave it out"
+    if get("optim.name") not in ("auto", DEFAULT):
+        yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
+
+
 def _compiled_only(get: Get) -> Iterator[Problem]:
     debug = get("compile.debug")
     if get("compile.enabled"):
-        hidden = sorted({"graphs", "output_code", "perf_hints"} & set(debug))
+        hidden = sorted(FROM_COMPILER & set(debug))
         if hidden and get("compile.cache") is not None:
             yield (
                 "compile.debug",
@@ -290,6 +304,7 @@ _RULES = (
     _dynamic,
     _attention,
     _precision,
+    _engine,
     _compiled_only,
     _schedule,
     _betas,

@@ -185,6 +185,8 @@ class TrainConfig:
     "The most rows per forward pass on a rank; accumulation follows from it."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
+    engine: Literal["blocks", "reference"] = "blocks"
+    "How a step is computed. blocks: packed, compiled, sharded; reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what make validate compares losses with."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -205,6 +207,10 @@ class NumericsConfig:
     "error: end training, naming step, ranks and documents; skip: count the step and go on."
     max_skips: Positive = 10
     "skip: so many steps in a row may be left out; one more is an error."
+
+
+FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
+"Of compile.debug: what is not written for a graph that comes from a cache."
 
 
 @settings

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
-from sftkit.launch.launch import CONFIGS, Hardware, Launch, choose, command
+from sftkit.launch.launch import CONFIGS, USABLE, Hardware, Launch, choose, command
 from sftkit.models.size import Replica
 from sftkit.runtime.launcher import signal_env
 
@@ -18,6 +19,13 @@ LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")
 ONLY_WITH = {"data.row_length": "packed", "data.num_buckets": "bucketed", "data.bucket_lengths": "bucketed"}
 ONLY_WITH |= {"data.pad_multiple": "dynamic"}
 "Settings that only go with one layout."
+AS_ADAMW = tuple(spec.name for spec in OPTIMIZERS.values() if spec.name == DEFAULT or spec.saves_memory)
+"Optimizers whose update is AdamW's."
+REFERENCE = [
+    *("train.engine=reference", "train.precision=fp32", "train.memory=speed", f"optim.name={DEFAULT}"),
+    *("attention.backend=auto", "model.gradient_checkpointing=false"),
+]
+"What makes a run the reference: each document alone, plain fp32."
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Case:
     layout: str
     processes: int
     kind: str
-    "eager | eager, other seed | compiled"
+    "eager | eager, other seed | compiled | reference"
     folder: Path
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -86,19 +94,30 @@ def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
 
 
 def cases(plan: Plan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path) -> list[Case]:
-    """For each layout and number of processes an eager and a compiled run; with the fewest also a second eager seed."""
+    """For each layout and number of processes an eager and a compiled run; with the fewest also a second eager seed, and the
+    reference engine where it has the recipe's optimizer."""
     found = []
     for layout in plan.layouts:
         for count in plan.processes:
-            other = ["eager, other seed"] if count == plan.processes[0] else []
-            launch = launch_of(count, cfg, hardware, replica)
-            for kind in ("eager", *other, "compiled"):
+            fewest = count == plan.processes[0]
+            other = ["eager, other seed"] if fewest else []
+            reference = ["reference"] if fewest and has_reference(cfg, hardware, replica) else []
+            for kind in ("eager", *other, "compiled", *reference):
+                launch = launch_of(count, cfg, hardware, None if kind == "reference" else replica)
                 slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
                 folder = out / "runs" / slug
                 words = command(launch, plan.script, [plan.recipe, *settings_of(plan, cfg, layout, kind, folder)])
                 caches = out.resolve() / "caches" / slug
                 found.append(Case(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch)))
     return found
+
+
+def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> bool:
+    """Whether the reference engine computes what the recipe's optimizer does, which only differs in how it stores, and whether
+    a GPU has room for its fp32 weights, gradients and moments."""
+    known = cfg.optim.name == "auto" or cfg.optim.name in AS_ADAMW
+    needed = replica.parameters * OPTIMIZERS[DEFAULT].training_width("fp32") if replica else 0
+    return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
 def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
@@ -153,6 +172,7 @@ def settings_of(plan: Plan, cfg: Config, layout: str, kind: str, folder: Path) -
         "eval.every=null",
         "eval.at_start=false",
         f"compile.enabled={str(compiled).lower()}",
+        *(REFERENCE if kind == "reference" else []),
         *(["compile.on_recompile=warn"] if compiled else []),
     ]
 

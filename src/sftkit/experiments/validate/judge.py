@@ -42,9 +42,17 @@ class Trio:
     compiled: Measured
     other_seed: Measured
     "of the fewest processes that were run"
+    reference: Measured | None
+    """what the losses are compared with: the reference engine, each document alone in plain fp32, on the fewest processes;
+    None: it was not run, and the eager run stands in"""
     logits: Mapping[str, Any]
     "what loading the compiled run's checkpoint in another process gave: a row of proof.json's form"
     warm_up: int
+
+    @property
+    def plain(self) -> tuple[str, Measured]:
+        """(name, run) of the other side of the losses."""
+        return ("eager", self.eager) if self.reference is None else ("reference", self.reference)
 
 
 def judge(trio: Trio) -> list[Verdict]:
@@ -124,23 +132,29 @@ def memory(trio: Trio) -> tuple[bool, str]:
 
 
 def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
-    eager, compiled = trio.eager.losses(trio.warm_up), trio.compiled.losses(trio.warm_up)
-    step = max(eager, default=0)
+    name, plain = trio.plain
+    if plain.error:
+        return False, f"not measured: {name}: {plain.error}"
+    expected, compiled = plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up)
+    step = max(expected, default=0)
     if not step or step not in compiled:
         return False, "no loss was logged"
-    off = abs(compiled[step] - eager[step]) / abs(eager[step])
-    return off <= LOSS, f"step {step}: {compiled[step]:.4f} against {eager[step]:.4f}, {100 * off:.3f} % apart"
+    off = abs(compiled[step] - expected[step]) / abs(expected[step])
+    found = f"step {step}: {compiled[step]:.4f} against {expected[step]:.4f} ({name}), {100 * off:.3f} % apart"
+    return off <= LOSS, found
 
 
 def loss_within_noise(trio: Trio) -> tuple[bool, str]:
-    eager = trio.eager.losses(trio.warm_up)
-    noise = distances(eager, trio.other_seed.losses(trio.warm_up))
-    found = distances(eager, trio.compiled.losses(trio.warm_up))
+    name, plain = trio.plain
+    if plain.error:
+        return False, f"not measured: {name}: {plain.error}"
+    noise = distances(trio.eager.losses(trio.warm_up), trio.other_seed.losses(trio.warm_up))
+    found = distances(plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up))
     if not noise or not found:
         return False, "the runs logged no common steps"
     ok = mean(found) <= mean(noise) and max(found) <= max(noise)
     words = [f"{100 * mean(some):.3f} % apart on average, {100 * max(some):.3f} % at most" for some in (found, noise)]
-    return ok, f"{words[0]}; two baseline seeds {words[1]}"
+    return ok, f"from {name} {words[0]}; two baseline seeds {words[1]}"
 
 
 def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:

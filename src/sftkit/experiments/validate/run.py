@@ -121,7 +121,10 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
             missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
             return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
 
-        other_seed = measured(plan["processes"][0], "eager, other seed")
+        fewest = plan["processes"][0]
+        other_seed = measured(fewest, "eager, other seed")
+        # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
+        reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
         trios = [
             Trio(
                 layout,
@@ -129,6 +132,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
                 eager=measured(count, "eager"),
                 compiled=measured(count, "compiled"),
                 other_seed=other_seed,
+                reference=reference,
                 logits=runs.get((count, "compiled"), {}).get("logits", {}),
                 warm_up=plan["warm_up"],
             )
