@@ -20,21 +20,19 @@ ROOMS = {
     "models": ("config", "runtime", "data", "ops"),
     "objectives": ("config", "data", "ops", "models"),
     "optim": ("config", "runtime", "ops", "models"),
-    "tracking": ("config", "runtime", "data", "models"),
-    "parallel": ("config", "runtime", "ops", "models"),
+    "tracking": ("config", "runtime", "data", "models", "objectives"),
+    "parallel": ("config", "runtime", "models", "objectives"),
     "compile": ("config", "runtime", "data", "ops", "models"),
-    "checkpoint": ("config", "runtime", "data", "ops", "models", "optim"),
+    "checkpoint": ("config", "runtime", "data", "models", "optim"),
     "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),
-    "generation": ("config", "runtime", "data", "ops", "models", "parallel", "compile"),
+    "generation": ("runtime", "data", "ops", "parallel", "compile"),
     "engine": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         "memory",
     ),
-    "evals": (
-        *("config", "runtime", "data", "ops", "models", "objectives", "tracking", "parallel", "compile", "generation"),
-    ),
+    "evals": (*("config", "runtime", "data", "ops", "models", "objectives", "parallel", "compile", "generation"),),
     "preflight": ("config", "runtime", "data", "models", "memory"),
-    "reports": ("config", "runtime"),
+    "reports": ("config", "runtime", "models"),
     "train": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
@@ -98,6 +96,11 @@ def test_a_room_says_what_belongs_in_it(room: str) -> None:
     assert ast.get_docstring(ast.parse((SRC / room / "__init__.py").read_text()))
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_a_folder_of_tests(room: str) -> None:
+    assert list((ROOT / "tests" / room).glob("test_*.py"))
+
+
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_what_a_refused_recipe_touches_loads_no_torch(part: str) -> None:
     files = [SRC / part] if part.endswith(".py") else sorted((SRC / part).rglob("*.py"))
@@ -124,7 +127,7 @@ def test_only_scripts_and_experiments_import_the_loop() -> None:
         assert "train" not in ROOMS[room]
 
 
-@pytest.mark.parametrize("room", ("compile", "memory", "parallel", "ops", "engine/step.py", "engine/blocks.py"))
+@pytest.mark.parametrize("room", ["compile", "memory", "parallel", "ops", "engine/step.py", "engine/blocks.py"])
 def test_the_loop_does_not_know_how_a_step_is_computed(room: str) -> None:
     module = f"sftkit.{room.removesuffix('.py').replace('/', '.')}"
     assert not [name for name in imported(SRC / "train" / "loop.py") if name.startswith(module)]

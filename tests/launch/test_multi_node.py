@@ -80,7 +80,7 @@ def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_r
 
 SAYS_ITS_TOPOLOGY = """
 import os, sys
-from sftkit.topology import take_topology
+from sftkit.config.topology import take_topology
 topology = take_topology(os.environ, int(os.environ["WORLD_SIZE"]))
 from accelerate import Accelerator
 accelerator = Accelerator()
