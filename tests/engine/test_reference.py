@@ -112,6 +112,12 @@ def test_the_compiled_step_equals_the_reference_with_every_loss_and_clipping(tmp
     assert (plain[0][0]["entropy"] > 0) == loss.token_metrics
 
 
+def test_the_reference_takes_adamw_for_auto(tmp_path: Path) -> None:
+    named = recipe(tmp_path, "reference", EAGER)
+    auto = replace(named, optim=replace(named.optim, name="auto"))
+    assert_same(steps(auto, tiny_llama()), steps(named, tiny_llama()), rel=0.0)
+
+
 def test_in_float64_the_reference_is_what_float32_rounds(tmp_path: Path) -> None:
     exact = steps(recipe(tmp_path, "reference", EAGER), tiny_llama().double())
     assert exact[1]["lm_head.weight"].dtype == torch.float64

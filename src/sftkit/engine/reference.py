@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ class Reference:
         self.model, self.layout = model, layout
         self.orig_model: PreTrainedModel = model.orig_model
         self.objective: Objective = model.objective
-        groups = parameter_groups(self.orig_model, cfg.optim)
-        optim = cfg.optim
+        optim = replace(cfg.optim, name=DEFAULT)  # auto has no other here
+        groups = parameter_groups(self.orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
