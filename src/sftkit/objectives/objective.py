@@ -1,4 +1,4 @@
-"""The seam of objectives: what a new one has to say. Nothing else in the package knows which objective a run has."""
+"""The seam of objectives: what a new one has to say. The script of a stage names it; loop, engines and metrics ask it."""
 
 from __future__ import annotations
 
