@@ -78,7 +78,7 @@ def steps(
             outcome = engine.step(step, 1e-2)
             rows.append({**outcome.sums.means(step.divisor), "grad_norm": float(outcome.grad_norm)})  # type: ignore[dict-item]
             assert outcome.flags.vector.tolist() == [0, 0]
-    counts = engine.metrics()
+    counts = engine.report().metrics
     engine.close()
     return rows, {name: value.detach().clone() for name, value in orig_model.named_parameters()}, engine, counts
 
@@ -133,7 +133,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_as_they_were(tmp_p
     (step,) = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0).steps(0, 1)
     outcome = engine.step(step, 1e-2)
     assert float(outcome.flags.nonfinite) == 1
-    for name, value in engine.orig_model.named_parameters():
+    for name, value in engine.model.orig_model.named_parameters():
         assert torch.equal(value, before[name])
     assert len(rows) == 6
 

@@ -23,7 +23,7 @@ from sftkit.config.schema import (
 )
 from sftkit.data.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.models.causal import CAUSAL
+from sftkit.models.causal import CausalLM
 from sftkit.models.kind import Head
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -39,8 +39,8 @@ def test_chunked_sums_and_those_of_whole_logits_are_the_same_by_name(loss: LossC
     model, objective = tiny_llama().eval(), NextToken(loss)
     batch = make_batch(make_examples([9, 14, 6]), ((0, 1), (2,)), 32)
     with torch.no_grad():
-        hidden = CAUSAL.hidden_states(model, batch, "reference")
-        chunked = objective.sums(objective.select(hidden, batch), batch, CAUSAL.head(model))
+        hidden = CausalLM().hidden_states(model, batch, "reference")
+        chunked = objective.sums(objective.select(hidden, batch), batch, CausalLM().head(model))
         logits = hidden.flatten(0, 1) @ model.lm_head.weight.t()
         whole = objective.sums_of_logits(logits, batch.targets.flatten())
     assert tuple(chunked.measured) == tuple(whole.measured) == objective.measured

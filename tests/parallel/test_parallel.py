@@ -66,7 +66,7 @@ def test_what_one_process_computes_is_what_the_reference_engine_does(model: str,
         rows.append([float(outcome.sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
     for ours, plain in zip(found["rows"], rows, strict=True):
         assert ours == pytest.approx(plain, rel=2e-5)
-    weights = {name: value.double().square().sum().item() for name, value in engine.orig_model.named_parameters()}
+    weights = {name: value.double().square().sum().item() for name, value in engine.model.orig_model.named_parameters()}
     assert found["weights"] == pytest.approx(weights, rel=1e-4)
 
 

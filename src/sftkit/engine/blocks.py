@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,13 +20,12 @@ from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks
-from sftkit.engine.engine import WarmUp
+from sftkit.engine.engine import EngineReport, Setup, WarmUp
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, explained, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
-from sftkit.models.kind import ModelKind
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
@@ -38,7 +36,6 @@ from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.tracker import Kind
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +43,6 @@ log = logging.getLogger(__name__)
 def build(
     cfg: Config,
     orig_model: PreTrainedModel,
-    kind: ModelKind,
     objective: Objective,
     layout: Layout,
     rt: Runtime,
@@ -71,7 +67,7 @@ def build(
         choice = choose_backend(cfg, orig_model, layout, rt)
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
-        model = ModelWithLoss(orig_model, choice.backend, objective, kind)
+        model = ModelWithLoss(orig_model, choice.backend, objective)
         modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.sharded)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
@@ -106,10 +102,9 @@ class Blocks:
             write_logs: writes the summary of the compiler's logs.
         """
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
-        self.layout, self.model, self.optimizer = layout, model, optimizer
-        self.orig_model: PreTrainedModel = model.orig_model
-        self.objective: Objective = model.objective
-        self._attention = attention
+        self._layout, self.model, self.optimizer = layout, model, optimizer
+        size = checkpoint_bytes(model.orig_model, plan)
+        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
         self.compiled = False
         "after the warm-up: whether the step is"
         self._at_close, self._write_logs = at_close, write_logs
@@ -118,7 +113,7 @@ class Blocks:
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
         graph is built and a run that does not fit ends here."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.orig_model, self.layout
+        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
@@ -126,7 +121,7 @@ class Blocks:
         check = check_documents(self.model, eager, rt.device)
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
-        run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.objective, losses)
+        run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)
         with explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = warm_up(
@@ -148,16 +143,17 @@ class Blocks:
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
         """The warm-up's largest batch again, without the compiler."""
-        if not self.compiled or has_dropout(self.orig_model):
-            return compiled_check(None, None, self.orig_model.dtype)
-        shape = self.layout.shapes[-1]
-        batch = heaviest(self._rt, self.orig_model, self.layout, *shape)
-        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), self.orig_model.dtype)
+        orig_model = self.model.orig_model
+        if not self.compiled or has_dropout(orig_model):
+            return compiled_check(None, None, orig_model.dtype)
+        shape = self._layout.shapes[-1]
+        batch = heaviest(self._rt, orig_model, self._layout, *shape)
+        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """What the warm-up built, for the console."""
-        declared = ", ".join(f"{rows} x {length}" for rows, length in self.layout.shapes)
-        kind = f"{self.layout.kind} rows, shapes {declared}"
+        declared = ", ".join(f"{rows} x {length}" for rows, length in self._layout.shapes)
+        kind = f"{self._layout.kind} rows, shapes {declared}"
         if not self.compiled:
             return f"{kind}; eager"
         return (
@@ -170,14 +166,14 @@ class Blocks:
         """Inside, nothing is compiled any more, as compile.on_recompile says, and running out of memory is explained."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons())
-        with contract, explained(self._plan, self._cfg, self.layout):
+        with contract, explained(self._plan, self._cfg, self._layout):
             yield
 
     def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
         """The compiled forward and backward passes, gradients summed in fp32, one exchange, clipping inside the update."""
         max_norm = self._cfg.optim.max_grad_norm
         return optimizer_step(
-            self._wrapped, self.optimizer, self.objective, batches, learning_rate, max_norm, self._rt, stop=stop
+            self._wrapped, self.optimizer, self.model.objective, batches, learning_rate, max_norm, self._rt, stop=stop
         )
 
     @property
@@ -189,28 +185,14 @@ class Blocks:
         """Inside, nothing should be compiled."""
         return self.watch.evaluating()
 
-    def metrics(self) -> dict[str, float]:
-        """From the compiler's own records."""
-        return self.watch.counts()
-
-    def events(self) -> list[tuple[Kind, list[str]]]:
-        """Recompiles and graph breaks."""
-        return [("recompile", self.watch.recompile_kinds()), ("graph_break", self.watch.graph_break_reasons())]
-
-    def checks(self, error: BaseException | None) -> list[Check]:
-        """What the compiler did."""
-        return compile_checks(self.compiled, self.watch, error)
-
-    def describe(self) -> dict[str, Any]:
-        """What was chosen for the recipe's auto."""
-        return {
-            "attention": {"backend": self._attention.backend, "why": self._attention.why},
-            "optimizer": self._plan.optim.name,
-            "memory_plan": self._plan.line,
-        }
-
-    def checkpoint_bytes(self) -> float:
-        return checkpoint_bytes(self.orig_model, self._plan)
+    def report(self, error: BaseException | None = None) -> EngineReport:
+        """What the compiler did, from its own records."""
+        watch = self.watch
+        return EngineReport(
+            watch.counts(),
+            [("recompile", watch.recompile_kinds()), ("graph_break", watch.graph_break_reasons())],
+            compile_checks(self.compiled, watch, error),
+        )
 
     def close(self) -> None:
         """Write the compiler's summary, put its settings back; a full disk costs the summary."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from transformers import PreTrainedModel
+from typing import Protocol
 
 from sftkit.data.loader import StepBatches
-from sftkit.data.pack import Layout
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
@@ -30,6 +26,32 @@ class WarmUp:
     "what was checked on the way"
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How an engine computes, as chosen for the recipe's auto before its first step."""
+
+    attention: str
+    "backend"
+    attention_why: str
+    optimizer: str
+    memory_plan: str
+    "in a line"
+    checkpoint_bytes: float
+    "size of one checkpoint of all ranks: weights and optimizer states"
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine knows of its steps so far."""
+
+    metrics: dict[str, float]
+    "compile/*; see docs/metrics.md"
+    events: list[tuple[Kind, list[str]]]
+    "what a person should know, by kind, all since the start"
+    checks: list[Check]
+    "for proof.json"
+
+
 class Engine(Protocol):
     """How an optimizer step is computed: all its micro-batches, graphs, gradient sums, communication and the update.
 
@@ -37,24 +59,17 @@ class Engine(Protocol):
     """
 
     @property
-    def orig_model(self) -> PreTrainedModel:
-        """The plain model, all that evaluation, generation and checkpoints see."""
-
-    @property
     def model(self) -> ModelWithLoss:
-        """orig_model with the objective, for the validation loss; not what the step calls."""
-
-    @property
-    def objective(self) -> Objective:
-        """What the step minimises."""
+        """The plain model with its objective, for the validation loss; not what the step calls. `model.orig_model` is all
+        that evaluation, generation and checkpoints see."""
 
     @property
     def optimizer(self) -> Optimizer:
         """Whose states a checkpoint holds."""
 
     @property
-    def layout(self) -> Layout:
-        """The shapes of its batches."""
+    def setup(self) -> Setup:
+        """How it computes, for records."""
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """Do whatever must not happen in a step: compile for the declared shapes, see that the largest one fits.
@@ -80,22 +95,10 @@ class Engine(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: what it made the engine do is counted, see `checks`."""
+        """Around an evaluation: what it made the engine do is in the report."""
 
-    def metrics(self) -> dict[str, float]:
-        """compile/*, so far; see docs/metrics.md."""
-
-    def events(self) -> list[tuple[Kind, list[str]]]:
-        """What a person should know, by kind, all since the start."""
-
-    def checks(self, error: BaseException | None) -> list[Check]:
-        """What is known of the steps when training ends; `error`: what ended it early."""
-
-    def describe(self) -> dict[str, Any]:
-        """How it computes, for records: attention {backend, why}, optimizer, memory_plan."""
-
-    def checkpoint_bytes(self) -> float:
-        """Size of one checkpoint of all ranks: weights and optimizer states."""
+    def report(self, error: BaseException | None = None) -> EngineReport:
+        """What is known of the steps since the start; `error`: what ended training early."""
 
     def close(self) -> None:
         """Put back what the engine changed in the process."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_check
-from sftkit.engine.engine import WarmUp
+from sftkit.engine.engine import EngineReport, Setup, WarmUp
 from sftkit.engine.step import exchange
 from sftkit.engine.warmup import heaviest
 from sftkit.errors import ConfigError
-from sftkit.models.kind import ModelKind
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Totals
@@ -38,13 +36,11 @@ from sftkit.optim.protocol import parameters_of, set_learning_rate
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.tracker import Kind
 
 
 def build(
     cfg: Config,
     orig_model: PreTrainedModel,
-    kind: ModelKind,
     objective: Objective,
     layout: Layout,
     rt: Runtime,
@@ -62,7 +58,7 @@ def build(
     if cfg.optim.name not in ("auto", DEFAULT):
         raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
     rt.say("engine reference: each document alone, eager, torch's own loss and AdamW")
-    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective, kind).to(rt.device), layout, rt)
+    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective).to(rt.device), layout, rt)
 
 
 class Reference:
@@ -71,24 +67,25 @@ class Reference:
     def __init__(self, cfg: Config, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
         """`model`: in fp32 or fp64, on the device."""
         self._max_norm, self._rt = cfg.optim.max_grad_norm, rt
-        self.model, self.layout = model, layout
-        self.orig_model: PreTrainedModel = model.orig_model
-        self.objective: Objective = model.objective
+        self.model, self._layout = model, layout
         optim = replace(cfg.optim, name=DEFAULT)  # auto has no other here
-        groups = parameter_groups(self.orig_model, optim)
+        groups = parameter_groups(model.orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
+        attention = str(model.orig_model.config._attn_implementation)
+        size = sum(3.0 * p.numel() * p.element_size() for p in model.orig_model.parameters())  # and two moments
+        self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """One forward and backward pass of the largest batch, to see that it fits."""
-        started = time.perf_counter()
-        self.orig_model.train()
-        batch = heaviest(self._rt, self.orig_model, self.layout, *self.layout.shapes[-1])
+        started, orig_model = time.perf_counter(), self.model.orig_model
+        orig_model.train()
+        batch = heaviest(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            self._forward_backward(batch, self.objective.count(batch))
+            self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
-        say(f"{self.layout.kind} rows, taken apart; eager")
-        return WarmUp(False, time.perf_counter() - started, [compiled_check(None, None, self.orig_model.dtype)])
+        say(f"{self._layout.kind} rows, taken apart; eager")
+        return WarmUp(False, time.perf_counter() - started, [compiled_check(None, None, orig_model.dtype)])
 
     def guarded(self) -> AbstractContextManager[None]:
         """Nothing is refused here."""
@@ -112,14 +109,14 @@ class Reference:
         return StepOutcome(totals, grad_norm, flags)
 
     def _nothing(self) -> Totals:
-        return Totals.zeros(self.objective.measured, self._rt.device, self.orig_model.dtype)
+        return Totals.zeros(self.model.objective.measured, self._rt.device, self.model.orig_model.dtype)
 
     def _forward_backward(self, batch: Batch, divisor: int) -> Totals:
-        totals = self._nothing()
-        with plain_attention(self.orig_model):  # once for all: to switch it walks through all modules
+        totals, orig_model, objective = self._nothing(), self.model.orig_model, self.model.objective
+        with plain_attention(orig_model):  # once for all: to switch it walks through all modules
             for inputs, targets in documents(batch):
-                logits = self.model.kind.plain_logits(self.orig_model, inputs)[0]
-                sums = self.objective.sums_of_logits(logits, targets)
+                logits = self.model.kind.plain_logits(orig_model, inputs)[0]
+                sums = objective.sums_of_logits(logits, targets)
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
         return totals
@@ -127,25 +124,10 @@ class Reference:
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def metrics(self) -> dict[str, float]:
+    def report(self, error: BaseException | None = None) -> EngineReport:
         """No graphs."""
-        return {"compile/graphs": 0, "compile/recompiles": 0, "compile/graph_breaks": 0}
-
-    def events(self) -> list[tuple[Kind, list[str]]]:
-        return []
-
-    def checks(self, error: BaseException | None) -> list[Check]:
-        """Nothing compiles."""
-        return [Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")]
-
-    def describe(self) -> dict[str, Any]:
-        """Nothing is chosen."""
-        plain = {"backend": str(self.orig_model.config._attn_implementation), "why": "documents alone"}
-        return {"attention": plain, "optimizer": DEFAULT, "memory_plan": "none"}
-
-    def checkpoint_bytes(self) -> float:
-        """Weights and the two moments of AdamW."""
-        return sum(3.0 * p.numel() * p.element_size() for p in self.orig_model.parameters())
+        never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
+        return EngineReport({"compile/graphs": 0, "compile/recompiles": 0, "compile/graph_breaks": 0}, [], [never])
 
     def close(self) -> None:
         """Nothing was changed."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch, collate
@@ -35,10 +34,11 @@ class DocumentCheck:
     logits_difference: float
     "relative, ours against the plain model's"
     loss: float
-    "nats per target: a micro-batch for each document, sums over all their targets"
+    "the objective's watched mean: a micro-batch for each document, sums over all that they add to the divisor"
     plain_loss: float
-    "plain cross entropy of the same targets from the plain model's logits"
+    "the same from the plain model's logits, by the objective's plain operators"
     targets: int
+    "what both documents add to the divisor"
     leak: float
     "the largest change of a hidden state of one document when every token of the other is replaced"
     changed: float
@@ -84,9 +84,9 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> Docume
     batch = _batch(ids, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(SIZES)], _plain_logits(model, batch)
-    watched = model.objective.watched
-    targets = batch.targets[0, : sum(SIZES)]
+    watched, targets = model.objective.watched, model.objective.count(batch)
     sums = [model.sums(_batch(ids, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
+    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(SIZES)]).measured[watched]
 
     other = batch.inputs["input_ids"].clone()
     other[:, : SIZES[0]] = (other[:, : SIZES[0]] + 1) % vocab_size(model.orig_model)
@@ -95,9 +95,9 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> Docume
     return DocumentCheck(
         backend=backend,
         logits_difference=float((ours - theirs).norm() / theirs.norm()),
-        loss=float(sum(sums)) / len(targets),
-        plain_loss=float(F.cross_entropy(theirs[0], targets)),
-        targets=len(targets),
+        loss=float(sum(sums)) / targets,
+        plain_loss=float(plain) / targets,
+        targets=targets,
         leak=float(moved[:, SIZES[0] : sum(SIZES)].max()),
         changed=float(moved[:, : SIZES[0]].max()),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
-from sftkit.models import auto_classes
+from sftkit.models.auto_classes import auto_class_in
 from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY
 from sftkit.runtime.status import read_status
 
@@ -52,6 +52,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
         return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
 
+    checkpoint = trained["sft"]["checkpoint"]
     lines = [
         "",
         f"  {'':<28}" + "".join(f"{stage:>12}" for stage in STAGES),
@@ -75,7 +76,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         ),
         "",
         *sample_lines(trained["sft"]["samples"]),
-        f"  checkpoint  {trained['sft']['checkpoint']}   ({auto_classes.CAUSAL}.from_pretrained loads it)",
+        f"  checkpoint  {checkpoint}   ({auto_class_in(Path(checkpoint))}.from_pretrained loads it)",
         f"  chat        make chat     or     python scripts/chat.py {runs['sft']}",
         f"  total       {seconds / 60:.1f} min",
     ]

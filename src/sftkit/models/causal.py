@@ -22,7 +22,7 @@ class CausalLM:
 
     @property
     def auto_class(self) -> Any:
-        """AutoModelForCausalLM."""
+        """See auto_classes.CAUSAL."""
         return getattr(transformers, auto_classes.CAUSAL)
 
     def hidden_states(
@@ -48,6 +48,3 @@ class CausalLM:
             logits = orig_model(**inputs, use_cache=False).logits
         assert isinstance(logits, torch.Tensor)
         return logits
-
-
-CAUSAL = CausalLM()

@@ -24,8 +24,7 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
-from sftkit.models.causal import CAUSAL
-from sftkit.models.kind import ModelKind
+from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.runtime.hub import hub_answers
@@ -131,7 +130,6 @@ def load_model(
     seed: int,
     precision: str = "fp32",
     empty: bool = False,
-    kind: ModelKind = CAUSAL,
 ) -> PreTrainedModel:
     """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
@@ -145,15 +143,16 @@ def load_model(
         ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
     """
     if model.scratch is not None:
-        orig_model = from_scratch(model.scratch, tokenizer, seed, precision, kind)
+        orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
         path = resolve(model.path or "")
         try:
             options = load_options(path, model)
             if empty:
-                orig_model = empty_model(path, precision, options, kind)
+                orig_model = empty_model(path, precision, options)
             else:
-                orig_model = whole_model(kind.auto_class, path, precision, options)
+                loader = kind_of(AutoConfig.from_pretrained(path, **options)).auto_class
+                orig_model = whole_model(loader, path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     if len(tokenizer) > vocab_size(orig_model):
@@ -196,11 +195,11 @@ def whole_model(loader: Any, path: str, precision: str, options: dict[str, objec
     return orig_model
 
 
-def empty_model(path: str, precision: str, options: dict[str, object], kind: ModelKind = CAUSAL) -> PreTrainedModel:
+def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """The model at this path, buffers computed, parameters on the meta device."""
     config = AutoConfig.from_pretrained(path, **options)
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        orig_model = kind.auto_class.from_config(
+        orig_model = kind_of(config).auto_class.from_config(
             config,
             dtype=DTYPES[precision],
             attn_implementation="sdpa",
@@ -218,7 +217,6 @@ def from_scratch(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     precision: str = "fp32",
-    kind: ModelKind = CAUSAL,
 ) -> PreTrainedModel:
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
     fields = {
@@ -231,7 +229,7 @@ def from_scratch(
     torch.manual_seed(seed)
     try:
         config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        orig_model = kind.auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32

@@ -6,8 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.data.collate import Batch
-from sftkit.models.causal import CAUSAL
-from sftkit.models.kind import ModelKind
+from sftkit.models.kinds import kind_of
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
 from sftkit.ops.attention import use_document_attention
@@ -19,14 +18,12 @@ class ModelWithLoss(torch.nn.Module):
     `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
     """
 
-    def __init__(
-        self, orig_model: PreTrainedModel, backend: str, objective: Objective, kind: ModelKind = CAUSAL
-    ) -> None:
+    def __init__(self, orig_model: PreTrainedModel, backend: str, objective: Objective) -> None:
         """`backend`: of attention in training."""
         super().__init__()
         use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.backend, self.objective, self.kind = backend, objective, kind
+        self.backend, self.objective, self.kind = backend, objective, kind_of(orig_model.config)
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
 

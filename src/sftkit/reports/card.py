@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from sftkit.models import auto_classes
 from sftkit.reports.collect import is_part, latest
 from sftkit.reports.details import SOURCES
 from sftkit.reports.files import Rows, dicts, mapping, number
@@ -46,7 +45,7 @@ def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
     parts = [
         f"# {md(report['run']['name'])}",
         _what(report),
-        _use(),
+        _use(report["run"]["auto_class"]),
         _training(report),
         _data(report),
         _settings(report),
@@ -137,13 +136,15 @@ def _what(report: Report) -> str:
     return f"A language model{size}, trained with sftkit. It starts from {start}."
 
 
-def _use() -> str:
+def _use(auto_class: str | None) -> str:
+    if auto_class is None:
+        return ""
     lines = (
-        f"from transformers import {auto_classes.CAUSAL}, AutoTokenizer",
+        f"from transformers import {auto_class}, AutoTokenizer",
         "",
         'path = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        f"model = {auto_classes.CAUSAL}.from_pretrained(path)",
+        f"model = {auto_class}.from_pretrained(path)",
     )
     return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
 

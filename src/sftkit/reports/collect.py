@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from sftkit.errors import ConfigError
+from sftkit.models.auto_classes import auto_class
 from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
 from sftkit.reports.numbers import show
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
@@ -117,6 +118,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
             "datasets": hub_datasets(settings),
             "parameters": count_parameters(folder) if folder else None,
             "checkpoint": folder.name if folder else None,
+            "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,
         },

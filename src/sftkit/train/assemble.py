@@ -26,8 +26,6 @@ from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
-from sftkit.models.causal import CAUSAL
-from sftkit.models.kind import ModelKind
 from sftkit.models.load import inherit, load_model
 from sftkit.models.structure import positions
 from sftkit.objectives.objective import Objective
@@ -65,7 +63,6 @@ class Start:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     "tokens of a document at most: of the recipe, or inherited"
-    kind: ModelKind
 
 
 @dataclass(frozen=True)
@@ -91,19 +88,19 @@ def open_recipe(cfg: Config) -> Iterator[Run]:
         yield Run(cfg, rt, open_run(cfg.run.dir, resume, to_yaml(cfg), rt), resume)
 
 
-def load_start(run: Run, tokenizer: PreTrainedTokenizerBase, kind: ModelKind = CAUSAL) -> Start:
+def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """The model of the recipe, and how long its documents may be.
 
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer or data.max_length.
     """
     cfg, rt = run.cfg, run.rt
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded, kind)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
-    return Start(orig_model, tokenizer, max_length, kind)
+    return Start(orig_model, tokenizer, max_length)
 
 
 def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: Objective) -> Data:
@@ -148,7 +145,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
         start.orig_model,
     )
     layout, source = data.batches.layout, run.cfg.model
-    return engine_of(run.cfg, run.rt, run.dir, start.orig_model, objective, layout, start.kind, source, record)
+    return engine_of(run.cfg, run.rt, run.dir, start.orig_model, objective, layout, source, record)
 
 
 def engine_of(
@@ -158,7 +155,6 @@ def engine_of(
     orig_model: PreTrainedModel,
     objective: Objective,
     layout: Layout,
-    kind: ModelKind = CAUSAL,
     source: ModelConfig | None = None,
     planned: Callable[[MemoryPlan | None], None] = lambda _: None,
 ) -> Engine:
@@ -170,8 +166,8 @@ def engine_of(
     """
     if cfg.train.engine == "reference":
         planned(None)
-        return reference.build(cfg, orig_model, kind, objective, layout, rt)
-    return blocks.build(cfg, orig_model, kind, objective, layout, rt, run_dir, source, planned)
+        return reference.build(cfg, orig_model, objective, layout, rt)
+    return blocks.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
@@ -185,7 +181,15 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     suite = Suite(
-        cfg.eval, start.orig_model, tokenizer, rt, engine.model, data.validation, engine.layout, data.samples, run.dir
+        cfg.eval,
+        start.orig_model,
+        tokenizer,
+        rt,
+        engine.model,
+        data.validation,
+        data.batches.layout,
+        data.samples,
+        run.dir,
     )
     with Tracker(run.dir, cfg.log, rt, asdict(cfg), resumed["step"], resumed.get("tracker")) as tracker:
         trained = train(
@@ -207,10 +211,10 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     Raises:
         ConfigError: the disk cannot hold them.
     """
-    identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, engine.layout)
+    identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(run.cfg)
     checkpoints = Checkpoints(
         run.dir, run.cfg.checkpoint, run.rt, start.orig_model, start.tokenizer, engine.optimizer, recipe, identity
     )
-    checkpoints.check_space(engine.checkpoint_bytes())
+    checkpoints.check_space(engine.setup.checkpoint_bytes)
     return checkpoints

@@ -71,7 +71,7 @@ def train(
     """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
 
     Args:
-        engine: how a step is computed. `engine.orig_model` is all that `evaluate` and `checkpoints` see.
+        engine: how a step is computed. `engine.model.orig_model` is all that `evaluate` and `checkpoints` see.
         evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
         resumed: what Checkpoints.resume returned.
 
@@ -86,7 +86,7 @@ def train(
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
     step = resumed["step"]
-    orig_model, objective = engine.orig_model, engine.objective
+    orig_model, objective = engine.model.orig_model, engine.model.objective
     metrics: dict[str, float | None] = {}
     evals: dict[str, float | None] = {}
     evals_at_start: dict[str, float | None] = {}
@@ -156,12 +156,13 @@ def train(
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 if logs or stopped:
-                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **engine.metrics()}
+                    report = engine.report()
+                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **report.metrics}
                     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
                     health_metrics, spikes = health.read()
                     metrics |= health_metrics
                     tracker.log_metrics(step, total_steps, metrics)
-                    for kind, texts in engine.events():
+                    for kind, texts in report.events:
                         tracker.new_events(kind, step, texts)
                     for spike in spikes:
                         tracker.event("spike", step, spike)
@@ -254,7 +255,7 @@ def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseEx
     return [
         proof.shapes_check(meter.shapes, batches.layout),
         proof.divisor_check(meter.seen_targets, meter.planned_targets),
-        *engine.checks(error),
+        *engine.report(error).checks,
     ]
 
 

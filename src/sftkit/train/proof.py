@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.models import auto_classes
-from sftkit.models.causal import CAUSAL
+from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.ops.attention import plain_attention
 from sftkit.parallel.fsdp import let_go
@@ -102,7 +103,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     try:
         with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(orig_model):
             batch = torch.tensor([ids], device=orig_model.device)
-            logits = orig_model(input_ids=batch, use_cache=False).logits[0].float().cpu()
+            logits = kind_of(orig_model.config).plain_logits(orig_model, {"input_ids": batch})[0].float().cpu()
     finally:
         orig_model.train(was_training)
         let_go(orig_model)
@@ -124,11 +125,12 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
         recorded: "logits" of the run's proof.json.
     """
     dtype = getattr(torch, recorded["dtype"])
-    model = CAUSAL.auto_class.from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()
+    name = auto_classes.auto_class_in(folder)
+    model = getattr(transformers, name).from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()
     found = logits_of(model)
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
-    how = f"{auto_classes.CAUSAL}.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
+    how = f"{name}.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
     return Check("Checkpoint gives the logits of the run", same, words, "the same bits", how)
 
 

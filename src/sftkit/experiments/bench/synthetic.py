@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sftkit.data.types import Examples
 from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, sigma
-from sftkit.models.causal import CAUSAL
+from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES
 
 
@@ -45,7 +45,7 @@ def new_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     with torch.device(device):
-        model = CAUSAL.auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
     if device.type == "cuda":

@@ -134,7 +134,9 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "precision": rt.precision,
-        **engine.describe(),
+        "attention": {"backend": engine.setup.attention, "why": engine.setup.attention_why},
+        "optimizer": engine.setup.optimizer,
+        "memory_plan": engine.setup.memory_plan,
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size),
