@@ -29,13 +29,12 @@ FIRST, SECOND = "Paris.", "你好 — two\n\nlines."
 # template -> (tokenizer settings, the text that is learned)
 TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
     "chatml": ({}, f"{FIRST}<|im_end|>{SECOND}<|im_end|>"),
-    "qwen3": ({}, f"{FIRST}<|im_end|>{SECOND}<|im_end|>"),
+    "qwen3": ({}, f"{SECOND}<|im_end|>"),  # the first answer ends a document of its own
     "llama3": ({"bos": "<|begin_of_text|>", "eos": "<|eot_id|>", "adds_bos": True, "trim_offsets": True},
                f"{FIRST}<|eot_id|>{SECOND}<|eot_id|>"),
     "mistral": ({"bos": "<s>", "eos": "</s>", "adds_bos": True}, f" {FIRST}</s> {SECOND}</s>"),
     "default_system": ({}, f"{FIRST}<|im_end|>{SECOND}<|im_end|>"),
     "marks_without_end": ({}, f"{FIRST}<|im_end|>{SECOND}<|im_end|>"),
-    "opens_thinking": ({"bos": "<s>", "eos": "</s>"}, f"{FIRST}</s>{SECOND}</s>"),
     "plain": ({"eos": "<|endoftext|>"}, f" {FIRST} {SECOND}<|endoftext|>"),
 }  # fmt: skip
 
@@ -49,6 +48,10 @@ def only(tokenized):
     return example
 
 
+def all_learned(tokenized, tokenizer) -> str:
+    return "".join(learned(example, tokenizer) for example in tokenized.examples)
+
+
 @pytest.fixture(params=TEMPLATES)
 def case(request, make_tokenizer):
     settings, expected = TEMPLATES[request.param]
@@ -60,7 +63,7 @@ def case(request, make_tokenizer):
 
 def test_learns_what_the_assistant_says_and_the_end_of_its_turn(case):
     _, tokenizer, expected = case
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     assert learned(example, tokenizer) == expected
     assert example.is_target[-1]
     assert not example.is_target[0]
@@ -70,7 +73,7 @@ def test_learns_what_the_assistant_says_and_the_end_of_its_turn(case):
 def test_golden_tokens(case):
     """tests/golden/conversation.json; SFTKIT_UPDATE_GOLDEN=1 writes it anew, then read its diff."""
     name, tokenizer, _ = case
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     path = GOLDEN / "conversation.json"
     golden = json.loads(path.read_text()) if path.exists() else {}
     now = {"ids": example.ids.tolist(), "is_target": "".join("01"[int(t)] for t in example.is_target)}
@@ -83,8 +86,8 @@ def test_golden_tokens(case):
 
 def test_tokens_are_those_of_the_rendered_conversation(case):
     name, tokenizer, _ = case
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
-    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
+    whole = tokenizer.apply_chat_template(CONVERSATION[:5], tokenize=True, return_dict=False)
     n = len(example.ids) - (name == "plain")  # whose end is an eos that the template does not write
     assert example.ids[:n].tolist() == whole[:n]
 
@@ -94,23 +97,22 @@ def test_prompt_for_generation_is_what_training_puts_before_the_answer(case):
     example = only(chat.tokenize(Row("x:1", messages=CONVERSATION[:3]), tokenizer, max_length=1000))
     prompt = chat.render_prompt(CONVERSATION[:2], tokenizer)
     start = int(np.flatnonzero(example.is_target)[0])
-    if name == "opens_thinking":
-        assert example.ids[:start].tolist() == prompt[:start]
-        assert tokenizer.decode(prompt[start:]) == "<think>\n"
-    else:
-        assert example.ids[:start].tolist() == prompt
+    if name == "qwen3":
+        assert tokenizer.decode(example.ids[len(prompt) : start]) == "<think>\n\n</think>\n\n"
+        prompt = chat.prompt_of(Row("x:1", messages=CONVERSATION[:3]), 2, tokenizer)
+    assert example.ids[:start].tolist() == prompt
 
 
 def test_one_bos_at_most(case):
     _, tokenizer, _ = case
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     for ids in (example.ids.tolist(), chat.render_prompt(CONVERSATION, tokenizer)):
         assert ids.count(tokenizer.bos_token_id) == (1 if tokenizer.bos_token_id is not None else 0)
 
 
 def test_end_of_turn_ids(case):
     name, tokenizer, _ = case
-    ends = {"llama3": "<|eot_id|>", "mistral": "</s>", "opens_thinking": "</s>", "plain": "<|endoftext|>"}
+    ends = {"llama3": "<|eot_id|>", "mistral": "</s>", "plain": "<|endoftext|>"}
     assert tokenizer.convert_ids_to_tokens(chat.end_of_turn_ids(tokenizer)) == [ends.get(name, "<|im_end|>")]
 
 
@@ -122,7 +124,7 @@ def test_base_tokenizer_stops_at_eos(make_tokenizer):
 def test_end_of_turn_differs_from_eos(make_tokenizer):
     tokenizer = make_tokenizer("qwen3", eos="<|endoftext|>")
     assert tokenizer.convert_ids_to_tokens(chat.end_of_turn_ids(tokenizer)) == ["<|im_end|>", "<|endoftext|>"]
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     assert learned(example, tokenizer).endswith("lines.<|im_end|>")
 
 
@@ -131,27 +133,10 @@ def test_trimmed_offsets_do_not_lose_spaces(make_tokenizer):
     for template, trim in (("qwen3", True), ("chatml", True), ("chatml", False)):
         tokenizer = make_tokenizer(template, trim_offsets=trim)
         example = only(chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=1000))
-        assert (
-            learned(example, tokenizer).removeprefix("<think>\n\n</think>\n\n") == messages[1]["content"] + "<|im_end|>"
-        )
+        assert learned(example, tokenizer) == messages[1]["content"] + "<|im_end|>"
 
 
 # ---- templates with habits -------------------------------------------------------------------------------------------
-
-
-def test_qwen3_thinking_is_learned_where_the_template_keeps_it(make_tokenizer):
-    tokenizer = make_tokenizer("qwen3")
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>\nold\n</think>\n\nfirst"},
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "<think>\nnew\n</think>\n\nsecond"},
-    ]
-    example = only(chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=1000))
-    assert learned(example, tokenizer) == "first<|im_end|><think>\nnew\n</think>\n\nsecond<|im_end|>"
-    plain = [messages[0], {"role": "assistant", "content": "first"}]
-    example = only(chat.tokenize(Row("x:1", messages=plain), tokenizer, max_length=1000))
-    assert learned(example, tokenizer) == "<think>\n\n</think>\n\nfirst<|im_end|>"
 
 
 def test_whitespace_after_the_end_of_turn_is_not_learned(make_tokenizer):
@@ -162,7 +147,7 @@ def test_whitespace_after_the_end_of_turn_is_not_learned(make_tokenizer):
         "{%- generation %}{{- m.content + '<|im_end|>\\n' }}{%- endgeneration %}"
         "{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     )
-    example = only(chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000))
+    example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     assert learned(example, tokenizer) == f"{FIRST}<|im_end|>{SECOND}<|im_end|>"
 
 
@@ -175,16 +160,31 @@ def test_conversation_that_begins_with_an_answer(make_tokenizer):
         assert learned(example, tokenizer).replace("<think>\n\n</think>\n\n", "") == f"Hello.{end}Paris.{end}"
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(make_tokenizer):
+def test_an_answer_that_the_template_rewrites_later_is_context_only(make_tokenizer):
     tokenizer = make_tokenizer("qwen3")
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
-        "{%- if loop.index0 == 1 and messages|length > 3 %}{{- '(earlier) ' }}{%- endif %}"
+        "{%- if loop.index0 == 1 and messages|length > 4 %}{{- '(earlier) ' }}{%- endif %}"
         "{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    with pytest.raises(DataError, match=r"x:1: messages\[2\].*prompt has 'What.*', the conversation '\(earlier\)"):
-        chat.tokenize(Row("x:1", messages=[CONVERSATION[1], *CONVERSATION[1:5]]), tokenizer, max_length=1000)
+    row = Row("x:1", messages=[*CONVERSATION[1:5], CONVERSATION[5], {"role": "assistant", "content": "Bye."}])
+    found = chat.tokenize(row, tokenizer, max_length=1000, split_turns=False)
+    assert all_learned(found, tokenizer) == "Bye.<|im_end|>"
+    assert (found.counts["answers_learned"], found.counts["not_learned_history"]) == (1, 2)
+    split = chat.tokenize(row, tokenizer, max_length=1000)
+    assert [learned(e, tokenizer) for e in split.examples] == [f"{FIRST}<|im_end|>{SECOND}<|im_end|>", "Bye.<|im_end|>"]
+    assert (split.counts["answers_learned"], split.counts["not_learned_history"]) == (3, 0)
+
+
+def test_a_prompt_that_the_template_does_not_continue_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant says\n' }}{%- endif %}"
+    )
+    with pytest.raises(DataError, match=r"x:1: messages\[1\].*prompt has ' says.*', the conversation"):
+        chat.tokenize(Row("x:1", messages=CONVERSATION[1:3]), tokenizer, max_length=1000)
 
 
 def test_template_that_refuses(make_tokenizer):
@@ -230,13 +230,13 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
 def test_tool_calls_are_learned(make_tokenizer, template, arguments):
     tokenizer = make_tokenizer(template, bos="<|begin_of_text|>")
-    example = only(chat.tokenize(Row("x:1", None, tool_conversation(arguments), TOOLS), tokenizer, max_length=1000))
-    said = learned(example, tokenizer)
+    found = chat.tokenize(Row("x:1", None, tool_conversation(arguments), TOOLS), tokenizer, max_length=1000)
+    said = all_learned(found, tokenizer)
     key = "parameters" if template == "llama3" else "arguments"
     assert f'{{"name": "get_weather", "{key}": {{"city": "Berlin"}}}}' in said
     assert "rain" not in said
     assert said.count("<|eot_id|>" if template == "llama3" else "<|im_end|>") == 2
-    assert '"object"' in tokenizer.decode(example.ids)
+    assert all('"object"' in tokenizer.decode(example.ids) for example in found.examples)
 
 
 def test_arguments_that_are_not_json_stay_text(tokenizer):

@@ -6,17 +6,22 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.template import Span, answer_spans, render, special_tokens_of, template_of
+from sftkit.data.answers import HISTORY, Finder, Thinking, arguments
+from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
+from sftkit.data.template import Span, render, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
-Targets = Literal["assistant", "all"]
+BORDER = "not_learned_border"
+"Why an answer is context only: its first characters share a token with the prompt, and more of the conversation follows."
+ANSWER_COUNTS = ("answers", "answers_learned", CONTEXT, MARKED, EARLIER, HISTORY, BORDER, "reasoning_left_out")
+"What is counted of the answers of conversations."
 
 
 def tokenize(
@@ -26,11 +31,21 @@ def tokenize(
     max_length: int,
     too_long: str = "truncate",
     targets: Targets = "assistant",
+    thinking: Thinking = "auto",
+    split_turns: bool = True,
 ) -> Tokenized:
     """One conversation to one document of at most `max_length` row positions, which hold max_length + 1 tokens.
 
     The text is the template's own, special tokens included, so nothing is added to it but an eos token where the
-    template ends turns with none. `targets="all"` learns every token but the first.
+    template ends turns with none.
+
+    Args:
+        targets: assistant: every answer; last_turn: those after the last user message; all: every token but the first.
+        thinking: see answers.Finder.
+        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their own.
+
+    Raises:
+        DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
     if row.messages is None:
         raise DataError(
@@ -39,17 +54,72 @@ def tokenize(
         )
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     conversation.require_answer(messages, row.where)
-    text, spans = answer_spans(tokenizer, messages, row.tools, row.where)
-    if not spans:
-        raise DataError(f"{row.where}: the chat template marks no part of this conversation as an answer")
-    ids, starts, ends = _encode(tokenizer, text[: spans[-1][1]])
-    is_target = np.ones(len(ids), dtype=bool) if targets == "all" else _inside(spans, starts, ends)
-    if ids[-1] not in end_of_turn_ids(tokenizer):
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
-        ids = np.append(ids, np.asarray(tokenizer.eos_token_id, dtype=np.int32))
-        is_target = np.append(is_target, True)
-    return _fit(row, ids, is_target, tokenizer, max_length, too_long)
+    skipped = not_learned(row, messages, targets)
+    finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
+    counts = {"answers": len(finder.answers)}
+    for reason in skipped.values():
+        counts[reason] = counts.get(reason, 0) + 1
+    if targets == "all":
+        texts = [_everything(finder, tokenizer, skipped, row.where)]
+    else:
+        texts = _answers(finder, tokenizer, set(finder.answers) - skipped.keys(), split_turns, counts)
+    counts["reasoning_left_out"] = finder.stripped([text for text, *_ in texts])
+    found = [_fit(row, ids, is_target, tokenizer, max_length, too_long) for _, ids, is_target in texts]
+    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in ANSWER_COUNTS[2:7])
+    notes = [one.note for one in found if one.note]
+    examples = [example for one in found for example in one.examples]
+    return Tokenized(examples, notes[0] if notes else None if examples else "dropped_no_target", counts)
+
+
+def _answers(
+    finder: Finder, tokenizer: PreTrainedTokenizerBase, learnable: set[int], split: bool, counts: dict[str, int]
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(text, ids, is_target) of each document: one that ends with the last answer, and of those that are not learned there,
+    with `split`, further ones."""
+    found, left = [], set(learnable)
+    while left:
+        last = max(left)
+        document = finder.document(last, left)
+        ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
+        counts[BORDER] = counts.get(BORDER, 0) + len(shared)
+        spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
+        found.append((document.text, *_ended(tokenizer, ids, _inside(sorted(spans), starts, ends))))
+        left -= document.spans.keys()
+        if not split:
+            break
+    counts[HISTORY] = len(left)
+    return found[::-1]
+
+
+def _everything(
+    finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], where: str
+) -> tuple[str, np.ndarray, np.ndarray]:
+    """(text, ids, is_target) of a conversation that is learned whole, but for answers that are marked."""
+    last = finder.answers[-1]
+    if not skipped:
+        text = finder.whole(last)
+        ids, *_ = _encode(tokenizer, text)
+        return text, *_ended(tokenizer, ids, np.ones(len(ids), dtype=bool))
+    document = finder.document(last, skipped)
+    if missing := skipped.keys() - document.spans.keys():
+        raise DataError(
+            f"{where}: messages[{min(missing)}]: this answer is marked as not to be learned, but the chat template renders it "
+            "otherwise in the middle of a conversation, so where it stands is not known: take the record out"
+        )
+    ids, starts, ends = _encode(tokenizer, document.text)
+    marked = _inside(sorted(span for parts in document.spans.values() for span in parts), starts, ends)
+    return document.text, *_ended(tokenizer, ids, ~marked, learned=last not in skipped)
+
+
+def _ended(
+    tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray, learned: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """A document with an end of turn: eos where the template writes none."""
+    if ids[-1] in end_of_turn_ids(tokenizer):
+        return ids, is_target
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
+    return np.append(ids, np.asarray(tokenizer.eos_token_id, dtype=np.int32)), np.append(is_target, learned)
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
@@ -75,9 +145,18 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def render_prompt(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None
 ) -> list[int]:
-    """The tokens after which the model writes the next answer."""
+    """The tokens after which the model writes the next answer, with the template's own arguments."""
     checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
     text, _ = render(tokenizer, template_of(tokenizer, bool(tools)), checked, tools, add_generation_prompt=True)
+    return _encode(tokenizer, text)[0].tolist()
+
+
+def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> list[int]:
+    """The tokens after which the model writes answer k of a record, with the arguments with which it is trained."""
+    template = template_of(tokenizer, bool(row.tools))
+    messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
+    args = arguments(template, messages[: k + 1], row.template_args, thinking)
+    text, _ = render(tokenizer, template, messages[:k], row.tools, add_generation_prompt=True, args=args)
     return _encode(tokenizer, text)[0].tolist()
 
 
@@ -109,6 +188,48 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, 
     # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
     starts = np.minimum(offsets[:, 0], np.append([0], ends[:-1])) if len(ends) else ends
     return np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends
+
+
+def _encode_answers(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, set[int]]:
+    """Encode a text so that what stands before its last answer has the ids of the prompt alone; (ids, starts, ends, the
+    earlier answers for which that does not hold).
+
+    An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
+    """
+    ids, starts, ends = _encode(tokenizer, text)
+    specials = [token for token in special_tokens_of(tokenizer) if token and token in text]
+    shared = {
+        k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], ids, starts, ends, specials)
+    }
+    if last not in shared:
+        return ids, starts, ends, shared
+    cut = spans[last][0][0]
+    before, after = _encode(tokenizer, text[:cut]), _encode(tokenizer, text[cut:])
+    joined = np.concatenate([before[0], after[0]])
+    if tokenizer.decode(joined.tolist()) != tokenizer.decode(ids.tolist()):
+        return ids, starts, ends, shared  # this tokenizer begins texts in another way
+    starts, ends = (np.concatenate([one, other + cut]) for one, other in zip(before[1:], after[1:], strict=True))
+    return joined, starts, ends, shared - {last}
+
+
+def _shares(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    cut: int,
+    ids: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    specials: list[str],
+) -> bool:
+    """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest after the last one of the
+    prompt decides."""
+    begin = max((text.rfind(token, 0, cut) for token in specials), default=0)
+    begin = max(begin, 0)
+    first, past = np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, cut, side="left")
+    alone, *_ = _encode(tokenizer, text[begin:cut])
+    return bool(past and ends[past - 1] > cut) or ids[first:past].tolist() != alone.tolist()
 
 
 def _inside(spans: list[Span], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

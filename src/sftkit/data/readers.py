@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.arrow import without_fill
 from sftkit.errors import ConfigError, DataError
 
 RawRow = tuple[str, Any]
@@ -167,7 +168,7 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (without_fill(row) for batch in batches for row in batch.to_pylist())
         yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as .parquet: {error}") from error

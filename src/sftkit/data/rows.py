@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sftkit.data.types import Row
@@ -11,9 +12,9 @@ from sftkit.errors import DataError
 
 Raw = dict[str, Any]
 
-ACCEPTED = """messages [tools] | conversations (from, value) [system, tools] | instruction, output [input] |
+ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
 instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
-question, answer | text | content"""
+question, answer | text | content; beside any conversation: system, chat_template_kwargs"""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -35,7 +36,7 @@ def convert(raw: Any, where: str) -> Row:
     present = {key: value for key, value in raw.items() if value is not None}
     for columns, make in SHAPES:
         if all(column in present for column in columns):
-            return make(present, where)
+            return _completed(make(present, where), present)
     null = [key for key in raw if key not in present]
     empty = f"; null: {', '.join(null)}" if null else ""
     shapes = " ".join(ACCEPTED.split())
@@ -62,9 +63,33 @@ def _letter(index: int) -> str:
     return chr(ord("A") + index)
 
 
-def _turns(user: str, assistant: str, system: str = "") -> list[dict[str, Any]]:
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+def _turns(user: str, assistant: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _completed(row: Row, raw: Raw) -> Row:
+    """A conversation with the columns that any of them may have beside it: `system`, its first message, and
+    `chat_template_kwargs`, arguments of the template."""
+    if row.messages is None:
+        return row
+    system, args = raw.get("system"), raw.get("chat_template_kwargs")
+    if system is not None and not isinstance(system, str):
+        raise DataError(f"{row.where}: system is {type(system).__name__}, expected text")
+    if args is not None and not isinstance(args, dict):
+        raise DataError(f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object")
+    row = replace(row, template_args=args or None)
+    if not system or not system.strip() or not isinstance(row.messages, list):
+        return row
+    first = row.messages[0] if row.messages and isinstance(row.messages[0], dict) else {}
+    if first.get("role") in ("system", "developer"):
+        if first.get("content") == system:
+            return row
+        raise DataError(
+            f"{row.where}: the column system and the first message are both system texts, and they differ: drop one of them, "
+            "or put both into the first message"
+        )
+    context = row.context_messages + 1 if row.context_messages else 0
+    return replace(row, messages=[{"role": "system", "content": system}, *row.messages], context_messages=context)
 
 
 # ---- one function for each shape -------------------------------------------------------------------------------------
@@ -80,8 +105,6 @@ def _conversations(raw: Raw, where: str) -> Row:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: conversations is not a list of objects")
     messages = [_turn(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
-    if isinstance(system := raw.get("system"), str) and system:
-        messages = [{"role": "system", "content": system}, *messages]
     return Row(where, messages=messages, tools=_tools(raw, where))
 
 
@@ -114,12 +137,11 @@ def _instruction(raw: Raw, where: str) -> Row:
     question = _text(raw, "instruction", where)
     if isinstance(extra, str) and extra.strip():
         question = f"{question}\n\n{extra}"
-    system = raw.get("system", "")
-    return Row(where, messages=_turns(question, _text(raw, answer, where), system if isinstance(system, str) else ""))
+    return Row(where, messages=_turns(question, _text(raw, answer, where)))
 
 
 def _prompt(raw: Raw, where: str) -> Row:
-    """Prompt and completion (or response): two texts, or two lists of messages."""
+    """Prompt and completion (or response): two texts, or two lists of messages. Of the prompt nothing is learned."""
     answer = "completion" if "completion" in raw else "response"
     sides = {"prompt": "user", answer: "assistant"}
     messages: list[Any] = []
@@ -128,7 +150,8 @@ def _prompt(raw: Raw, where: str) -> Row:
         if not isinstance(value, str | list):
             raise DataError(f"{where}: {column} is {type(value).__name__}, expected text or a list of messages")
         messages += [{"role": role, "content": value}] if isinstance(value, str) else value
-    return Row(where, messages=messages, tools=_tools(raw, where))
+    given = len(messages) - (1 if isinstance(raw[answer], str) else len(raw[answer]))
+    return Row(where, messages=messages, tools=_tools(raw, where), context_messages=given)
 
 
 def _choices(raw: Raw, where: str) -> Row:

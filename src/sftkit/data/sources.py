@@ -20,6 +20,7 @@ import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, hub, readers, rows
+from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
@@ -90,7 +91,10 @@ def _find(source: SourceConfig) -> Opened:
     if isinstance(dataset, Path):
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
-    return Opened(lambda: ((f"{label}:{i}", row) for i, row in enumerate(dataset)), dataset._fingerprint)
+    types = dict(dataset.features or {})
+    return Opened(
+        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
+    )
 
 
 def _builtin(source: SourceConfig) -> Opened:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,10 @@ class Row:
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    context_messages: int = 0
+    "The first so many messages are given, not learned: `prompt` beside `completion`."
+    template_args: dict[str, Any] | None = None
+    "Arguments of the chat template for this conversation, such as enable_thinking."
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Tokenized:
     examples: list[TokenizedExample]
     note: str | None = None
     "None | truncated | dropped_too_long | dropped_no_target"
+    counts: Mapping[str, int] = field(default_factory=dict)
+    "what became of its answers, see chat.ANSWER_COUNTS"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,336 @@
+"""Which characters of a rendered conversation are answers as a server would have been asked for them.
+
+An answer is learned where the text before it is what the chat template makes of the messages before it, generation prompt
+included: then each of its tokens is one that the model itself will have to write. What a generation prompt supplies, such as
+a closed thinking block, is context. Where a template renders an answer otherwise once it is history (Qwen3 leaves its
+reasoning out), the answer is context only; split by answers, each stands at the end of a document of its own, in exactly the
+context in which it would be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data.conversation import Message, answer_core, function_of
+from sftkit.data.template import REASONING_KEYS, Span, Template, render, template_of
+from sftkit.errors import DataError
+
+Thinking = Literal["auto", "learn_empty", "off"]
+
+HISTORY = "not_learned_history"
+"Why an answer is context only: the template renders it otherwise once it is history."
+THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+"Reasoning that is written into the content."
+
+
+@dataclass(frozen=True)
+class Document:
+    """A conversation up to one of its answers, as one text that ends with it."""
+
+    text: str
+    spans: dict[int, list[Span]]
+    "Of each answer that stands there as it would be asked, by its index in messages: what the model writes, in characters. \
+The end-of-turn token belongs to it, whitespace after that does not."
+
+
+@dataclass(frozen=True)
+class _Own:
+    """An answer as the last message."""
+
+    text: str
+    start: int
+    core_end: int
+    "Without the end-of-turn token."
+    end: int
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning before an answer, as a field or written into its content; empty without one."""
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    inline = THOUGHT.match(message["content"])
+    return inline[1].strip() if inline else ""
+
+
+def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
+    """Return messages with the reasoning of answers in the field that the template renders, or without it."""
+    result = []
+    for message in messages:
+        if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
+            field = any(message.get(key) for key in REASONING_KEYS)
+            message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+            if thinking == "off":
+                message["content"] = THOUGHT.sub("", message["content"])
+            elif field:
+                message[template.reasoning_key or REASONING_KEYS[0]] = reasoning
+        result.append(message)
+    return result
+
+
+def arguments(
+    template: Template, messages: list[Message], args: Mapping[str, Any] | None, thinking: Thinking
+) -> dict[str, Any]:
+    """Return the template's arguments for messages that end with an answer: thinking is turned on where that turn has
+    reasoning, and off elsewhere, unless the recipe or the record says otherwise."""
+    result, name = dict(args or {}), template.thinking_argument
+    if name and name not in result and name not in template.fixed and thinking != "learn_empty":
+        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user:])
+    return result
+
+
+class Finder:
+    """Renders a conversation up to any of its answers and finds them in the text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        args: Mapping[str, Any] | None,
+        thinking: Thinking,
+        where: str,
+    ) -> None:
+        """
+        Args:
+            messages: checked, see conversation.validated.
+            args: arguments of the template that the record gives.
+            thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
+                learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
+        """
+        self.tokenizer, self.tools, self.thinking, self.where = tokenizer, tools, thinking, where
+        self.template = template_of(tokenizer, bool(tools))
+        self.messages = with_reasoning(messages, self.template, thinking)
+        self._given = args
+        self._args: dict[str, Any] = {}
+        self._known: dict[tuple[int, str], _Own] = {}
+
+    @property
+    def answers(self) -> list[int]:
+        """Indices of all answers in messages."""
+        return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def document(self, last: int, among: Iterable[int]) -> Document:
+        """Render the messages up to an answer.
+
+        Args:
+            last: the index of that answer in messages.
+            among: the answers to look for.
+
+        Raises:
+            DataError: the template refuses the conversation, leaves out something that would be learned, or makes another
+                prompt for the last answer than it then renders.
+        """
+        self._args = arguments(self.template, self.messages[: last + 1], self._given, self.thinking)
+        wanted = sorted(k for k in among if k <= last)
+        try:
+            if self.template.has_marks and self.template.append_only:
+                return self._marked(last, wanted)
+            return self._found(last, wanted)
+        except TemplateError as error:
+            raise DataError(f"{self.where}: the chat template refuses this conversation: {error}") from error
+
+    def whole(self, last: int) -> str:
+        """Render the same without looking for answers; what they say must be there.
+
+        Raises:
+            DataError: the template refuses the conversation or leaves out an answer.
+        """
+        self._args = arguments(self.template, self.messages[: last + 1], self._given, self.thinking)
+        try:
+            text, cursor = self._render(last + 1), 0
+        except TemplateError as error:
+            raise DataError(f"{self.where}: the chat template refuses this conversation: {error}") from error
+        for k in self.answers:
+            if k <= last:
+                cursor = self._check_pieces(k, text, cursor)
+        return text.rstrip()
+
+    def stripped(self, texts: Sequence[str]) -> int:
+        """Return how many answers have reasoning that none of the texts has."""
+        reasons = (reasoning_of(self.messages[k]) for k in self.answers)
+        return sum(bool(reasoning) and all(reasoning not in text for text in texts) for reasoning in reasons)
+
+    def _found(self, last: int, wanted: list[int]) -> Document:
+        """An answer counts if it stands in the text as it does when it is the last message."""
+        own = self._own(last)
+        spans: dict[int, Span] = {}
+        for k in wanted:
+            one = self._own(k)
+            if k == last:
+                spans[k] = own.start, own.end
+            elif own.text.startswith(one.text[: one.end]):
+                spans[k] = one.start, self._with_end(own.text, one)
+            elif own.text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
+                spans[k] = one.start, one.core_end
+        if not self.template.has_marks:
+            return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
+        _, marks = self._marks(last)
+        return Document(own.text[: own.end], {k: _common(span, marks) for k, span in spans.items()})
+
+    def _marked(self, last: int, wanted: list[int]) -> Document:
+        """The same where the template marks answers and never changes what it has rendered: rendered once."""
+        answers = [k for k in self.answers if k <= last]
+        text, marks = self._marks(last)
+        if len(marks) != len(answers):  # several for an answer, or none
+            return self._found(last, wanted)
+        spans = {}
+        for k, (start, end) in zip(answers, marks, strict=True):
+            span = self._after_header(text, start), self._end_of_marked(text, start, end)
+            self._check(k, text[span[0] : span[1]], text)
+            if k in wanted:
+                spans[k] = [span]
+            if k == last:
+                text = text[: span[1]]
+        return Document(text, spans)
+
+    def _marks(self, last: int) -> tuple[str, list[Span]]:
+        messages = self.messages[: last + 1]
+        text, marks = render(self.tokenizer, self.template, messages, self.tools, marks=True, args=self._args)
+        return text, [span for span in marks if span[0] < span[1]]
+
+    def _after_header(self, text: str, start: int) -> int:
+        """Where an answer begins whose mark begins in what a generation prompt supplies."""
+        ends = [
+            begin + len(header)
+            for header in self.template.headers
+            for begin in range(max(start - len(header), 0), start + 1)
+            if header and text.startswith(header, begin)
+        ]
+        return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
+
+    def _own(self, k: int) -> _Own:
+        known = k, json.dumps(self._args, sort_keys=True, default=str)
+        if known in self._known:
+            return self._known[known]
+        text, start = self._start(k, self._render(k + 1))
+        core = text[start:].rstrip()
+        ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
+        if self.template.end_last and not ends:
+            raise DataError(
+                f"{self.where}: messages[{k}]: no end-of-turn token {self.template.end_last!r} after this answer"
+            )
+        length = max(map(len, ends), default=0)
+        self._check(k, core, core)
+        end = start + len(core)
+        self._known[known] = _Own(text, start, end - length, end)
+        return self._known[known]
+
+    def _start(self, k: int, text: str) -> tuple[str, int]:
+        """(text, where the answer begins): after the longest prompt that a server could have made for it."""
+        if k == 0:
+            return text, self._start_without_question(text)
+        prompt = self._render(k, add_generation_prompt=True)
+        header = next((h for h in self.template.headers if h and prompt.endswith(h)), "")
+        before = prompt.removesuffix(header) if header else self._render(k)
+        fitting = [before + h for h in self.template.headers if h and text.startswith(before + h)]
+        if text.startswith(prompt):
+            fitting.append(prompt)
+        if fitting:
+            # With learn_empty the block that another prompt supplies is learned; else it is context.
+            return text, len((min if self.thinking == "learn_empty" else max)(fitting, key=len))
+        return self._after_opened_thought(k, text, prompt, before)
+
+    def _after_opened_thought(self, k: int, text: str, prompt: str, before: str) -> tuple[str, int]:
+        """The prompt opens a thinking block that the template leaves out of finished answers (DeepSeek-R1 and its distilled
+        models): what the model writes begins inside it."""
+        opened, bare = prompt.rstrip().endswith("<think>"), before + self.template.short_header
+        if opened and self.template.short_header.strip() and text.startswith(bare):
+            reasoning = reasoning_of(self.messages[k])
+            if not reasoning and self.thinking != "learn_empty":
+                raise DataError(
+                    f"{self.where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one "
+                    "has no reasoning. Set data.thinking=learn_empty to learn that the block is closed at once, or take a "
+                    "template that does not open it: model.chat_template"
+                )
+            return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :]}", len(prompt)
+        at = _common_length(text, prompt)
+        raise DataError(
+            f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
+            f"renders the conversation: after {text[max(0, at - 20) : at]!r} the prompt has "
+            f"{prompt[at : at + 20]!r}, the conversation {text[at : at + 20]!r}. "
+            "Use a template with {% generation %} marks: model.chat_template"
+        )
+
+    def _start_without_question(self, text: str) -> int:
+        """The conversation begins with an answer: many templates cannot render the empty prompt before it."""
+        for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
+            if header.strip() and header in text:
+                return text.index(header) + len(header)
+        raise DataError(f"{self.where}: messages[0]: the chat template cannot begin with an answer")
+
+    def _with_end(self, text: str, one: _Own) -> int:
+        """The end of an answer that another turn follows: the token that ends it there, where its own text has none."""
+        token = self.template.end_within
+        if one.core_end == one.end and token and text[one.end :].lstrip().startswith(token):
+            return text.index(token, one.end) + len(token)
+        return one.end
+
+    def _end_of_marked(self, text: str, start: int, end: int) -> int:
+        """A marked span grown by the end-of-turn token if the marks leave it out, less whitespace after that token."""
+        trimmed = start + len(text[start:end].rstrip())
+        if text[start:trimmed].endswith(self.template.end_tokens):
+            return trimmed
+        for token in self.template.end_tokens:
+            following = re.compile(r"\s*" + re.escape(token)).match(text, end)
+            if following:
+                return following.end()
+        return end
+
+    def _check(self, k: int, answer: str, text: str) -> None:
+        """What the message says is in what will be learned, and its reasoning in the text."""
+        reasoning = reasoning_of(self.messages[k])
+        if reasoning and reasoning not in text:
+            raise DataError(
+                f"{self.where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not "
+                "be learned. Set data.thinking=off to leave reasoning out, or take a template that renders it: "
+                "model.chat_template"
+            )
+        self._check_pieces(k, answer, 0)
+
+    def _check_pieces(self, k: int, text: str, cursor: int) -> int:
+        """Where the last of what the message says ends in the text."""
+        for piece in _pieces(self.messages[k]):
+            at = text.find(piece, cursor)
+            if at < 0:
+                raise _not_rendered(self.where, k, piece)
+            cursor = at + len(piece)
+        return cursor
+
+    def _render(self, k: int, add_generation_prompt: bool = False) -> str:
+        """The first k messages."""
+        messages = self.messages[:k]
+        return render(self.tokenizer, self.template, messages, self.tools, add_generation_prompt, args=self._args)[0]
+
+
+def _common(span: Span, marks: list[Span]) -> list[Span]:
+    """The parts of a span that are marked; the end-of-turn token, which some marks leave out, belongs to the last one."""
+    start, end = span
+    parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
+    return [*parts[:-1], (parts[-1][0], end)] if parts else []
+
+
+def _pieces(message: Message) -> list[str]:
+    """Strings that the rendered answer must contain: its text and the names of the tools it calls."""
+    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+
+
+def _common_length(a: str, b: str) -> int:
+    """Leading characters that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _not_rendered(where: str, k: int, piece: str) -> DataError:
+    shown = piece if len(piece) <= 40 else piece[:40] + "..."
+    return DataError(
+        f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
+        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template"
+    )

@@ -1,0 +1,303 @@
+"""Which answers are learned under templates that think, and in which words: whatever a server would have supplied is not.
+
+The templates in tests/golden are shortened from the published formats of Qwen3, SmolLM3, GLM-4.5, DeepSeek-R1's distilled
+models and gpt-oss; what is learned of a conversation stands between double brackets here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import GOLDEN, OUR_TEMPLATE
+from jinja2 import Environment
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sftkit.data import chat
+from sftkit.data.template import render, template_of, with_arguments
+from sftkit.data.types import Row, TokenizedExample
+from sftkit.errors import ConfigError, DataError
+
+SPECIALS = {
+    "qwen3": [],
+    "smollm3": [],
+    "glm45": ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"],
+    "r1_distill": ["<｜User｜>", "<｜Assistant｜>"],
+    "gpt_oss": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"],
+}
+ENDS = {"glm45": "<|endoftext|>", "r1_distill": "</s>", "gpt_oss": "<|return|>"}
+
+U, V = {"role": "user", "content": "How?"}, {"role": "user", "content": "Why?"}
+PLAIN, SECOND = {"role": "assistant", "content": "So."}, {"role": "assistant", "content": "Thus."}
+REASONED = {"role": "assistant", "content": "So.", "reasoning_content": "I think."}
+REASONED_SECOND = {"role": "assistant", "content": "Thus.", "reasoning": "I ponder."}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]}
+RESULT = {"role": "tool", "content": "seen"}
+
+
+@pytest.fixture
+def make(make_tokenizer):
+    def made(name: str):
+        tokenizer = make_tokenizer(name, bos="<s>", eos=ENDS.get(name, "<|im_end|>") if name != "gpt_oss" else "</s>")
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[name]})
+        if name == "gpt_oss":
+            tokenizer.eos_token = "<|return|>"
+        return tokenizer
+
+    return made
+
+
+def shown(example: TokenizedExample, tokenizer) -> str:
+    """The text with what is learned in double brackets."""
+    parts, inside = [], False
+    for token, learned in zip(example.ids.tolist(), example.is_target.tolist(), strict=True):
+        if learned != inside:
+            parts.append("[[" if learned else "]]")
+            inside = learned
+        parts.append(tokenizer.decode([token]))
+    return "".join(parts) + ("]]" if inside else "")
+
+
+def documents(tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
+    row = Row("x:1", messages=messages, template_args=settings.pop("template_args", None))
+    found = chat.tokenize(row, tokenizer, max_length=1000, **settings)
+    return [shown(example, tokenizer) for example in found.examples]
+
+
+QWEN = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
+SMOL = "<|im_start|>system\n## Metadata\n\nReasoning Mode: {}\n\n## Custom Instructions\n\nYou are a helpful AI assistant named SmolLM.<|im_end|>\n"
+GLM = "[gMASK]<sop><|user|>\nHow?"
+OSS = "<|start|>system<|message|>Reasoning: medium\n# Valid channels: analysis, commentary, final.<|end|><|start|>user<|message|>How?<|end|><|start|>assistant"
+
+GOLDEN_DOCUMENTS = {
+    ("qwen3", "plain"): ([U, PLAIN], [QWEN + "<think>\n\n</think>\n\n[[So.<|im_end|>]]"]),
+    ("qwen3", "reasoned"): ([U, REASONED], [QWEN + "[[<think>\nI think.\n</think>\n\nSo.<|im_end|>]]"]),
+    ("qwen3", "two turns"): (
+        [U, REASONED, V, REASONED_SECOND],
+        [
+            QWEN + "[[<think>\nI think.\n</think>\n\nSo.<|im_end|>]]",
+            QWEN
+            + "So.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+            + "[[<think>\nI ponder.\n</think>\n\nThus.<|im_end|>]]",
+        ],
+    ),
+    ("qwen3", "tools"): (
+        [U, CALL, RESULT, PLAIN],
+        [
+            QWEN
+            + '<think>\n\n</think>\n\n[[<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>]]',
+            QWEN
+            + '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>\n'
+            + "<|im_start|>user\n<tool_response>\nseen\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+            + "<think>\n\n</think>\n\n[[So.<|im_end|>]]",
+        ],
+    ),
+    ("smollm3", "plain"): (
+        [U, PLAIN, V, SECOND],
+        [
+            SMOL.format("/no_think")
+            + QWEN
+            + "<think>\n\n</think>\n[[So.<|im_end|>]]\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+            + "<think>\n\n</think>\n[[Thus.<|im_end|>]]"
+        ],
+    ),
+    ("smollm3", "reasoned"): (
+        [U, {"role": "assistant", "content": "<think>\nI think.\n</think>\nSo."}],
+        [SMOL.format("/think") + QWEN + "[[<think>\nI think.\n</think>\nSo.<|im_end|>]]"],
+    ),
+    ("glm45", "plain"): (
+        [U, PLAIN, V, SECOND],
+        [
+            GLM
+            + "/nothink<|assistant|>\n<think></think>[[\nSo.<|user|>]]\nWhy?/nothink<|assistant|>\n<think></think>"
+            + "[[\nThus.<|endoftext|>]]"
+        ],
+    ),
+    ("glm45", "reasoned"): (
+        [U, REASONED, V, REASONED_SECOND],
+        [
+            GLM + "<|assistant|>[[\n<think>I think.</think>\nSo.<|endoftext|>]]",
+            GLM
+            + "<|assistant|>\n<think></think>\nSo.<|user|>\nWhy?<|assistant|>[[\n<think>I ponder.</think>\nThus.<|endoftext|>]]",
+        ],
+    ),
+    ("r1_distill", "reasoned"): (
+        [U, REASONED, V, REASONED_SECOND],
+        [
+            "<s><｜User｜>How?<｜Assistant｜><think>\n[[I think.\n</think>\n\nSo.</s>]]",
+            "<s><｜User｜>How?<｜Assistant｜>So.</s><｜User｜>Why?<｜Assistant｜><think>\n[[I ponder.\n</think>\n\nThus.</s>]]",
+        ],
+    ),
+    ("gpt_oss", "plain"): (
+        [U, PLAIN, V, SECOND],
+        [
+            OSS
+            + "[[<|channel|>final<|message|>So.]]<|end|><|start|>user<|message|>Why?<|end|><|start|>assistant"
+            + "[[<|channel|>final<|message|>Thus.<|return|>]]"
+        ],
+    ),
+    ("gpt_oss", "reasoned"): (
+        [U, REASONED],
+        [
+            OSS
+            + "[[<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>]]"
+        ],
+    ),
+    ("gpt_oss", "tools"): (
+        [U, CALL, RESULT, PLAIN],
+        [
+            OSS
+            + '[[ to=functions.look<|channel|>commentary json<|message|>{"at": "it"}<|call|>]]<|start|>functions.tool '
+            + "to=assistant<|channel|>commentary<|message|>seen<|end|><|start|>assistant"
+            + "[[<|channel|>final<|message|>So.<|return|>]]"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN_DOCUMENTS, ids=" ".join)
+def test_golden_targets_of_published_templates(make, case) -> None:
+    messages, expected = GOLDEN_DOCUMENTS[case]
+    assert documents(make(case[0]), messages) == expected
+
+
+@pytest.mark.parametrize("case", GOLDEN_DOCUMENTS, ids=" ".join)
+def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case) -> None:
+    """For each answer: the ids before its first target are those of the messages before it, in one of the modes."""
+    messages, _ = GOLDEN_DOCUMENTS[case]
+    tokenizer = make(case[0])
+    template = template_of(tokenizer)
+    modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
+    prompts = [
+        tokenizer(render(tokenizer, template, given, None, True, args=mode)[0], add_special_tokens=False)["input_ids"]
+        for k, message in enumerate(messages)
+        if message["role"] == "assistant"
+        for mode in modes
+        for given in (normal(messages[:k], template),)
+    ]
+    found = chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=1000)
+    for example in found.examples:
+        begins = np.flatnonzero(np.diff(example.is_target.astype(int), prepend=0) == 1)
+        assert len(begins)
+        for begin in begins:
+            assert example.ids[:begin].tolist() in prompts
+
+
+def normal(messages: list[dict[str, Any]], template) -> list[dict[str, Any]]:
+    """With reasoning in the field that the template knows."""
+    keys = ("reasoning_content", "reasoning", "thinking")
+    result = []
+    for m in messages:
+        rest = {key: value for key, value in m.items() if key not in keys}
+        reasons = [m[key] for key in keys if key in m]
+        result.append({**rest, template.reasoning_key: reasons[0]} if reasons and template.reasoning_key else rest)
+    return result
+
+
+def test_an_empty_thinking_block_is_learned_where_the_recipe_says_so(make) -> None:
+    assert documents(make("qwen3"), [U, PLAIN], thinking="learn_empty") == [
+        QWEN + "[[<think>\n\n</think>\n\nSo.<|im_end|>]]"
+    ]
+    assert documents(make("r1_distill"), [U, PLAIN], thinking="learn_empty") == [
+        "<s><｜User｜>How?<｜Assistant｜><think>\n[[\n</think>\n\nSo.</s>]]"
+    ]
+
+
+def test_reasoning_is_left_out_where_the_recipe_says_so(make) -> None:
+    for answer in (REASONED, {**PLAIN, "content": "<think>\nI think.\n</think>\n\nSo."}):
+        assert documents(make("qwen3"), [U, answer], thinking="off") == [
+            QWEN + "<think>\n\n</think>\n\n[[So.<|im_end|>]]"
+        ]
+
+
+def test_an_answer_without_reasoning_is_refused_where_every_prompt_opens_a_thinking_block(make) -> None:
+    with pytest.raises(DataError, match=r"messages\[1\].*opens a thinking block.*data\.thinking=learn_empty"):
+        documents(make("r1_distill"), [U, PLAIN])
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_the_template_does_not_render_is_refused_with_the_cure(make_tokenizer, key: str) -> None:
+    with pytest.raises(DataError, match=r"messages\[1\].*does not render the reasoning.*data\.thinking=off"):
+        documents(make_tokenizer("llama3", bos="<|begin_of_text|>", eos="<|eot_id|>"), [U, {**PLAIN, key: "I think."}])
+
+
+def test_without_splitting_earlier_answers_are_context_and_counted(make) -> None:
+    row = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND])
+    found = chat.tokenize(row, make("qwen3"), max_length=1000, split_turns=False)
+    assert len(found.examples) == 1
+    assert found.counts["answers"] == 2
+    assert (
+        found.counts["answers_learned"]
+        == found.counts["not_learned_history"]
+        == found.counts["reasoning_left_out"]
+        == 1
+    )
+    split = chat.tokenize(row, make("qwen3"), max_length=1000)
+    assert (split.counts["answers_learned"], split.counts["reasoning_left_out"]) == (2, 0)
+
+
+def test_arguments_of_a_record_reach_the_template(make) -> None:
+    (thinking,) = documents(make("smollm3"), [U, PLAIN], template_args={"enable_thinking": True})
+    assert thinking == SMOL.format("/think") + QWEN + "[[So.<|im_end|>]]"
+
+
+def test_arguments_of_the_recipe_hold_for_whoever_loads_the_template(make) -> None:
+    tokenizer = make("smollm3")
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = with_arguments(plain, {"enable_thinking": False})
+    prompt = tokenizer.apply_chat_template([U], tokenize=False, add_generation_prompt=True)
+    assert "Reasoning Mode: /no_think" in prompt
+    assert prompt.endswith("<think>\n\n</think>\n")
+    asked = tokenizer.apply_chat_template([U], tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    assert "Reasoning Mode: /think" in asked
+    (reasoned,) = documents(tokenizer, [U, {**PLAIN, "content": "<think>\nI think.\n</think>\nSo."}])
+    assert "/no_think" in reasoned, "the recipe decides, not the data"
+    assert with_arguments(tokenizer.chat_template, {"enable_thinking": True}) == with_arguments(
+        plain, {"enable_thinking": True}
+    )
+    assert with_arguments(tokenizer.chat_template, {}) == plain
+    Environment(extensions=["jinja2.ext.loopcontrols"]).parse(with_arguments("{{ a }}", {"a": None}))
+    with pytest.raises(ConfigError, match=r"chat_template_args\.enable_thinkng.*has no enable_thinkng"):
+        with_arguments(plain, {"enable_thinkng": False})
+
+
+@pytest.fixture(scope="module")
+def newlines() -> PreTrainedTokenizerFast:
+    """A tokenizer in which newlines and spaces merge, as in published ones."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(["user\n\n\n\nassistant\n\n", "\n\n\n"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = OUR_TEMPLATE.read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("content", ["\nSo.", "\n\n\nSo.", " So.", "So."])
+def test_an_answer_that_begins_with_a_newline_follows_the_ids_of_its_prompt(newlines, content: str) -> None:
+    row = Row("x:1", messages=[U, {"role": "assistant", "content": content}])
+    (example,) = chat.tokenize(row, newlines, max_length=1000).examples
+    start = int(np.flatnonzero(example.is_target)[0])
+    assert example.ids[:start].tolist() == chat.render_prompt([U], newlines)
+    assert newlines.decode(example.ids[start:].tolist()) == content + "<|im_end|>"
+    whole = newlines.apply_chat_template(row.messages, return_dict=False)[: len(example.ids)]
+    assert (example.ids.tolist() == whole) == (content != "\n\n\nSo."), "else nothing merges here"
+
+
+def test_an_earlier_answer_that_shares_a_token_with_its_prompt_is_context_and_counted(newlines) -> None:
+    row = Row("x:1", messages=[U, {"role": "assistant", "content": "\n\nSo."}, V, SECOND])
+    found = chat.tokenize(row, newlines, max_length=1000)
+    (example,) = found.examples
+    assert newlines.decode(example.ids[example.is_target].tolist()) == "Thus.<|im_end|>"
+    assert (found.counts["answers_learned"], found.counts["not_learned_border"]) == (1, 1)
+
+
+def test_golden_templates_are_all_used() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.jinja")} >= SPECIALS.keys()
