@@ -15,7 +15,7 @@ from jinja2 import Environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.data import chat
+from sftkit.data import answers, chat
 from sftkit.data.template import render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -25,6 +25,7 @@ SPECIALS = {
     "smollm3": [],
     "glm45": ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"],
     "r1_distill": ["<｜User｜>", "<｜Assistant｜>"],
+    "mistral": ["[INST]", "[/INST]"],
     "gpt_oss": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"],
 }
 ENDS = {"glm45": "<|endoftext|>", "r1_distill": "</s>", "gpt_oss": "<|return|>"}
@@ -41,7 +42,7 @@ RESULT = {"role": "tool", "content": "seen"}
 def make(make_tokenizer):
     def made(name: str):
         tokenizer = make_tokenizer(name, bos="<s>", eos=ENDS.get(name, "<|im_end|>") if name != "gpt_oss" else "</s>")
-        tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[name]})
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS.get(name, [])})
         if name == "gpt_oss":
             tokenizer.eos_token = "<|return|>"
         return tokenizer
@@ -297,6 +298,61 @@ def test_an_earlier_answer_that_shares_a_token_with_its_prompt_is_context_and_co
     (example,) = found.examples
     assert newlines.decode(example.ids[example.is_target].tolist()) == "Thus.<|im_end|>"
     assert (found.counts["answers_learned"], found.counts["not_learned_border"]) == (1, 1)
+
+
+WORDS = ["yes", "no\n", " maybe", "", "<tool_response> x", "a </think> b", "x" * 40]
+
+
+def conversation(rng: np.random.Generator, turns: int) -> list[dict[str, Any]]:
+    """Questions and answers, some with tools, some with reasoning, some alike."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be."}] if rng.random() < 0.5 else []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": rng.choice(WORDS)})
+        while rng.random() < 0.3:
+            messages += [CALL if rng.random() < 0.5 else {**CALL, "reasoning_content": "I look."}, RESULT]
+        answer = {"role": "assistant", "content": rng.choice(WORDS[:3]) + rng.choice(WORDS[:3]) + "."}
+        messages.append({**answer, "reasoning_content": "I think."} if rng.random() < 0.3 else answer)
+    return messages
+
+
+@pytest.mark.parametrize("name", [*SPECIALS, "llama3", "default_system", "plain"])
+@pytest.mark.parametrize("split", [False, True])
+def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
+    make, monkeypatch, name: str, split: bool
+) -> None:
+    tokenizer, rng, by_likeness = make(name), np.random.default_rng(0), 0
+    for number in range(12):
+        messages = conversation(rng, turns=10)
+        if name in ("llama3", "mistral", "default_system", "plain", "r1_distill", "smollm3"):
+            messages = [m for m in messages if "tool_calls" not in m and m["role"] not in ("tool", "system")]
+            messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
+        row, settings = Row(f"x:{number}", messages=messages), {"split_turns": split, "max_length": 100_000}
+        thinking = "learn_empty" if name == "r1_distill" else "auto"
+        monkeypatch.setattr(answers, "EXACTLY", 2)
+        quick = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
+        monkeypatch.setattr(answers, "EXACTLY", 10**9)
+        exact = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
+        assert quick.counts == exact.counts
+        for one, other in zip(quick.examples, exact.examples, strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+            assert one.is_target.tolist() == other.is_target.tolist()
+        by_likeness += exact.counts["answers"]
+    assert by_likeness > 100
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "glm45", "smollm3"])
+def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch, name: str) -> None:
+    tokenizer, calls = make(name), []
+    plain = answers.render
+    monkeypatch.setattr(answers, "render", lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1])
+    counted = []
+    for turns in (20, 100):
+        calls.clear()
+        messages = [message for i in range(turns) for message in (U, {"role": "assistant", "content": f"So {i}."})]
+        found = chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=10**6, split_turns=False)
+        assert found.counts["answers_learned"] == (1 if name == "qwen3" else turns)
+        counted.append(len(calls))
+    assert counted[0] == counted[1] <= 12
 
 
 def test_golden_templates_are_all_used() -> None:

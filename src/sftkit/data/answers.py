@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.conversation import Message, answer_core, function_of
-from sftkit.data.template import REASONING_KEYS, Span, Template, render, template_of
+from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_reasoning
+from sftkit.data.template import Span, render, template_of
 from sftkit.errors import DataError
-
-Thinking = Literal["auto", "learn_empty", "off"]
 
 HISTORY = "not_learned_history"
 "Why an answer is context only: the template renders it otherwise once it is history."
-THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
-"Reasoning that is written into the content."
+NOWHERE = (-1, -1)
+EXACTLY = 2
+"Answers of each situation that are looked at by rendering."
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class Document:
 The end-of-turn token belongs to it, whitespace after that does not."
 
 
+class _Outcome(NamedTuple):
+    """How an answer stands in a longer conversation."""
+
+    header: str | None
+    "From where the headers of all answers begin up to it; None: it is not there as it would be asked."
+    end: str
+    "What of the text after it belongs to it."
+
+
 @dataclass(frozen=True)
 class _Own:
     """An answer as the last message."""
@@ -49,42 +59,6 @@ class _Own:
     core_end: int
     "Without the end-of-turn token."
     end: int
-
-
-def reasoning_of(message: Message) -> str:
-    """The reasoning before an answer, as a field or written into its content; empty without one."""
-    for key in REASONING_KEYS:
-        if isinstance(message.get(key), str) and message[key].strip():
-            return str(message[key]).strip()
-    inline = THOUGHT.match(message["content"])
-    return inline[1].strip() if inline else ""
-
-
-def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
-    """Return messages with the reasoning of answers in the field that the template renders, or without it."""
-    result = []
-    for message in messages:
-        if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
-            field = any(message.get(key) for key in REASONING_KEYS)
-            message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-            if thinking == "off":
-                message["content"] = THOUGHT.sub("", message["content"])
-            elif field:
-                message[template.reasoning_key or REASONING_KEYS[0]] = reasoning
-        result.append(message)
-    return result
-
-
-def arguments(
-    template: Template, messages: list[Message], args: Mapping[str, Any] | None, thinking: Thinking
-) -> dict[str, Any]:
-    """Return the template's arguments for messages that end with an answer: thinking is turned on where that turn has
-    reasoning, and off elsewhere, unless the recipe or the record says otherwise."""
-    result, name = dict(args or {}), template.thinking_argument
-    if name and name not in result and name not in template.fixed and thinking != "learn_empty":
-        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
-        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user:])
-    return result
 
 
 class Finder:
@@ -162,19 +136,90 @@ class Finder:
     def _found(self, last: int, wanted: list[int]) -> Document:
         """An answer counts if it stands in the text as it does when it is the last message."""
         own = self._own(last)
+        places = self._places(own.text, last)
+        known: dict[Hashable, list[_Outcome | None]] = {}
         spans: dict[int, Span] = {}
         for k in wanted:
-            one = self._own(k)
             if k == last:
                 spans[k] = own.start, own.end
-            elif own.text.startswith(one.text[: one.end]):
-                spans[k] = one.start, self._with_end(own.text, one)
-            elif own.text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
-                spans[k] = one.start, one.core_end
+                continue
+            alike = known.setdefault(self._situation(k, last), [])
+            found = self._like(alike, own.text, k, places)
+            if found is None:
+                one = self._own(k)
+                found = self._span_in(own.text, one)
+                alike.append(self._outcome(own.text, one, found, places.get(k)))
+            if found != NOWHERE:
+                spans[k] = found
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
         return Document(own.text[: own.end], {k: _common(span, marks) for k, span in spans.items()})
+
+    def _span_in(self, text: str, one: _Own) -> Span:
+        """Where an answer stands in the text of a longer conversation; NOWHERE: not as it would be asked."""
+        if text.startswith(one.text[: one.end]):
+            return one.start, self._with_end(text, one)
+        if text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
+            return one.start, one.core_end
+        return NOWHERE
+
+    # To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
+    # fields and the place of the last question, so answers that are alike in those are rendered alike: EXACTLY of them are
+    # looked at by rendering, the others are found by what those have before and after them, as long as that is there.
+
+    def _situation(self, k: int, last: int) -> Hashable:
+        """What a template may look at."""
+        message, before = self.messages[k], self.messages[k - 1] if k else None
+        last_user = max((i for i in range(last) if self.messages[i]["role"] == "user"), default=-1)
+        content = message["content"]
+        return (
+            (before["role"], before["content"].startswith("<tool_response>"), "tool_calls" in before)
+            if before
+            else None,
+            (self.messages[k + 1]["role"], k > last_user, len(message.get("tool_calls", ())), *sorted(message)),
+            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
+            bool(reasoning_of(message)),
+        )
+
+    def _places(self, text: str, last: int) -> dict[int, int]:
+        """Where the header of each answer begins; empty where a message could forge one, or there are more than answers."""
+        headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
+        header = _common_prefix(headers or [self.template.between])
+        if not any(token and token in header for token in self.template.special_tokens):
+            return {}
+        found = [match.start() for match in re.finditer(re.escape(header), text)]
+        answers = [k for k in self.answers if k <= last]
+        return dict(zip(answers, found, strict=True)) if len(found) == len(answers) else {}
+
+    def _outcome(self, text: str, one: _Own, found: Span, place: int | None) -> _Outcome | None:
+        """What such answers have around them; None: too little to find them by it."""
+        if found == NOWHERE:
+            return _Outcome(None, "")
+        if place is None or self._next_special(text, one.start) != one.core_end:
+            return None
+        return _Outcome(text[place : one.start], text[one.core_end : found[1]])
+
+    def _like(self, alike: list[_Outcome | None], text: str, k: int, places: dict[int, int]) -> Span | None:
+        """Where an answer is that is like others; None: render it."""
+        if len(alike) < EXACTLY or None in alike or len(set(alike)) > 1:
+            return None
+        outcome = alike[0]
+        assert outcome is not None
+        if outcome.header is None:
+            return NOWHERE
+        if k not in places or not text.startswith(outcome.header, places[k]):
+            return None
+        start = places[k] + len(outcome.header)
+        end = self._next_special(text, start)
+        if not text.startswith(outcome.end, end):
+            return None
+        self._check(k, text[start:end], text[start:end])
+        return start, end + len(outcome.end)
+
+    def _next_special(self, text: str, start: int) -> int:
+        found = special_pattern(self.template.special_tokens).search(text, start)
+        return found.start() if found else len(text)
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
         """The same where the template marks answers and never changes what it has rendered: rendered once."""
@@ -311,6 +356,13 @@ class Finder:
         return render(self.tokenizer, self.template, messages, self.tools, add_generation_prompt, args=self._args)[0]
 
 
+@lru_cache(maxsize=8)
+def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the next special token of a text, the longest where several begin there."""
+    by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+
+
 def _common(span: Span, marks: list[Span]) -> list[Span]:
     """The parts of a span that are marked; the end-of-turn token, which some marks leave out, belongs to the last one."""
     start, end = span
@@ -321,6 +373,11 @@ def _common(span: Span, marks: list[Span]) -> list[Span]:
 def _pieces(message: Message) -> list[str]:
     """Strings that the rendered answer must contain: its text and the names of the tools it calls."""
     return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+
+
+def _common_prefix(texts: list[str]) -> str:
+    shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    return shortest[: _common_length(shortest, longest)]
 
 
 def _common_length(a: str, b: str) -> int:

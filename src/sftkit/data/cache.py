@@ -18,8 +18,8 @@ from sftkit.data.types import Examples
 
 FORMAT = 1
 DECIDING = (
-    *("demo/builtin", "answers", "arrow", "chat", "conversation", "hub", "learned", "readers", "rows", "sources"),
-    *("template", "text"),
+    *("demo/builtin", "answers", "arrow", "chat", "conversation", "hub", "learned", "readers", "reasoning", "rows"),
+    *("sources", "template", "text"),
 )
 "Modules whose change makes tokenized data stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}

@@ -12,8 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.answers import HISTORY, Finder, Thinking, arguments
+from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
+from sftkit.data.reasoning import Thinking, arguments
 from sftkit.data.template import Span, render, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError

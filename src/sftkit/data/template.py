@@ -45,6 +45,8 @@ class Template:
     "What add_generation_prompt adds: as it is, then with thinking asked for and not, each once."
     short_header: str
     "What stands before an answer in the middle of a conversation; shorter where prompts open a thinking block."
+    between: str
+    "What stands between the text of a question and that of its answer."
     thinking_argument: str | None
     "The argument that turns thinking on and off; None: it has none."
     fixed: frozenset[str]
@@ -148,6 +150,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         end_last=_first_special(text[answered_again[1] :], special_tokens, after_text=True),
         headers=headers,
         short_header=text[turn_start : answered[0]],
+        between=text[asked[1] : answered[0]],
         thinking_argument=argument,
         fixed=frozenset(json.loads(fixed[1])) if fixed else frozenset(),
         reasoning_key=key,

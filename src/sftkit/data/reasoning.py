@@ -1,0 +1,51 @@
+"""What an answer thinks before it speaks: where published data keeps it, and what the template is told of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sftkit.data.conversation import Message
+from sftkit.data.template import REASONING_KEYS, Template
+
+Thinking = Literal["auto", "learn_empty", "off"]
+
+THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+"Reasoning that is written into the content."
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning before an answer, as a field or written into its content; empty without one."""
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    inline = THOUGHT.match(message["content"])
+    return inline[1].strip() if inline else ""
+
+
+def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
+    """Return messages with the reasoning of answers in the field that the template renders, or without it."""
+    result = []
+    for message in messages:
+        if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
+            field = any(message.get(key) for key in REASONING_KEYS)
+            message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+            if thinking == "off":
+                message["content"] = THOUGHT.sub("", message["content"])
+            elif field:
+                message[template.reasoning_key or REASONING_KEYS[0]] = reasoning
+        result.append(message)
+    return result
+
+
+def arguments(
+    template: Template, messages: list[Message], args: Mapping[str, Any] | None, thinking: Thinking
+) -> dict[str, Any]:
+    """Return the template's arguments for messages that end with an answer: thinking is turned on where that turn has
+    reasoning, and off elsewhere, unless the recipe or the record says otherwise."""
+    result, name = dict(args or {}), template.thinking_argument
+    if name and name not in result and name not in template.fixed and thinking != "learn_empty":
+        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user:])
+    return result
