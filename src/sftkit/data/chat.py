@@ -35,13 +35,18 @@ def tokenize(
     if row.messages is None:
         raise DataError(
             f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
-            "instruction and output). Text is for base_train.py and mid_train.py"
+            "instruction and output). Text is for base_train.py and mid_train.py",
+            reason="text, not a conversation",
         )
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     conversation.require_answer(messages, row.where)
     text, spans = answer_spans(tokenizer, messages, row.tools, row.where)
+    conversation.require_instructions(messages, text, row.where)
     if not spans:
-        raise DataError(f"{row.where}: the chat template marks no part of this conversation as an answer")
+        raise DataError(
+            f"{row.where}: the chat template marks no part of this conversation as an answer",
+            reason="template marks no answer",
+        )
     ids, starts, ends = _encode(tokenizer, text[: spans[-1][1]])
     is_target = np.ones(len(ids), dtype=bool) if targets == "all" else _inside(spans, starts, ends)
     if ids[-1] not in end_of_turn_ids(tokenizer):
@@ -90,7 +95,8 @@ def _fit(
     if is_long and too_long == "error":
         raise DataError(
             f"{row.where}: {len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}. "
-            "Raise data.max_length, or set data.too_long to truncate or drop"
+            "Raise data.max_length, or set data.too_long to truncate or drop",
+            reason="too long",
         )
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:

@@ -102,7 +102,9 @@ def answer_spans(
             finder = _SpanFinder(tokenizer, template, messages, tools, text, where)
             spans = [finder.span(k) for k, message in enumerate(messages) if message["role"] == "assistant"]
     except TemplateError as error:
-        raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error
+        raise DataError(
+            f"{where}: the chat template refuses this conversation: {error}", reason="template refuses it"
+        ) from error
     return text, spans
 
 
@@ -192,7 +194,8 @@ def _not_rendered(where: str, k: int, piece: str) -> DataError:
     shown = piece if len(piece) <= 40 else piece[:40] + "..."
     return DataError(
         f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
-        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template"
+        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
+        reason="template does not render the answer",
     )
 
 
@@ -230,7 +233,8 @@ class _SpanFinder:
             f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
             f"renders the conversation: after {self.text[max(0, at - 20) : at]!r} the prompt has "
             f"{prompt[at : at + 20]!r}, the conversation {self.text[at : at + 20]!r}. "
-            "Use a template with {% generation %} marks: model.chat_template"
+            "Use a template with {% generation %} marks: model.chat_template",
+            reason="template renders the prompt differently",
         )
 
     def _start_without_question(self) -> int:
@@ -238,7 +242,10 @@ class _SpanFinder:
         for header in (self.template.header, self.template.short_header):
             if header.strip() and header in self.text:
                 return self.text.index(header) + len(header)
-        raise DataError(f"{self.where}: messages[0]: the chat template cannot begin with an answer")
+        raise DataError(
+            f"{self.where}: messages[0]: the chat template cannot begin with an answer",
+            reason="template cannot begin with an answer",
+        )
 
     def _end(self, k: int, start: int) -> int:
         is_last = k == len(self.messages) - 1
@@ -247,7 +254,10 @@ class _SpanFinder:
             at = self.text.find(token, start)
             if at >= 0:
                 return at + len(token)
-            raise DataError(f"{self.where}: messages[{k}]: no end-of-turn token {token!r} after this answer")
+            raise DataError(
+                f"{self.where}: messages[{k}]: no end-of-turn token {token!r} after this answer",
+                reason="no end-of-turn token",
+            )
         until_here = self.text[: _common_length(self.text, self._render(k + 1))]
         return max(start, len(until_here.rstrip()))
 

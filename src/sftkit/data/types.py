@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +45,19 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Rows of a source with the same fault or oddity."""
+
+    kind: Literal["skipped", "accepted"]
+    "left out as bad, or learned from like any other"
+    reason: str
+    "the same few words for all of them"
+    rows: int
+    first: str
+    "file:line of the first of them, and what is wrong there"
+
+
+@dataclass(frozen=True)
 class Examples:
     """All tokenized documents of a set of sources, flat and memory-mappable; D documents, N tokens."""
 
@@ -61,6 +74,8 @@ class Examples:
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad"
+    findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+    "source name -> why rows were skipped, and what is odd in others"
 
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int]) -> Examples:
