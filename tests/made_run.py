@@ -221,10 +221,15 @@ def preflight() -> dict[str, Any]:
     edges = [0, *(2**i for i in range(5, 12))]
     counts = [420, 2210, 8120, 15033, 11208, 4403, 1290]
     shares = {"rows": 41_000, "documents": 40_822, "truncated": 911, "dropped_too_long": 0, "dropped_no_target": 12}
+    where = "data/tasks.jsonl:71: messages[2]"
+    found = [
+        {"kind": "skipped", "reason": "empty answer", "rows": 3, "first": f"{where}: empty answer"},
+        {"kind": "accepted", "reason": "tool result without a call", "rows": 812, "first": f"{where} is no result"},
+    ]
     return {
         "sources": [
             {"name": "smoltalk2", **shares, "skipped_bad": 0, "tokens": 21_233_011, "targets": 8_120_334},
-            {"name": "tasks", **shares, "skipped_bad": 3, "tokens": 1_233_011, "targets": 420_334},
+            {"name": "tasks", **shares, "skipped_bad": 3, "tokens": 1_233_011, "targets": 420_334, "findings": found},
         ],
         "lengths": {"edges": edges, "counts": counts, "mean": 523.4, "p50": 410, "p90": 1204, "p99": 2040, "max": 2048},
         "target_pct": 38.2,

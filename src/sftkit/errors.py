@@ -6,7 +6,14 @@ class ConfigError(Exception):
 
 
 class DataError(Exception):
-    """Input data that cannot be used: the message names the file, the line or row, and the reason."""
+    """Input data that cannot be used: the message names the file, the line or row, and the reason.
+
+    `reason` is the same for all records with the same fault ("empty answer"), so that they can be counted by it.
+    """
+
+    def __init__(self, message: str, reason: str = "other") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CheckpointError(Exception):

@@ -16,6 +16,7 @@ from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, chat, hub, rows, sources, text
+from sftkit.data.chat import ANSWER_COUNTS
 from sftkit.errors import ConfigError, DataError
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -61,7 +62,7 @@ def load(data, tokenizer):
 def assert_equal(a, b) -> None:
     for name in cache.ARRAYS:
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
-    assert (a.source_names, a.counts) == (b.source_names, b.counts)
+    assert (a.source_names, a.counts, a.findings) == (b.source_names, b.counts, b.findings)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -237,7 +238,8 @@ def test_broken_lines(tmp_path, load, caplog):
     with caplog.at_level(logging.WARNING):
         examples = load(path, on_bad_row="skip")
     assert (len(examples), examples.counts["a"]["rows"], examples.counts["a"]["skipped_bad"]) == (1, 6, 5)
-    assert f"a: skipped 5 bad rows, the first: {path}:2: not JSON" in caplog.text
+    assert f"a: 1 bad row skipped, not JSON; the first: {path}:2: not JSON" in caplog.text
+    assert f"a: 3 bad rows skipped, row is not an object; the first: {path}:3: list instead" in caplog.text
     assert [row.text for row in sources.read(SourceConfig(path=str(path)), "skip")] == ["fine"]
 
 
@@ -269,7 +271,9 @@ def test_empty_file(tmp_path, load, content):
 
 def test_nothing_to_learn(tmp_path, load):
     path = write_lines(tmp_path / "a.jsonl", [{"text": ""}, {"x": 1}])
-    with pytest.raises(DataError, match=r"nothing to learn in its 2 rows .*First bad row: .*a\.jsonl:2"):
+    with pytest.raises(
+        DataError, match=r"nothing to learn in its 2 rows .*1 bad row skipped, unknown columns; the first: .*a\.jsonl:2"
+    ):
         load(path, on_bad_row="skip")
 
 
@@ -367,7 +371,7 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
     b = write_lines(tmp_path / "b.jsonl", [{"messages": MESSAGES}, {"messages": [MESSAGES[0], *MESSAGES[1:] * 30]}])
     examples = load(a, b)
     assert examples.source.tolist() == sorted(examples.source.tolist())
-    zeros = dict.fromkeys(sources.COUNTS, 0)
+    zeros = dict.fromkeys((*sources.COUNTS, *ANSWER_COUNTS), 0)
     pieces = examples.counts["a"]["documents"]
     assert pieces > 2
     assert examples.counts["a"] == {**zeros, "rows": 2, "documents": pieces, "dropped_no_target": 1}

@@ -166,6 +166,34 @@ def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, token
     assert any("source data: 20 of 40 rows are not used" in w for w in dropped["warnings"])
 
 
+def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    result = {"messages": [{"role": "tool", "content": "4"}, *CHATS[0]["messages"]]}
+    empty = {"messages": [*chat("Hi", "")["messages"], {"role": "assistant", "content": ""}]}
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (CHATS[0], empty)))
+    rows = [*CHATS[:3], empty, {"\x1b[31m<b>": 1}, empty, result]
+    val = [{"path": str(tmp_path / "val.jsonl")}]
+    prepared = Prepared(tmp_path, tokenizer, rows, data__on_bad_row="skip", data__val=val)
+    found = prepared.look()
+    (source,), (held_out,) = found["sources"], found["validation"]
+    told = [(one["kind"], one["rows"], one["reason"]) for one in source["findings"]]
+    odd = ("accepted", 1, "tool result without a call")
+    assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd]
+    assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
+    assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
+    assert any(
+        "3 of 7 rows are not used. 3 bad rows (2 empty answer, 1 unknown columns)" in w for w in found["warnings"]
+    )
+    plain = shown(prepared, 0, force_terminal=False)
+    assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain
+    assert "rows      val: 1 bad row skipped, empty answer; the first: " in plain
+    assert "\x1b" not in plain
+    html = page("A", found, [])
+    assert all(
+        cell in html for cell in ("<td>empty answer</td>", "<td>tool result without a call</td>", "data.jsonl:7:")
+    )
+    assert "31m<b>" not in html
+
+
 def test_a_slice_by_percent_does_not_read_the_whole_file_for_its_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     splits: list[str] = []
 

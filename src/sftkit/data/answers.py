@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.conversation import Message, answer_core, function_of
+from sftkit.data.conversation import Message, answer_core, function_of, require_instructions
 from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_reasoning
 from sftkit.data.template import Span, render, template_of
 from sftkit.errors import DataError
@@ -106,11 +106,12 @@ class Finder:
         self._args = arguments(self.template, self.messages[: last + 1], self._given, self.thinking)
         wanted = sorted(k for k in among if k <= last)
         try:
-            if self.template.has_marks and self.template.append_only:
-                return self._marked(last, wanted)
-            return self._found(last, wanted)
+            marked = self.template.has_marks and self.template.append_only
+            document = self._marked(last, wanted) if marked else self._found(last, wanted)
         except TemplateError as error:
-            raise DataError(f"{self.where}: the chat template refuses this conversation: {error}") from error
+            raise self._refused(error) from error
+        require_instructions(self.messages[: last + 1], document.text, self.where)
+        return document
 
     def whole(self, last: int) -> str:
         """Render the same without looking for answers; what they say must be there.
@@ -122,11 +123,17 @@ class Finder:
         try:
             text, cursor = self._render(last + 1), 0
         except TemplateError as error:
-            raise DataError(f"{self.where}: the chat template refuses this conversation: {error}") from error
+            raise self._refused(error) from error
         for k in self.answers:
             if k <= last:
                 cursor = self._check_pieces(k, text, cursor)
+        require_instructions(self.messages[: last + 1], text, self.where)
         return text.rstrip()
+
+    def _refused(self, error: TemplateError) -> DataError:
+        return DataError(
+            f"{self.where}: the chat template refuses this conversation: {error}", reason="template refuses it"
+        )
 
     def stripped(self, texts: Sequence[str]) -> int:
         """Return how many answers have reasoning that none of the texts has."""
@@ -261,7 +268,8 @@ class Finder:
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
             raise DataError(
-                f"{self.where}: messages[{k}]: no end-of-turn token {self.template.end_last!r} after this answer"
+                f"{self.where}: messages[{k}]: no end-of-turn token {self.template.end_last!r} after this answer",
+                reason="no end-of-turn token",
             )
         length = max(map(len, ends), default=0)
         self._check(k, core, core)
@@ -294,7 +302,8 @@ class Finder:
                 raise DataError(
                     f"{self.where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one "
                     "has no reasoning. Set data.thinking=learn_empty to learn that the block is closed at once, or take a "
-                    "template that does not open it: model.chat_template"
+                    "template that does not open it: model.chat_template",
+                    reason="template opens a thinking block before an answer without reasoning",
                 )
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :]}", len(prompt)
         at = _common_length(text, prompt)
@@ -302,7 +311,8 @@ class Finder:
             f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
             f"renders the conversation: after {text[max(0, at - 20) : at]!r} the prompt has "
             f"{prompt[at : at + 20]!r}, the conversation {text[at : at + 20]!r}. "
-            "Use a template with {% generation %} marks: model.chat_template"
+            "Use a template with {% generation %} marks: model.chat_template",
+            reason="template renders the prompt differently",
         )
 
     def _start_without_question(self, text: str) -> int:
@@ -310,7 +320,10 @@ class Finder:
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)
-        raise DataError(f"{self.where}: messages[0]: the chat template cannot begin with an answer")
+        raise DataError(
+            f"{self.where}: messages[0]: the chat template cannot begin with an answer",
+            reason="template cannot begin with an answer",
+        )
 
     def _with_end(self, text: str, one: _Own) -> int:
         """The end of an answer that another turn follows: the token that ends it there, where its own text has none."""
@@ -337,7 +350,8 @@ class Finder:
             raise DataError(
                 f"{self.where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not "
                 "be learned. Set data.thinking=off to leave reasoning out, or take a template that renders it: "
-                "model.chat_template"
+                "model.chat_template",
+                reason="template does not render the reasoning",
             )
         self._check_pieces(k, answer, 0)
 
@@ -389,5 +403,6 @@ def _not_rendered(where: str, k: int, piece: str) -> DataError:
     shown = piece if len(piece) <= 40 else piece[:40] + "..."
     return DataError(
         f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
-        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template"
+        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
+        reason="template does not render the answer",
     )

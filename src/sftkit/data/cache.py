@@ -8,20 +8,21 @@ import logging
 import os
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, Finding
 
-FORMAT = 1
+FORMAT = 2
 DECIDING = (
-    *("demo/builtin", "answers", "arrow", "chat", "conversation", "hub", "learned", "readers", "reasoning", "rows"),
-    *("sources", "template", "text"),
+    *("demo/builtin", "answers", "arrow", "chat", "conversation", "findings", "hub", "learned", "readers", "reasoning"),
+    *("rows", "sources", "template", "text"),
 )
-"Modules whose change makes tokenized data stale."
+"Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ def load(folder: Path) -> Examples | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-        examples = Examples(**arrays, source_names=tuple(meta["source_names"]), counts=meta["counts"])
+        findings = {name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()}
+        names = tuple(meta["source_names"])
+        examples = Examples(**arrays, source_names=names, counts=meta["counts"], findings=findings)
         _check(examples)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
         return None
     return examples
@@ -87,7 +90,8 @@ def save(folder: Path, examples: Examples) -> Examples:
 def _write(folder: Path, examples: Examples) -> None:
     for name, dtype in ARRAYS.items():
         np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
-    meta = {"source_names": examples.source_names, "counts": examples.counts}
+    findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
+    meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 

@@ -51,7 +51,8 @@ def tokenize(
     if row.messages is None:
         raise DataError(
             f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
-            "instruction and output). Text is for base_train.py and mid_train.py"
+            "instruction and output). Text is for base_train.py and mid_train.py",
+            reason="text, not a conversation",
         )
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     conversation.require_answer(messages, row.where)
@@ -105,7 +106,8 @@ def _everything(
     if missing := skipped.keys() - document.spans.keys():
         raise DataError(
             f"{where}: messages[{min(missing)}]: this answer is marked as not to be learned, but the chat template renders it "
-            "otherwise in the middle of a conversation, so where it stands is not known: take the record out"
+            "otherwise in the middle of a conversation, so where it stands is not known: take the record out",
+            reason="marked answer cannot be found",
         )
     ids, starts, ends = _encode(tokenizer, document.text)
     marked = _inside(sorted(span for parts in document.spans.values() for span in parts), starts, ends)
@@ -170,7 +172,8 @@ def _fit(
     if is_long and too_long == "error":
         raise DataError(
             f"{row.where}: {len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}. "
-            "Raise data.max_length, or set data.too_long to truncate or drop"
+            "Raise data.max_length, or set data.too_long to truncate or drop",
+            reason="too long",
         )
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:

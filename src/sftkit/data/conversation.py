@@ -1,4 +1,7 @@
-"""What a conversation must look like before a template may render it; everything else is a DataError that says why."""
+"""What a conversation must look like before a template may render it; everything else is a DataError that says why.
+
+What is accepted on purpose though it is odd, and what is refused, stands in docs/data.md, "Odd records".
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from sftkit.data.readers import loads
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 
@@ -20,13 +24,16 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     """The row's messages with string content and parsed tool arguments, or a DataError.
 
     Null content becomes "" beside tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
-    arguments that are JSON text become an object, which is what published templates expect; other text stays as it is.
+    arguments that are JSON text become an object, which is what published templates expect; other text stays as it is
+    (`oddities` names it).
     """
     messages = row.messages
     if not isinstance(messages, list):
-        raise DataError(f"{row.where}: messages is {_kind(messages)}, expected a list of messages")
+        raise DataError(
+            f"{row.where}: messages is {_kind(messages)}, expected a list of messages", reason="messages is not a list"
+        )
     if not messages:
-        raise DataError(f"{row.where}: messages is empty")
+        raise DataError(f"{row.where}: messages is empty", reason="no messages")
     result = [_message(message, f"{row.where}: messages[{i}]") for i, message in enumerate(messages)]
     _refuse_special_tokens(row, result, tuple(special_tokens))
     return result
@@ -37,10 +44,57 @@ def require_answer(messages: list[Message], where: str) -> None:
     answers = [(i, message) for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"{where}: no assistant turn (roles: {roles}), nothing to learn")
+        raise DataError(f"{where}: no assistant turn (roles: {roles}), nothing to learn", reason="no assistant turn")
     for i, message in answers:
         if not message["content"].strip() and not message.get("tool_calls"):
-            raise DataError(f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)")
+            raise DataError(
+                f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)",
+                reason="empty answer",
+            )
+
+
+def require_instructions(messages: list[Message], text: str, where: str) -> None:
+    """Every later system message stands in the rendered `text`: templates that know only a first one leave others out
+    without a word, and the answers would be learned without what they obey."""
+    for i, message in enumerate(messages):
+        if i and message["role"] in ("system", "developer") and message["content"].strip() not in text:
+            raise DataError(
+                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first one. "
+                "Use a template that renders it (model.chat_template), or put it into the first message",
+                reason="template leaves out a system message",
+            )
+
+
+def oddities(messages: list[Message], where: str) -> dict[str, str]:
+    """What is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
+    found: dict[str, str] = {}
+    open_calls: list[str | None] = []  # ids of calls whose result has not come yet
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            if not _answers(open_calls, message.get("tool_call_id")):
+                found.setdefault(
+                    "tool result without a call",
+                    f"{where}: messages[{i}] is the result of no call in the turn before it",
+                )
+            continue
+        open_calls = [call.get("id") for call in calls]
+        for k, call in enumerate(calls):
+            if not isinstance(_arguments(function_of(call)), dict):
+                found.setdefault(
+                    "tool arguments kept as text",
+                    f"{where}: messages[{i}]: tool_calls[{k}]: arguments are no JSON object, or one with a key twice",
+                )
+    return found
+
+
+def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
+    """Whether a result belongs to an open call, which it closes; ids count where both have one."""
+    for known in (call_id, None) if call_id is not None else (None, *open_calls):
+        if known in open_calls:
+            open_calls.remove(known)
+            return True
+    return False
 
 
 def answer_core(message: Message) -> str:
@@ -55,11 +109,15 @@ def function_of(call: Message) -> Message:
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise DataError(f"{where} is {_kind(message)}, expected an object with role and content")
+        raise DataError(
+            f"{where} is {_kind(message)}, expected an object with role and content", reason="message is not an object"
+        )
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
-        raise DataError(f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}")
+        raise DataError(
+            f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}", reason="unknown role"
+        )
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if not message["tool_calls"]:
@@ -77,38 +135,52 @@ def _content(message: Message, where: str) -> str:
         if calls_tools:
             return ""
         state = "null" if "content" in message else "missing"
-        raise DataError(f"{where}: content is {state} (allowed only for an assistant that calls tools)")
+        raise DataError(
+            f"{where}: content is {state} (allowed only for an assistant that calls tools)", reason="no content"
+        )
     if not isinstance(content, list):
-        raise DataError(f"{where}: content is {_kind(content)}, expected text or a list of text parts")
+        raise DataError(
+            f"{where}: content is {_kind(content)}, expected text or a list of text parts", reason="content is not text"
+        )
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else _kind(part)
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: content has a part of type {kind}; only text parts can be trained on")
+            raise DataError(
+                f"{where}: content has a part of type {kind}; only text parts can be trained on",
+                reason="content is not text",
+            )
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _tool_calls(calls: Any, where: str) -> list[Message]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{where}: tool_calls must be a list of objects")
+        raise DataError(f"{where}: tool_calls must be a list of objects", reason="malformed tool call")
     return [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
 def _tool_call(call: Message, where: str) -> Message:
     function = dict(function_of(call))
     if not isinstance(function.get("name"), str):
-        raise DataError(f"{where} has no function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    function["arguments"] = {} if arguments is None else arguments
+        raise DataError(f"{where} has no function name", reason="malformed tool call")
+    function["arguments"] = _arguments(function)
     kept = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
     return {"type": "function", **kept, "function": function}
+
+
+def _arguments(function: Message) -> Any:
+    """Arguments as an object, {} where there are none; as they are written if they are something else, or name a key twice."""
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
@@ -121,11 +193,15 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
                 near = text[max(0, found.start() - 20) : found.end() + 20]
                 raise DataError(
                     f"{row.where}: messages[{i}] contains the tokenizer's special token {found.group()!r} "
-                    f"(near {near!r}), which would forge the end or start of a turn. Remove it from the text"
+                    f"(near {near!r}), which would forge the end or start of a turn. Remove it from the text",
+                    reason="special token in text",
                 )
     for text in _strings(row.tools):
         if found := pattern.search(text):
-            raise DataError(f"{row.where}: tools contain the tokenizer's special token {found.group()!r}")
+            raise DataError(
+                f"{row.where}: tools contain the tokenizer's special token {found.group()!r}",
+                reason="special token in tools",
+            )
 
 
 @lru_cache(maxsize=8)

@@ -49,9 +49,14 @@ def _marked(message: dict[str, Any], where: str) -> bool | None:
         return None
     weight, train = message.get("weight", 1), message.get("train", True)
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(f"{where}: weight {weight!r} is not 0 or 1: an answer is learned or it is not")
+        raise DataError(
+            f"{where}: weight {weight!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
+        )
     if not isinstance(train, bool):
-        raise DataError(f"{where}: train {train!r} is not true or false")
+        raise DataError(f"{where}: train {train!r} is not true or false", reason="bad train mark")
     if message["role"] != "assistant" and (message.get("weight") or message.get("train")):
-        raise DataError(f"{where}: a message of role {message['role']} is marked as learned: only answers are")
+        raise DataError(
+            f"{where}: a message of role {message['role']} is marked as learned: only answers are",
+            reason="bad train mark",
+        )
     return bool(weight) and train

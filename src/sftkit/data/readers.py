@@ -85,12 +85,36 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
     return chosen
 
 
-def loads(content: bytes) -> Any:
-    """JSON, or a ValueError; also for half of a surrogate pair, which JSON can write down but no text can hold."""
-    value = json.loads(content)
-    if b"\\ud" in content.lower():
+class DuplicateKey(ValueError):
+    """JSON with an object that has a key twice: readers would silently take the last one."""
+
+
+def loads(content: bytes | str) -> Any:
+    """JSON, or a ValueError; also for half of a surrogate pair, which JSON can write down but no text can hold, and, as
+    DuplicateKey, for an object that has a key twice."""
+    text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
+    value = _STRICT.decode(text)
+    if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def json_error(where: str, error: Exception) -> DataError:
+    """The DataError of what `loads` raised, or of nesting that is too deep for it."""
+    if isinstance(error, DuplicateKey):
+        return DataError(f"{where}: {error}. Keep the one that is meant", reason="duplicate JSON key")
+    return DataError(f"{where}: not JSON: {error}", reason="not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
+    return made
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object)  # made once: json.loads would make one for every line
 
 
 def base_split(spec: str) -> str:
@@ -151,15 +175,38 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         value = loads(content)
     except ValueError as error:
-        if not content.lstrip().startswith(b"{"):
-            raise DataError(f"{path}: not JSON: {error}") from error
-        yield from _json_lines(path)
+        start = content.lstrip()[:1]
+        if start == b"{" and not _is_json(content):
+            yield from _json_lines(path)
+        elif start == b"[" and _is_json(content):
+            yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(content)))
+        else:
+            raise json_error(str(path), error) from error
         return
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(value))
+
+
+def _is_json(content: bytes) -> bool:
+    """Whether it would be JSON but for what `loads` forbids beyond the grammar."""
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True
+
+
+def _elements(content: bytes) -> Iterator[bytes]:
+    """The elements of a JSON list as they are written, so that one which `loads` refuses is one bad row."""
+    text, gap, decoder = content.decode(json.detect_encoding(content)), re.compile(r"[\s,]*"), json.JSONDecoder()
+    at = gap.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+    while text[at] != "]":
+        _, end = decoder.raw_decode(text, at)
+        yield text[at:end].encode()
+        at = gap.match(text, end).end()  # type: ignore[union-attr]
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:

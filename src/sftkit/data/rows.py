@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sftkit.data.readers import json_error, loads
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 
@@ -32,7 +32,9 @@ SHAREGPT_ROLES = {
 def convert(raw: Any, where: str) -> Row:
     """One row as read to a Row, or a DataError that lists its columns. Null columns count as absent."""
     if not isinstance(raw, dict):
-        raise DataError(f"{where}: {type(raw).__name__} instead of an object with columns")
+        raise DataError(
+            f"{where}: {type(raw).__name__} instead of an object with columns", reason="row is not an object"
+        )
     present = {key: value for key, value in raw.items() if value is not None}
     for columns, make in SHAPES:
         if all(column in present for column in columns):
@@ -40,7 +42,10 @@ def convert(raw: Any, where: str) -> Row:
     null = [key for key in raw if key not in present]
     empty = f"; null: {', '.join(null)}" if null else ""
     shapes = " ".join(ACCEPTED.split())
-    raise DataError(f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}")
+    raise DataError(
+        f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
+        reason="unknown columns",
+    )
 
 
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
@@ -74,9 +79,12 @@ def _completed(row: Row, raw: Raw) -> Row:
         return row
     system, args = raw.get("system"), raw.get("chat_template_kwargs")
     if system is not None and not isinstance(system, str):
-        raise DataError(f"{row.where}: system is {type(system).__name__}, expected text")
+        raise DataError(f"{row.where}: system is {type(system).__name__}, expected text", reason="column is not text")
     if args is not None and not isinstance(args, dict):
-        raise DataError(f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object")
+        raise DataError(
+            f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object",
+            reason="malformed template arguments",
+        )
     row = replace(row, template_args=args or None)
     if not system or not system.strip() or not isinstance(row.messages, list):
         return row
@@ -86,7 +94,8 @@ def _completed(row: Row, raw: Raw) -> Row:
             return row
         raise DataError(
             f"{row.where}: the column system and the first message are both system texts, and they differ: drop one of them, "
-            "or put both into the first message"
+            "or put both into the first message",
+            reason="two system texts",
         )
     context = row.context_messages + 1 if row.context_messages else 0
     return replace(row, messages=[{"role": "system", "content": system}, *row.messages], context_messages=context)
@@ -103,7 +112,7 @@ def _conversations(raw: Raw, where: str) -> Row:
     """ShareGPT; some datasets have role and content under this name too."""
     turns = raw["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: conversations is not a list of objects")
+        raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
     messages = [_turn(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
     return Row(where, messages=messages, tools=_tools(raw, where))
 
@@ -112,16 +121,21 @@ def _turn(turn: Raw, where: str) -> Raw:
     if "from" not in turn or "value" not in turn:
         if "role" in turn:
             return turn
-        raise DataError(f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value")
+        raise DataError(
+            f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value",
+            reason="malformed conversations",
+        )
     role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
-        raise DataError(f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}")
+        raise DataError(
+            f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
+        )
     if role != "function_call":
         return {"role": role, "content": turn["value"]}
     value = _json(turn["value"], f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(f"{where}: function_call without a name")
+        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     return {
         "role": "assistant",
@@ -148,7 +162,10 @@ def _prompt(raw: Raw, where: str) -> Row:
     for column, role in sides.items():
         value = raw[column]
         if not isinstance(value, str | list):
-            raise DataError(f"{where}: {column} is {type(value).__name__}, expected text or a list of messages")
+            raise DataError(
+                f"{where}: {column} is {type(value).__name__}, expected text or a list of messages",
+                reason="column is not text",
+            )
         messages += [{"role": role, "content": value}] if isinstance(value, str) else value
     given = len(messages) - (1 if isinstance(raw[answer], str) else len(raw[answer]))
     return Row(where, messages=messages, tools=_tools(raw, where), context_messages=given)
@@ -162,14 +179,18 @@ def _choices(raw: Raw, where: str) -> Row:
     if isinstance(choices, dict):
         choices, labels = choices.get("text"), choices.get("label")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise DataError(f"{where}: choices is not a list of texts, or an object with text and label")
+        raise DataError(
+            f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
+        )
     if not isinstance(labels, list):
         labels = [_letter(i) for i in range(len(choices))]
     index = labels.index(str(key)) if key in labels else key
     if isinstance(index, str) and index.isdigit():
         index = int(index)
     if not isinstance(index, int) or not 0 <= index < len(choices):
-        raise DataError(f"{where}: answer {key!r} is none of the {len(choices)} choices")
+        raise DataError(
+            f"{where}: answer {key!r} is none of the {len(choices)} choices", reason="answer is none of the choices"
+        )
     return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
 
 
@@ -204,7 +225,9 @@ SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
 
 def _text(raw: Raw, column: str, where: str) -> str:
     if not isinstance(raw[column], str):
-        raise DataError(f"{where}: {column} is {type(raw[column]).__name__}, expected text")
+        raise DataError(
+            f"{where}: {column} is {type(raw[column]).__name__}, expected text", reason="column is not text"
+        )
     return raw[column]
 
 
@@ -216,7 +239,7 @@ def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         tools = _json(tools, f"{where}: tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools is not a list of objects (or the JSON text of one)")
+        raise DataError(f"{where}: tools is not a list of objects (or the JSON text of one)", reason="malformed tools")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
 
@@ -224,6 +247,6 @@ def _json(text: Any, where: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise json_error(where, error) from error

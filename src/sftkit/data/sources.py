@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import multiprocessing
 import signal
 import sys
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, hub, readers, rows
+from sftkit.data import cache, chat, conversation, findings, hub, readers, rows
 from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
@@ -32,8 +31,6 @@ COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_targ
 BUILTINS = ("docs", "tasks")
 ROWS_PER_CHUNK = 128
 "Rows that a process gets at a time."
-
-log = logging.getLogger(__name__)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -48,16 +45,16 @@ class Opened:
 
 
 def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
-    """The rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out and logged."""
-    reasons: list[str] = []
+    """The rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and told in the end."""
+    tally: findings.Tally = {}
     for raw in opened(source).rows():
         try:
             yield parse(raw)
         except DataError as error:
             if on_bad_row == "error":
                 raise
-            reasons.append(str(error))
-    _log_skipped(source_label(source), reasons)
+            findings.add(tally, findings.skipped(error))
+    findings.tell(source_label(source), findings.ordered(tally))
 
 
 def opened(source: SourceConfig) -> Opened:
@@ -73,7 +70,7 @@ def parse(raw: RawRow) -> Row:
         try:
             value = readers.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON: {error}") from error
+            raise readers.json_error(where, error) from error
     return rows.convert(value, where)
 
 
@@ -138,7 +135,7 @@ class _Part:
     lengths: list[int] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    skipped: list[str] = field(default_factory=list)
+    found: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _Part) -> None:
         self.ids += other.ids
@@ -146,11 +143,13 @@ class _Part:
         self.lengths += other.lengths
         self.num_bytes += other.num_bytes
         self.counts += other.counts
-        self.skipped += other.skipped
+        for finding in other.found.values():
+            findings.add(self.found, finding)
 
 
 def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
-    """All documents of the sources, source after source, from the cache on disk if they are there.
+    """All documents of the sources, source after source, from the cache on disk if they are there. What was found in
+    their rows is told either way.
 
     `cache_key` names what the caller has bound into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
@@ -159,17 +158,25 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     found = [opened(source) for source in sources]
     folder = Path(data.cache_dir).expanduser() / cache.key(_description(sources, found, data, tokenize, cache_key))
     examples = cache.load(folder)
-    if examples is not None:
-        return examples
+    if examples is None:
+        examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
+    for name, told in examples.findings.items():
+        findings.tell(name, told)
+    return examples
+
+
+def _tokenized(
+    sources: Sequence[SourceConfig], names: tuple[str, ...], found: list[Opened], data: DataConfig, tokenize: Tokenize
+) -> Examples:
     run = _Pool(tokenize, data) if data.num_proc > 1 else None
     try:
         parts = []
-        for source, name, source_rows in zip(sources, names, found, strict=True):
-            parts.append(_tokenize_source(source, name, source_rows, data, tokenize, run))
+        for source, source_rows in zip(sources, found, strict=True):
+            parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
     finally:
         if run is not None:
             run.close()
-    return cache.save(folder, _joined(parts, names, sources))
+    return _joined(parts, names, sources)
 
 
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
@@ -195,21 +202,20 @@ def _description(
 
 
 def _tokenize_source(
-    source: SourceConfig, name: str, found: Opened, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
+    source: SourceConfig, found: Opened, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
 ) -> _Part:
     chunks = _chunks(found.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
     whole = _Part()
     for part in done:
         whole.add(part)
-    _log_skipped(name, whole.skipped)
     if not whole.counts["rows"]:
         raise DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
     if not whole.lengths:
         became = ", ".join(f"{whole.counts[c]} {c}" for c in COUNTS[2:] if whole.counts[c])
-        first = f". First bad row: {whole.skipped[0]}" if whole.skipped else ""
+        why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))
         raise DataError(
-            f"data source {source.path}: nothing to learn in its {whole.counts['rows']} rows ({became}){first}"
+            f"data source {source.path}: nothing to learn in its {whole.counts['rows']} rows ({became}){why}"
         )
     return whole
 
@@ -218,15 +224,20 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
     part = _Part(counts=Counter(rows=len(chunk)))
     for raw in chunk:
         try:
-            result = tokenize(parse(raw))
+            row = parse(raw)
+            result = tokenize(row)
         except DataError as error:
             if on_bad_row == "error":
                 raise
             part.counts["skipped_bad"] += 1
-            part.skipped.append(str(error))
+            findings.add(part.found, findings.skipped(error))
             continue
+        part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
+        if result.examples and row.messages is not None:
+            for reason, where in conversation.oddities(row.messages, row.where).items():
+                findings.add(part.found, findings.accepted(reason, where))
         for example in result.examples:
             part.counts["documents"] += 1
             part.ids.append(example.ids)
@@ -255,15 +266,14 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
         source=np.concatenate([np.full(len(part.lengths), i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
         counts={
-            name: {count: part.counts[count] * source.repeat for count in COUNTS}
+            name: {count: part.counts[count] * source.repeat for count in (*COUNTS, *chat.ANSWER_COUNTS)}
+            for name, part, source in zip(names, parts, sources, strict=True)
+        },
+        findings={
+            name: findings.ordered(part.found, source.repeat)
             for name, part, source in zip(names, parts, sources, strict=True)
         },
     )
-
-
-def _log_skipped(name: str, reasons: list[str]) -> None:
-    if reasons:
-        log.warning("%s: skipped %d bad rows, the first: %s", name, len(reasons), reasons[0])
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     if row.text is None:
         raise DataError(
             f"{row.where}: a conversation, but this script learns from plain text. "
-            "Conversations are for mid_train.py and chat_sft.py"
+            "Conversations are for mid_train.py and chat_sft.py",
+            reason="conversation, not text",
         )
     if not row.text.strip():
         return Tokenized([], "dropped_no_target")

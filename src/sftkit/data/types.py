@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,6 +51,19 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Rows of a source with the same fault or oddity."""
+
+    kind: Literal["skipped", "accepted"]
+    "left out as bad, or learned from like any other"
+    reason: str
+    "the same few words for all of them"
+    rows: int
+    first: str
+    "file:line of the first of them, and what is wrong there"
+
+
+@dataclass(frozen=True)
 class Examples:
     """All tokenized documents of a set of sources, flat and memory-mappable; D documents, N tokens."""
 
@@ -66,7 +79,9 @@ class Examples:
     "int16 [D], index into source_names"
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
-    "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad"
+    "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS"
+    findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+    "source name -> why rows were skipped, and what is odd in others"
 
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int]) -> Examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -34,7 +34,7 @@ class RowSample:
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:
-    """For each source its name, what became of its rows, and its tokens and targets.
+    """For each source its name, what became of its rows and why, and its tokens and targets.
 
     Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
     """
@@ -46,7 +46,8 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
     for i, name in enumerate(examples.source_names):
         counts = examples.counts.get(name, {})
         numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
-        facts.append({"name": name, **numbers, "tokens": int(tokens[i]), "targets": int(targets[i])})
+        found = [asdict(finding) for finding in examples.findings.get(name, ())]
+        facts.append({"name": name, **numbers, "tokens": int(tokens[i]), "targets": int(targets[i]), "findings": found})
     return facts
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import Config
+from sftkit.data import findings
 from sftkit.data.loader import Batches
 from sftkit.data.pack import GlobalBatch, Layout
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
 from sftkit.preflight import costs
 from sftkit.preflight import data as facts
@@ -153,6 +154,12 @@ def source_text(source: dict[str, Any]) -> str:
     )
 
 
+def finding_lines(found: dict[str, Any]) -> list[str]:
+    """A line for each reason for which rows of a source were skipped, or are odd. The log of a run has them by itself."""
+    sources = [*found["sources"], *found["validation"]]
+    return [f"{source['name']}: {findings.text(Finding(**one))}" for source in sources for one in source["findings"]]
+
+
 def template_text(found: dict[str, Any]) -> str:
     """The start of the chat template's hash."""
     return found["template_sha256"][:12] if found["template_sha256"] else "none"
@@ -227,13 +234,17 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "no target left within data.max_length: raise it, or shorten the prompts",
-        "skipped_bad": "bad rows: the log names the first; data.on_bad_row=error stops at it",
+        "skipped_bad": f"bad rows ({_reasons(source)}): data.on_bad_row=error stops at the first",
     }
     dropped = sum(source[key] for key in reasons)
     if 100.0 * dropped > DROPPED_PCT * rows:
         why = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
         found.append(f"source {source['name']}: {dropped:,} of {source['rows']:,} rows are not used. {why}")
     return found
+
+
+def _reasons(source: dict[str, Any]) -> str:
+    return ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
 
 
 def _padding_warning(found: dict[str, Any]) -> list[str]:

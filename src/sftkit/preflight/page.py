@@ -27,7 +27,7 @@ h1 { font-size: 1.4rem; margin: .5rem 0; overflow-wrap: anywhere; } h2 { font-si
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-td.wrap { white-space: normal; min-width: 9rem; } tr.own td { font-weight: 600; }
+td.wrap { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; } tr.own td { font-weight: 600; }
 td.bar { width: 55%; min-width: 6rem; } .bar i { display: block; height: .8rem; background: var(--bar); min-width: 1px; }
 .doc { margin: .6rem 0; } .doc pre { margin: .4rem 0 0; max-height: 28rem; overflow: auto; white-space: pre-wrap;
   overflow-wrap: anywhere; font: 13px/1.55 ui-monospace, monospace; color: var(--dim); }
@@ -46,6 +46,7 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
         _cards(found),
         "<h2>Sources</h2>",
         _sources(found),
+        _findings(found),
         _chat_note(found),
         "<h2>Document lengths (positions)</h2>",
         _lengths(found["lengths"]),
@@ -106,6 +107,16 @@ def _sources(found: dict[str, Any]) -> str:
     for use, sources in (("train", found["sources"]), ("val", found["validation"])):
         rows += [[source["name"], use, *(f"{source[key]:,}" for key in keys)] for source in sources]
     return _table(heads, rows)
+
+
+def _findings(found: dict[str, Any]) -> str:
+    """Why rows were skipped, or what is odd in them, with the first example of each."""
+    rows = [
+        (source["name"], one["kind"], f"{one['rows']:,}", one["reason"], one["first"])
+        for source in (*found["sources"], *found["validation"])
+        for one in source["findings"]
+    ]
+    return _table(("", "what", "rows", "because", "the first"), rows, wrap=4) if rows else ""
 
 
 def _chat_note(found: dict[str, Any]) -> str:
@@ -173,8 +184,13 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], wrap: int | None = None) -> str:
+    """A table; the column `wrap` holds long text."""
+
+    def cell(column: int, text: str) -> str:
+        return f"<td{' class=wrap' if column == wrap else ''}>{escape(text)}</td>"
+
+    body = "".join(f"<tr>{''.join(cell(i, text) for i, text in enumerate(row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{_heads(heads)}</tr>{body}</table></div>'
 
 

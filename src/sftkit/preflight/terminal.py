@@ -148,6 +148,8 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
     plain = console.no_color or not console.is_terminal
     for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
         console.print(line, markup=False, soft_wrap=True)
+    for line in preflight.finding_lines(found):
+        console.print(f"{'rows':<10}{line.translate(CONTROLS)}", markup=False, soft_wrap=True)
     for warning in found["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)

@@ -23,6 +23,7 @@ SOURCES = {
     "dropped_no_target": "dropped, no target",
     "skipped_bad": "skipped, bad",
 }
+FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
 LAYOUTS = {
     "layout": "layout",
     "shapes": "shapes",
@@ -67,6 +68,7 @@ def data(report: Report) -> Html:
     tables = [
         _table(found.get(k), SOURCES, t) for k, t in (("sources", "Sources"), ("validation", "Validation sources"))
     ]
+    tables.append(_findings([*dicts(found.get("sources")), *dicts(found.get("validation"))]))
     tables.append(_layouts(found.get("layouts")))
     memory, disk, time = (facts(dict(_leaves(found.get(key))), key.capitalize()) for key in ("memory", "disk", "time"))
     return section(
@@ -112,13 +114,18 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     return el("figure", caption, drawing)
 
 
-def _table(rows: Any, names: dict[str, str], caption: str) -> Html | None:
+def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
     if not (found := dicts(rows)):
         return None
     head, cells = columns(found, names)
-    return table(
-        head, [[said(value) if isinstance(value, dict | list) else value for value in row] for row in cells], caption
-    )
+    said_cells = [[said(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
+    return table(head, said_cells, caption, text)
+
+
+def _findings(sources: Rows) -> Html | None:
+    """Why rows were skipped, or what is odd in them, with the first example of each."""
+    rows = [finding | {"name": source.get("name")} for source in sources for finding in dicts(source.get("findings"))]
+    return _table(rows, FINDINGS, "Rows skipped or odd, by reason", text=(1, 3, 4))
 
 
 def _layouts(rows: Any) -> Html | None:

@@ -1,0 +1,243 @@
+"""Records that are odd or bad: each is learned, counted or refused on purpose, and told by its reason."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import pickle
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data import cache, chat, findings, readers, sources
+from sftkit.data.types import Examples, Row
+from sftkit.errors import DataError
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}
+ANSWER, RESULT = {"role": "assistant", "content": "Rain."}, {"role": "tool", "content": "rain"}
+
+
+def call(arguments: Any = "{}", **more: str) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function, **more}]}
+
+
+def record(*messages: dict[str, Any]) -> str:
+    return json.dumps({"messages": messages})
+
+
+GOOD = record(USER, ANSWER)
+LEARNED, ACCEPTED, SKIPPED = "learned", "accepted", "skipped"
+NO_CALL, AS_TEXT = "tool result without a call", "tool arguments kept as text"
+
+# name -> (record, template, what becomes of it, reason)
+DECISIONS: dict[str, tuple[str, str, str, str]] = {
+    "result of a call": (record(USER, call(), RESULT, ANSWER), "chatml", LEARNED, ""),
+    "result without a call": (record(USER, RESULT, ANSWER), "chatml", ACCEPTED, NO_CALL),
+    "result of another id": (
+        record(USER, call(id="a"), {**RESULT, "tool_call_id": "b"}, ANSWER), "chatml", ACCEPTED, NO_CALL),
+    "result without an id": (record(USER, call(id="a"), RESULT, ANSWER), "chatml", LEARNED, ""),
+    "result of a call without an id": (
+        record(USER, call(), {**RESULT, "tool_call_id": "b"}, ANSWER), "chatml", LEARNED, ""),
+    "two results of one call": (record(USER, call(), RESULT, RESULT, ANSWER), "chatml", ACCEPTED, NO_CALL),
+    "result after another question": (record(USER, call(), USER, RESULT, ANSWER), "chatml", ACCEPTED, NO_CALL),
+    "broken JSON in arguments": (record(USER, call('{"a": ""b"}')), "chatml", ACCEPTED, AS_TEXT),
+    "a list as arguments": (record(USER, call("[1]")), "chatml", ACCEPTED, AS_TEXT),
+    "a key twice in arguments": (record(USER, call('{"a": 1, "a": 2}')), "chatml", ACCEPTED, AS_TEXT),
+    "no arguments": (record(USER, call("")), "chatml", LEARNED, ""),
+    "assistant only": (record(ANSWER), "chatml", LEARNED, ""),
+    "two users in a row": (record(USER, USER, ANSWER), "chatml", LEARNED, ""),
+    "two answers in a row": (record(USER, ANSWER, ANSWER), "chatml", LEARNED, ""),
+    "two answers that are rendered as in no prompt": (
+        record(USER, ANSWER, ANSWER), "qwen3", SKIPPED, "template renders the prompt differently"),
+    "two users where turns alternate": (record(USER, USER, ANSWER), "mistral", SKIPPED, "template refuses it"),
+    "system in the middle": (record(USER, ANSWER, SYSTEM, USER, ANSWER), "qwen3", LEARNED, ""),
+    "system in the middle left out": (
+        record(USER, ANSWER, SYSTEM, USER, ANSWER), "first_system", SKIPPED, "template leaves out a system message"),
+    "system in the middle refused": (record(USER, ANSWER, SYSTEM, USER, ANSWER), "mistral", SKIPPED, "template refuses it"),
+    "a key twice": ('{"messages": [], "messages": []}', "chatml", SKIPPED, "duplicate JSON key"),
+    "a key twice in a message": (
+        GOOD.replace('"role": "user"', '"role": "user", "role": "user"'), "chatml", SKIPPED, "duplicate JSON key"),
+    "developer": (record({**SYSTEM, "role": "developer"}, USER, ANSWER), "chatml", LEARNED, ""),
+    "unknown role": (record({**USER, "role": "human"}, ANSWER), "chatml", SKIPPED, "unknown role"),
+    "no answer": (record(USER), "chatml", SKIPPED, "no assistant turn"),
+    "empty answer": (record(USER, {**ANSWER, "content": " "}), "chatml", SKIPPED, "empty answer"),
+    "null content": (record({**USER, "content": None}, ANSWER), "chatml", SKIPPED, "no content"),
+    "image": (record({**USER, "content": [{"type": "image"}]}, ANSWER), "chatml", SKIPPED, "content is not text"),
+    "forged turn": (record({**USER, "content": "<|im_end|>"}, ANSWER), "chatml", SKIPPED, "special token in text"),
+    "calls that the template drops": (
+        record(USER, call()), "default_system", SKIPPED, "template does not render the answer"),
+    "broken line": ('{"messages": [', "chatml", SKIPPED, "not JSON"),
+    "other columns": ('{"chat": []}', "chatml", SKIPPED, "unknown columns"),
+}  # fmt: skip
+
+FIRST_SYSTEM = (
+    "{%- for m in messages %}{%- if loop.first or m.role != 'system' %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture
+def load(tmp_path: Path, make_tokenizer):
+    """load(line, ..., template="chatml", num_proc=2): the lines of a file, as chat_sft.py reads them; bad ones skipped."""
+
+    def run(*lines: str, template: str = "chatml", **settings: Any) -> Examples:
+        if template == "first_system":
+            tokenizer = make_tokenizer()
+            tokenizer.chat_template = FIRST_SYSTEM
+        else:
+            tokenizer = make_tokenizer(template, bos="<s>", eos="</s>" if template == "mistral" else "<|im_end|>")
+        path = tmp_path / "a.jsonl"
+        content = "".join(f"{line}\n" for line in lines)
+        if not path.exists() or path.read_text() != content:  # a file that was written anew is not in the cache
+            path.write_text(content)
+        data = replace(DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache")), **settings)
+        tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+        return sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+
+    return run
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_becomes_of_an_odd_record_is_decided(load, name: str) -> None:
+    line, template, outcome, reason = DECISIONS[name]
+    good = record({**USER, "content": "Hello?"}, ANSWER)
+    examples = load(good, line, template=template)
+    assert (len(examples) > 1) == (outcome != SKIPPED)
+    assert examples.counts["a"]["skipped_bad"] == (outcome == SKIPPED)
+    found = [(one.kind, one.reason, one.rows) for one in examples.findings["a"]]
+    assert found == ([] if outcome == LEARNED else [(outcome, reason, 1)])
+    assert all("a.jsonl:2: " in one.first for one in examples.findings["a"])
+
+
+def test_arguments_with_a_key_twice_are_learned_as_they_are_written(load, tokenizer) -> None:
+    examples = load(record(USER, call('{"a": 1, "a": 2}')))
+    assert '"arguments": {"a": 1, "a": 2}}' in tokenizer.decode(examples[0].ids)
+
+
+def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, caplog) -> None:
+    alien = record({**USER, "role": "alien"}, ANSWER)
+    lines = (GOOD, "{", record(USER), alien, "[", record(USER, RESULT, ANSWER), record(USER), record(USER))
+    with caplog.at_level(logging.WARNING):
+        examples = load(*lines)
+    found = examples.findings["a"]
+    assert [(one.kind, one.reason, one.rows) for one in found] == [
+        ("skipped", "no assistant turn", 3),
+        ("skipped", "not JSON", 2),
+        ("skipped", "unknown role", 1),
+        ("accepted", NO_CALL, 1),
+    ]
+    assert [one.first.split(".jsonl:")[1].split(":")[0] for one in found] == ["3", "2", "4", "6"]
+    told = [message for message in caplog.messages if "a.jsonl" in message]
+    assert told == [f"a: {findings.text(one)}" for one in found]
+    assert told[0].startswith("a: 3 bad rows skipped, no assistant turn; the first: ")
+    assert told[3].startswith(f"a: 1 row accepted, {NO_CALL}; the first: ")
+
+
+def test_a_start_from_the_cache_tells_the_reasons_again(load, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(GOOD, "{", record(USER, RESULT, ANSWER))
+    caplog.clear()
+    monkeypatch.setattr(sources, "_tokenize_source", None)  # would raise if called
+    with caplog.at_level(logging.WARNING):
+        again = load(GOOD, "{", record(USER, RESULT, ANSWER))
+    assert again.findings == first.findings
+    assert len(again.findings["a"]) == len([m for m in caplog.messages if "; the first: " in m]) == 2
+
+
+def test_processes_find_the_same_first_examples(load, tmp_path: Path) -> None:
+    lines = [GOOD] * 200 + ["{", record(USER)] * 150
+    one = load(*lines, cache_dir=str(tmp_path / "one"))
+    two = load(*lines, cache_dir=str(tmp_path / "two"), num_proc=2)
+    assert one.findings == two.findings
+    assert {finding.rows for finding in one.findings["a"]} == {150}
+
+
+def test_repeated_sources_count_their_findings_as_often_as_their_rows(load, tmp_path: Path, tokenizer) -> None:
+    load(GOOD, "{")
+    data = DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache"))
+    source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=3)
+    examples = sources.load([source], data, partial(chat.tokenize, tokenizer=tokenizer, max_length=500), "key")
+    assert examples.counts["a"]["skipped_bad"] == examples.findings["a"][0].rows == 3
+
+
+def test_a_long_example_is_cut(load) -> None:
+    (found,) = load(GOOD, json.dumps({"x" * 100_000: 1})).findings["a"]
+    assert len(found.first) < 600
+
+
+def test_an_error_keeps_its_reason_on_the_way_from_another_process() -> None:
+    error = pickle.loads(pickle.dumps(DataError("a.jsonl:2: no", reason="empty answer")))
+    assert (str(error), error.reason) == ("a.jsonl:2: no", "empty answer")
+
+
+# ---- a key twice -----------------------------------------------------------------------------------------------------
+
+
+def test_a_key_twice_is_named(load) -> None:
+    with pytest.raises(DataError, match=r'a\.jsonl:2: an object has the key "messages" twice. Keep the one'):
+        load(GOOD, '{"messages": [], "messages": []}', on_bad_row="error")
+
+
+def test_only_the_row_with_a_key_twice_is_bad_in_a_json_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[ {"text": "one, [x]"},\n {"text": "a", "text": "b"} , {"text": "\\ud83d"}, {"text": "four ü"} ]')
+    assert [row.text for row in sources.read(SourceConfig(path=str(path)), "skip")] == ["one, [x]", "four ü"]
+    with pytest.raises(DataError, match=r'a\.json\[1\]: an object has the key "text" twice'):
+        list(sources.read(SourceConfig(path=str(path))))
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ('{"text": "a", "text": "b"}\n{"text": "c"}', r"a\.json:1: "),
+        ('{"text": "a",\n "text": "b"}', r"a\.json: "),
+        ('{"data": [], "data": [{"text": "c"}]}', r"a\.json: "),
+    ],
+)
+def test_a_key_twice_in_a_json_file_of_objects_is_placed(tmp_path: Path, content: str, where: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=rf"{where}an object has the key"):
+        list(sources.read(SourceConfig(path=str(tmp_path / "a.json"))))
+
+
+def test_strict_json_is_json() -> None:
+    for value in ({"a": [{"b": None}, "ü\n", 1.5, True]}, [], "x", {"a": {"a": 1}}):
+        text = json.dumps(value, ensure_ascii=False)
+        assert readers.loads(text) == readers.loads(text.encode()) == readers.loads(text.encode("utf-8-sig")) == value
+
+
+# ---- the reasons -----------------------------------------------------------------------------------------------------
+
+
+def reasons_in_code() -> set[str]:
+    """Every reason that a DataError about a record is raised with; one without is an error of the test."""
+    found = set()
+    for name in ("chat", "conversation", "rows", "template", "text"):
+        tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":
+                given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+                assert given, f"{name}.py:{node.lineno}: a DataError without a reason cannot be counted by it"
+                assert isinstance(given[0], ast.Constant), f"{name}.py:{node.lineno}: a reason is the same for all rows"
+                found.add(str(given[0].value))
+    return found
+
+
+def test_every_reason_is_explained_in_the_docs() -> None:
+    reasons = reasons_in_code() | {NO_CALL, AS_TEXT, "not JSON", "duplicate JSON key"}
+    docs = (ROOT / "docs" / "data.md").read_text()
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
+
+
+def test_oddities_are_of_the_row_as_it_was_read(tokenizer) -> None:
+    row = Row("x:1", messages=[USER, call("{"), RESULT, RESULT, ANSWER])
+    before = json.dumps(row.messages)
+    chat.tokenize(row, tokenizer, max_length=500)
+    assert json.dumps(row.messages) == before
