@@ -4,8 +4,6 @@ make base
 accelerate launch --config_file accelerate_configs/cpu.yaml scripts/base_train.py recipes/default/base.yaml
 """
 
-from functools import partial
-
 from sftkit.config.load import load_config
 from sftkit.runtime.script import script
 
@@ -13,7 +11,7 @@ from sftkit.runtime.script import script
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
-    from sftkit.data import text
+    from sftkit.data import stages
     from sftkit.models.load import base_tokenizer
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
@@ -24,7 +22,7 @@ def main() -> None:
         start = assemble.load_start(run, tokenizer)
 
         # What we learn from: all tokens of plain text. What we minimise: the nats of each, given those before it.
-        tokenize = partial(text.tokenize, tokenizer=tokenizer, max_length=start.max_length)
+        tokenize = stages.base(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)
 

@@ -4,8 +4,6 @@ make sft
 accelerate launch --config_file accelerate_configs/ddp.yaml scripts/chat_sft.py recipes/qwen3_0_6b/sft.yaml train.max_steps=200
 """
 
-from functools import partial
-
 from sftkit.config.load import load_config
 from sftkit.runtime.script import script
 
@@ -13,7 +11,7 @@ from sftkit.runtime.script import script
 def main() -> None:
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
-    from sftkit.data import chat
+    from sftkit.data import stages
     from sftkit.models.load import load_tokenizer
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
@@ -25,7 +23,7 @@ def main() -> None:
 
         # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it. What we
         # minimise: the nats of each of them, given all tokens before it.
-        tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=start.max_length, too_long=cfg.data.too_long)
+        tokenize = stages.sft(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)
 

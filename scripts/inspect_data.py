@@ -3,6 +3,7 @@
 make inspect RECIPE=recipes/qwen3_0_6b/sft.yaml
 python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
 python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
+python scripts/inspect_data.py my_recipe.yaml --stage mid
 """
 
 import argparse
@@ -14,6 +15,11 @@ from sftkit.config.load import load_config
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument(
+        "--stage",
+        choices=("base", "mid", "sft"),
+        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
+    )
     parser.add_argument("--preview", metavar="N", type=number, default=3, help="documents to show with their masks; 3")
     parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
     parser.add_argument(
@@ -25,11 +31,10 @@ def main() -> None:
 
     import json
     from contextlib import nullcontext
-    from functools import partial
 
     from rich.console import Console
 
-    from sftkit.data import loader, text
+    from sftkit.data import loader, stages
     from sftkit.data.pack import make_layout, plan_epoch
     from sftkit.models.load import inherit, load_tokenizer, new_tokenizer
     from sftkit.models.structure import positions
@@ -52,14 +57,11 @@ def main() -> None:
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     console.print(inherited, markup=False, soft_wrap=True)
 
-    # Tokenized as chat_sft.py does; texts as base_train.py and mid_train.py do.
-    tokenize = partial(
-        text.tokenize_any,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        too_long=cfg.data.too_long,
-        targets="assistant",
-    )
+    # Tokenized as the stage's own script does, which then finds it in the cache.
+    stage = args.stage or stages.stage_of(sys.argv[1])
+    console.print(inspection.stage_text(stage, args.stage is None), markup=False, soft_wrap=True)
+    _, tokenize_of = stages.STAGES[stage]
+    tokenize = tokenize_of(cfg.data, tokenizer, max_length)
     examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
     layout = make_layout(cfg.data, max_length, cfg.train, world_size=1, lengths=examples.lengths)
     epoch = plan_epoch(examples.lengths, layout, cfg.run.seed, epoch=0)
@@ -69,7 +71,7 @@ def main() -> None:
     samples = inspection.previews(examples, tokenizer, args.preview)
     inspection.show(console, found, samples)
     if args.html:
-        args.html.write_text(page(f"Before training: {sys.argv[1]}", found, samples), encoding="utf-8")
+        args.html.write_text(page(f"Before training: {sys.argv[1]}, {stage}", found, samples), encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import logging
 import pickle
@@ -225,8 +226,10 @@ def reasons_in_code() -> set[str]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":
                 given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
                 assert given, f"{name}.py:{node.lineno}: a DataError without a reason cannot be counted by it"
-                assert isinstance(given[0], ast.Constant), f"{name}.py:{node.lineno}: a reason is the same for all rows"
-                found.add(str(given[0].value))
+                fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one
+                assert type(given[0]) in fixed, f"{name}.py:{node.lineno}: a reason is the same for all rows"
+                reason = getattr(given[0], fixed[type(given[0])])
+                found.add(getattr(importlib.import_module(f"sftkit.data.{name}"), reason, reason))
     return found
 
 

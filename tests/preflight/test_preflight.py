@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
-from sftkit.data import loader, text
+from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
 from sftkit.errors import DataError
@@ -37,6 +37,8 @@ from sftkit.preflight import data as preflight_data
 from sftkit.preflight import look as preflight
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight.page import page
+from sftkit.runtime.rundir import TRAINING_STATE
+from sftkit.train import assemble
 
 CHROMIUM = shutil.which("chromium")
 SCRATCH = {
@@ -56,41 +58,45 @@ def chat(question: str, answer: str, system: str = "") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns if content]}
 
 
+TEXTS = [{"text": f"Sea shells number {i}. " * 10} for i in range(9)]
 CHATS = [chat(f"What comes after {i}?", f"It is {i + 1}.") for i in range(20)]
+
+
+def write_recipe(folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[Any], **settings: Any) -> Path:
+    """A recipe with its data and tokenizer beside it; section__key=value changes a setting, model__path the model."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.save_pretrained(folder / "tokenizer")
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder / "run")},
+        "model": {} if "model__path" in settings else {"scratch": SCRATCH, "tokenizer": str(folder / "tokenizer")},
+        "data": {
+            "train": [{"path": str(folder / "data.jsonl")}],
+            "max_length": 64,
+            "cache_dir": str(folder / "cache"),
+        },
+        "train": {"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2},
+    }
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(sections))
+    return recipe
 
 
 class Prepared:
     """A recipe on disk and all that a script has when it looks at the data."""
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[Any], **settings: Any) -> None:
-        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tokenizer.save_pretrained(folder / "tokenizer")
-        sections: dict[str, dict[str, Any]] = {
-            "run": {"dir": str(folder / "run")},
-            "model": {"scratch": SCRATCH, "tokenizer": str(folder / "tokenizer")},
-            "data": {
-                "train": [{"path": str(folder / "data.jsonl")}],
-                "max_length": 64,
-                "cache_dir": str(folder / "cache"),
-            },
-            "train": {"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2},
-        }
-        for key, value in settings.items():
-            section, _, name = key.partition("__")
-            sections.setdefault(section, {})[name] = value
-        self.recipe = folder / "recipe.yaml"
-        self.recipe.write_text(yaml.safe_dump(sections))
+    def __init__(
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[Any], stage: str = "sft", **settings: Any
+    ) -> None:
+        self.recipe = write_recipe(folder, tokenizer, rows, **settings)
         self.cfg: Config = read_config(self.recipe)
         self.tokenizer = tokenizer
         max_length = self.cfg.data.max_length
         assert max_length is not None
-        tokenize = partial(
-            text.tokenize_any,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            too_long=self.cfg.data.too_long,
-            targets="assistant",
-        )
+        _, tokenize_of = stages.STAGES[stage]
+        tokenize = tokenize_of(self.cfg.data, tokenizer, max_length)
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
         self.layout = make_layout(self.cfg.data, max_length, self.cfg.train, 1, self.examples.lengths)
 
@@ -136,11 +142,21 @@ def test_answers_cut_by_max_length_lower_the_share_that_learns_to_stop_and_warn(
 
 
 def test_texts_have_no_roles_no_template_and_no_end_of_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    found = Prepared(tmp_path, tokenizer, [{"text": f"Sea shells number {i}. " * 10} for i in range(9)]).look()
+    found = Prepared(tmp_path, tokenizer, TEXTS, "base").look()
     assert found["roles"] == {}
     assert found["template_sha256"] is None
     assert found["end_of_turn_pct"] is None
     assert found["target_pct"] > 90
+
+
+def test_conversations_that_base_training_skips_do_not_count_as_cut(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prepared = Prepared(tmp_path, tokenizer, [*TEXTS, *CHATS], "base", data__on_bad_row="skip")
+    found = prepared.look()
+    assert found["sources"][0]["findings"][0]["reason"] == "conversation, not text"
+    assert found["end_of_turn_pct"] is None
+    assert found["target_pct"] == 100.0
 
 
 def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
@@ -467,9 +483,107 @@ def test_the_script_shows_and_writes_all_of_it(
     assert "Before training: " in (tmp_path / "look.html").read_text()
 
 
+class Loaded(Exception):
+    """The stage's script has read its data."""
+
+
+def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path) -> Examples:
+    """The training documents that a stage's script reads."""
+    cfg = read_config(recipe)
+    found: list[Examples] = []
+
+    @contextmanager
+    def open_recipe(_: Config) -> Iterator[assemble.Run]:
+        run_dir = Path(cfg.run.dir)
+        run_dir.mkdir()
+        yield assemble.Run(cfg, cpu_runtime(), run_dir, None)
+
+    def build_engine(_: Any, __: Any, ___: Any, data: assemble.Data) -> None:
+        found.append(data.batches.examples)
+        raise Loaded
+
+    monkeypatch.setattr(assemble, "open_recipe", open_recipe)
+    monkeypatch.setattr(assemble, "build_engine", build_engine)
+    monkeypatch.setattr(sys, "argv", [f"scripts/{script}", str(recipe)])
+    with pytest.raises(Loaded):
+        runpy.run_path(str(ROOT / "scripts" / script))["main"]()
+    return found[0]
+
+
+def checkpoint_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model of an earlier run, whose documents had 48 positions."""
+    (folder / "first").mkdir()
+    cfg = Prepared(folder / "first", tokenizer, CHATS).cfg
+    load_model(cfg.model, tokenizer, 0).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / TRAINING_STATE).parent.mkdir()
+    (folder / "model" / TRAINING_STATE).write_text(json.dumps({"max_length": 48}))
+    return folder / "model"
+
+
+@pytest.mark.parametrize("inherited", [False, True], ids=["max_length set", "max_length inherited"])
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any, stage: str, inherited: bool
+) -> None:  # fmt: skip
+    rows = {"base": TEXTS, "mid": [*TEXTS, *CHATS], "sft": CHATS}[stage]
+    own: dict[str, Any] = {"data__val": [{"path": str(tmp_path / "val.jsonl")}]}
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    if inherited:
+        own |= {"model__path": str(checkpoint_of(tmp_path, tokenizer)), "data__max_length": None}
+    recipe = write_recipe(tmp_path, tokenizer, rows, **own)
+    recipe = recipe.rename(tmp_path / f"{stage}_mine.yaml")
+    look = tmp_path / "look.json"
+    inspect(monkeypatch, str(recipe), "--json", str(look))
+    folders = sorted((tmp_path / "cache").iterdir())
+    assert len(folders) == 2  # training and validation
+    examples = run_until_loaded(monkeypatch, stages.STAGES[stage][0], recipe)
+    assert sorted((tmp_path / "cache").iterdir()) == folders
+    found = json.loads(look.read_text())
+    assert found["sources"][0]["targets"] == examples.num_targets.sum()
+    assert found["max_length"] == (48 if inherited else 64)
+    assert (
+        f"stage     {stage}, by the recipe's name: shown is what scripts/{stages.STAGES[stage][0]} learns"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"model__tokenizer": None, "model__train_tokenizer": {"vocab_size": 300}}
+    recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own).rename(tmp_path / "base.yaml")
+    inspect(monkeypatch, str(recipe))
+    run_until_loaded(monkeypatch, "base_train.py", recipe)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    recipe = write_recipe(tmp_path, tokenizer, CHATS)
+    inspect(monkeypatch, str(recipe), "--stage", "mid", "--preview", "1", "--html", str(tmp_path / "look.html"))
+    out = capsys.readouterr().out
+    assert "stage     mid, as asked: shown is what scripts/mid_train.py learns; --stage base or sft for another" in out
+    assert "100.0 % targets" in out
+    assert "<<|im_start|>>[[user\nWhat comes" in out  # every token but the first
+    assert f"Before training: {recipe}, mid</h1>" in (tmp_path / "look.html").read_text()
+    with pytest.raises(DataError, match="a conversation, but this script learns from plain text"):
+        inspect(monkeypatch, str(recipe), "--stage", "base")
+
+
+def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path, tokenizer, TEXTS).rename(tmp_path / "sft.yaml")
+    with pytest.raises(DataError, match=r"data\.jsonl:1: a text without turns.*base_train\.py and mid_train\.py"):
+        inspect(monkeypatch, str(recipe))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--stage", "chat"], "invalid choice: 'chat' (choose from"),
         (["--preview", "-3"], "-3: how many documents? Take 0 or more"),
         (["--html", "/no/such/page.html"], "there is no folder /no/such"),
         (["--json", "/tmp"], "/tmp is a folder"),
@@ -506,7 +620,8 @@ def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert all(
-        option in out for option in ("--preview N", "--html FILE", "--json FILE", "--gpu-gib GIB", "data.layout")
+        option in out
+        for option in ("--preview N", "--html FILE", "--json FILE", "--gpu-gib GIB", "--stage", "data.layout")
     )
 
 

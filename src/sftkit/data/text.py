@@ -9,6 +9,9 @@ from sftkit.data import chat
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 
+NOT_TEXT = "conversation, not text"
+"The reason for which base training refuses a row."
+
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
     """One text to pieces of at most max_length + 1 tokens.
@@ -20,7 +23,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
         raise DataError(
             f"{row.where}: a conversation, but this script learns from plain text. "
             "Conversations are for mid_train.py and chat_sft.py",
-            reason="conversation, not text",
+            reason=NOT_TEXT,
         )
     if not row.text.strip():
         return Tokenized([], "dropped_no_target")

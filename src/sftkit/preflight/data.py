@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig, source_label
-from sftkit.data import chat, readers
+from sftkit.data import chat, readers, text
 from sftkit.data.sources import COUNTS, opened, parse
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
@@ -101,8 +101,9 @@ def _add_rows(sample: RowSample, source: SourceConfig) -> bool:
 
 
 def of_conversations(examples: Examples, sample: RowSample) -> np.ndarray:
-    """bool [D]: documents of the sources that have conversations."""
-    flags = [sample.conversations.get(name, False) for name in examples.source_names]
+    """bool [D]: documents of the sources that have conversations, unless those are what the stage refuses."""
+    refuse = {name for name, found in examples.findings.items() if any(one.reason == text.NOT_TEXT for one in found)}
+    flags = [sample.conversations.get(name, False) and name not in refuse for name in examples.source_names]
     return np.asarray(flags)[np.asarray(examples.source)]
 
 

@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.pack import Layout
+from sftkit.data.stages import STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -155,15 +156,19 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
     console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
     console.print(layout_table(found))
     if samples:
-        console.print(
-            "\ntargets are those of chat_sft.py; mid_train.py and base_train.py learn every token but the first"
-        )
         legend = (
             "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
         )
-        console.print(legend, markup=not plain)
+        console.print(f"\n{legend}", markup=not plain)
     for sample in samples:
         console.print(preview_text(sample, marks=plain), soft_wrap=True)
+
+
+def stage_text(stage: str, by_name: bool) -> str:
+    """Which stage is shown, why, and how to see another."""
+    others = " or ".join(name for name in STAGES if name != stage)
+    why = "by the recipe's name" if by_name else "as asked"
+    return f"{'stage':<10}{stage}, {why}: shown is what scripts/{STAGES[stage][0]} learns; --stage {others} for another"
 
 
 def memory_text(found: dict[str, Any]) -> str:

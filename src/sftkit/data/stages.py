@@ -1,0 +1,47 @@
+"""What each stage learns of a record, as the partial that `loader.load_examples` takes.
+
+A stage script and scripts/inspect_data.py take it from here, so what is looked at is what is learned, and whichever comes
+first fills the cache of both: its key names the function and all that is bound to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.config.schema import DataConfig
+from sftkit.data import chat, text
+from sftkit.data.types import Tokenized
+
+OfStage = Callable[[DataConfig, PreTrainedTokenizerBase, int], partial[Tokenized]]
+
+
+def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
+    """Plain text, every token a target; conversations are refused."""
+    return partial(text.tokenize, tokenizer=tokenizer, max_length=max_length)
+
+
+def mid(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
+    """Text and conversations, every token of both a target."""
+    return partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+
+
+def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
+    """Conversations, the assistant's tokens targets; text is refused."""
+    return partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+
+
+STAGES: dict[str, tuple[str, OfStage]] = {
+    "base": ("base_train.py", base),
+    "mid": ("mid_train.py", mid),
+    "sft": ("chat_sft.py", sft),
+}
+"Name -> the script that runs it, and what it learns."
+
+
+def stage_of(recipe: str) -> str:
+    """The stage that a recipe is of by its file's name: base.yaml, mid_long.yaml; sft if it names none."""
+    return next((stage for stage in STAGES if Path(recipe).name.startswith(stage)), "sft")
