@@ -30,7 +30,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, Likelihoods, Marks, Task
-from sftkit.models.load import load_model
+from sftkit.models.load import load_model, load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
@@ -78,11 +78,13 @@ class Job:
         precision: str = "fp32",
         sharding: Sharding | None = None,
         optim: str = "adamw",
+        chat_template: str | None = None,
     ) -> None:
         self.rt = replace(rt, topology=TOPOLOGIES[topology], precision=precision)
-        self.again = partial(Job, rt, topology, folder, precision, sharding, optim)
-        source = ModelConfig(path=str(folder))
-        self.orig_model = load_model(source, ANY_LENGTH, 0, precision, empty=self.rt.topology.sharded)
+        self.again = partial(Job, rt, topology, folder, precision, sharding, optim, chat_template)
+        source = ModelConfig(path=str(folder), chat_template=chat_template)
+        tokenizer = load_tokenizer(source) if chat_template else ANY_LENGTH
+        self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.sharded)
         self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))
         self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ EXPECTED = {
     *(f"{folder}/{stage}.yaml" for folder in ("default", "smoke", "smollm2_135m") for stage in ("base", "mid", "sft")),
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
+    "tinyllama_1_1b/sft.yaml",
 }
 FOUND = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
 

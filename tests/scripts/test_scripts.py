@@ -158,16 +158,13 @@ def test_sft_on_real_conversations_with_a_model_and_tokenizer_from_disk_lowers_t
     model_dir = tmp_path / "model"
     model = AutoModelForCausalLM.from_pretrained(SHARED_DATA / "models" / "stories260k")
     tokenizer = AutoTokenizer.from_pretrained(SHARED_DATA / "models" / "stories260k")
-    tokenizer.chat_template = (ROOT / "src/sftkit/data/chatml.jinja").read_text()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(
         f"""
 run: {{dir: {tmp_path}/run}}
-model: {{path: {model_dir}}}
+model: {{path: {model_dir}, chat_template: chatml}}
 data:
   train:
     - {{path: {SHARED_DATA}/chat/dolly15k.jsonl.gz, split: "train[100:300]"}}

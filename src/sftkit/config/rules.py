@@ -6,8 +6,10 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
@@ -90,6 +92,15 @@ def _only_with_path(get: Get) -> Iterator[Problem]:
             yield "model.revision", "only goes with model.path"
         if get("model.trust_remote_code"):
             yield "model.trust_remote_code", "only goes with model.path"
+
+
+def _chat_template(get: Get) -> Iterator[Problem]:
+    template = get("model.chat_template")
+    if template is None or template in CHAT_TEMPLATES or re.search(r"[./\\]", template) or Path(template).exists():
+        return
+    near = difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{hint}'
 
 
 def _checkpoints(get: Get) -> Iterator[Problem]:
@@ -297,6 +308,7 @@ _RULES = (
     _scratch,
     _train_tokenizer,
     _only_with_path,
+    _chat_template,
     _checkpoints,
     _sources,
     _buckets,

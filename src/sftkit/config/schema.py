@@ -83,7 +83,7 @@ class ModelConfig:
     train_tokenizer: TokenizerTraining | None = None
     "Train a new tokenizer instead of loading one."
     chat_template: str | None = None
-    "A Jinja file that replaces the tokenizer's chat template; saved with every checkpoint."
+    "Replaces the tokenizer's chat template; saved with every checkpoint. chatml: our own, and its <|im_start|> and <|im_end|> are added where the tokenizer lacks them, with rows of embedding and head for them; or a Jinja file whose tokens are there."
     revision: str | None = None
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False

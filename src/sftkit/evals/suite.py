@@ -68,7 +68,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         if asks_in_chat and not tokenizer.chat_template:
             raise ConfigError(
                 f"eval.tasks: {task.name} asks through a chat template, and the tokenizer has none: set "
-                "model.chat_template, or eval.format to completion where the task has it"
+                "model.chat_template=chatml, or eval.format to completion where the task has it"
             )
     return loaded
 

@@ -22,11 +22,13 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
+from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 from sftkit.runtime.start import Runtime
@@ -57,7 +59,13 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set."""
+    """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
+
+    The tokens of a template that was named are added where they are missing (models/vocabulary.py).
+
+    Raises:
+        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks.
+    """
     own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
@@ -69,17 +77,20 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
+        add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
         missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
         if missing:
             raise ConfigError(
-                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}; take a "
-                "template made for this tokenizer, or add the token and resize the model first"
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}. Set "
+                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model grown for "
+                "them; or take a template made for this tokenizer"
             )
     return with_pad_token(tokenizer)
 
 
-def read_template(path: str) -> str:
-    """The text of a chat template file."""
+def read_template(template: str) -> str:
+    """The text of a chat template, by its name or file."""
+    path = str(Path(__file__).parents[1] / "data" / f"{template}.jinja") if template in CHAT_TEMPLATES else template
     try:
         return Path(path).read_text()
     except OSError as error:
@@ -119,7 +130,7 @@ def new_tokenizer(
     on_bad_row: Literal["error", "skip"],
 ) -> PreTrainedTokenizerBase:
     """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
-    template = model.chat_template or str(Path(__file__).parents[1] / "data" / "chatml.jinja")
+    template = model.chat_template or "chatml"
     texts = training_texts(training.sources or train, on_bad_row)
     return train_tokenizer(texts, training.vocab_size, read_template(template))
 
@@ -133,6 +144,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
+    A model with `model.path` gets rows for the tokens that load_tokenizer has added (models/vocabulary.py).
     The optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
 
     Args:
@@ -155,6 +167,7 @@ def load_model(
                 orig_model = whole_model(loader, path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
+        make_rows(orig_model, tokenizer)
     if len(tokenizer) > vocab_size(orig_model):
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size(orig_model)}: take the tokenizer that belongs "
@@ -262,6 +275,8 @@ def inherit(
     template = (
         hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
     )
+    if added := added_tokens(tokenizer):
+        template += f", {' and '.join(added.tokens)} added"
     how = "set in the recipe" if max_length else "inherited"
     return length, (
         f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_options
+from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
 from sftkit.runtime.rundir import resolve
 
@@ -44,7 +45,7 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
 
 
 def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
-    """Weights of the recipe's model.path into the live model."""
+    """Weights of the recipe's model.path into the live model; rows for tokens that were added are the mean."""
     path = resolve(model.path or "")
     options = load_options(path, model)
     if not options["local_files_only"] or not Path(path).is_dir():
@@ -54,23 +55,27 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
             local_files_only=bool(options["local_files_only"]),
             allow_patterns=["*.json", "*.safetensors"],
         )
-    load_weights(orig_model, Path(path))
+    load_weights(orig_model, Path(path), new_rows(orig_model))
 
 
-def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
+def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:
     """Weights of a folder of safetensors into the live model, in its own precision; no collective.
 
     A model whose names are not those of the files (fused experts, say) is loaded through from_pretrained, which knows
     every layout that save_pretrained writes, whole on the host.
+
+    Args:
+        new: rows of the vocabulary that the files do not have; None: they have all.
 
     Raises:
         ConfigError: no safetensors, a file that cannot be read, a missing or odd weight.
     """
     files = _files(folder)
     wanted = _wanted(orig_model)
+    grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     others = [name for name in wanted if name not in files]
     if others:
-        _load_whole(orig_model, wanted, others, folder)
+        _load_whole(orig_model, wanted, others, folder, grown)
         return
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
@@ -78,7 +83,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path) -> None:
     for path, names in by_file.items():
         with _named_errors(path), safe_open(path, "pt") as file:
             for name in names:
-                _fill(wanted[name], file.get_slice(name), f"{path}: {name}")
+                _fill(wanted[name], file.get_slice(name), f"{path}: {name}", grown.get(id(wanted[name])))
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -121,11 +126,15 @@ def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, source: object, where: str) -> None:
-    """This rank's piece of a weight, out of a slice of its file."""
+def _fill(tensor: torch.Tensor, source: object, where: str, new: NewRows | None) -> None:
+    """This rank's piece of a weight, out of a slice of its file; of a vocabulary that has grown its new rows too."""
     shape = tuple(source.get_shape())  # type: ignore[attr-defined]
-    if shape != tuple(tensor.shape):
-        raise ConfigError(f"{where} is {list(shape)} and the model's is {list(tensor.shape)}: take its own config.json")
+    there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
+    if shape != there:
+        raise ConfigError(f"{where} is {list(shape)} and the model's is {list(there)}: take its own config.json")
+    if new is not None:
+        fill(tensor, source, new)
+        return
     if not shape:
         tensor.copy_(source[:])  # type: ignore[index]
         return
@@ -135,8 +144,18 @@ def _fill(tensor: torch.Tensor, source: object, where: str) -> None:
 
 
 @torch.no_grad()
-def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], others: list[str], folder: Path) -> None:
-    """All of `wanted` from a whole model on the host; `others` are the names that no file has."""
+def _load_whole(
+    orig_model: PreTrainedModel,
+    wanted: dict[str, torch.Tensor],
+    others: list[str],
+    folder: Path,
+    grown: dict[int, NewRows],
+) -> None:
+    """All of `wanted` from a whole model on the host; `others` are the names that no file has.
+
+    Args:
+        grown: id of a tensor with rows that the files do not have -> which.
+    """
     plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
     loader: Any = plain
     try:
@@ -159,6 +178,9 @@ def _load_whole(orig_model: PreTrainedModel, wanted: dict[str, torch.Tensor], ot
         )
     for name, tensor in wanted.items():
         value = saved[name]
+        if id(tensor) in grown:
+            fill(tensor, value, grown[id(tensor)])
+            continue
         if isinstance(tensor, DTensor):
             value = value[tuple(slice(start, start + size) for start, size in local_region(tensor))]
         local(tensor).copy_(value)

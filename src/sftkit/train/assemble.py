@@ -28,6 +28,7 @@ from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models.load import inherit, load_model
 from sftkit.models.structure import positions
+from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
 from sftkit.reports.write import try_report
@@ -100,6 +101,8 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
+    if line := describe(orig_model, tokenizer):
+        rt.say(line)
     return Start(orig_model, tokenizer, max_length)
 
 

@@ -1,0 +1,165 @@
+"""Tokens that a tokenizer lacks, and rows of embedding and head for them: how a base model becomes a chat model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.errors import ConfigError
+from sftkit.models.structure import embedding_of, head, vocab_size
+from sftkit.ops.dtensor import local, local_region
+
+MULTIPLE = 64
+"A vocabulary that grows has a multiple of so many rows, which suits tensor cores."
+MEAN_ROWS = 1024
+"Rows that are in memory at a time for a mean."
+
+_ADDED, _NEW_ROWS = "sftkit_added_tokens", "sftkit_new_rows"
+"Attributes of a tokenizer and of a model: neither is saved, so what is loaded from a checkpoint has added nothing."
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """What add_tokens has added to a tokenizer."""
+
+    tokens: tuple[str, ...]
+    ids: tuple[int, ...]
+    known: int
+    "Ids below this are those of the tokens that were there before."
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Which rows of a vocabulary are not in the model's files, or stand there without a token."""
+
+    before: int
+    "rows in the files"
+    known: int
+    "rows of tokens, whose mean the new ones are"
+    ids: tuple[int, ...]
+    "rows of added tokens, which may be among `before`"
+
+    def among(self, start: int, size: int) -> list[int]:
+        """Positions of new rows, padding included, among rows start to start + size."""
+        ids = set(self.ids)
+        return [i for i in range(size) if start + i >= self.before or start + i in ids]
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Make each a special token of the tokenizer: one that it lacks is added behind all others, in this order.
+
+    bos, eos and pad stay: text still ends with eos, and generation stops at the template's end of turn too.
+    """
+    vocabulary = tokenizer.get_vocab()
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [token for token in tokens if token not in special]},
+        replace_extra_special_tokens=False,
+    )
+    absent = tuple(token for token in tokens if token not in vocabulary)
+    if absent:
+        grown = tokenizer.get_vocab()
+        ids = tuple(grown[token] for token in absent)
+        setattr(tokenizer, _ADDED, AddedTokens(absent, ids, max(vocabulary.values()) + 1))
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens | None:
+    """What add_tokens has added; None: nothing."""
+    return getattr(tokenizer, _ADDED, None)
+
+
+def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
+    """The rows that make_rows has made; None: all rows are the files' own."""
+    return getattr(orig_model, _NEW_ROWS, None)
+
+
+def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Rows of embedding and head for the tokens that were added to the tokenizer.
+
+    Rows that the model has to spare are used first; a model that must grow grows to a multiple of 64. Each new row is the
+    mean of the rows of known tokens, for a model on the meta device once its weights are read (models/weights.py).
+
+    Raises:
+        ConfigError: the tokenizer had more tokens than the model has rows before any was added; or no linear head.
+    """
+    added = added_tokens(tokenizer)
+    if added is None:
+        return
+    before = vocab_size(orig_model)
+    if added.known > before:
+        raise ConfigError(
+            f"the tokenizer has {added.known} tokens without {', '.join(added.tokens)}, the model embeds {before}: take the "
+            "tokenizer that belongs to the model (model.tokenizer=null)"
+        )
+    if max(added.ids) >= before:
+        _resize(orig_model, -(-(max(added.ids) + 1) // MULTIPLE) * MULTIPLE)
+    new = NewRows(before, added.known, added.ids)
+    setattr(orig_model, _NEW_ROWS, new)
+    for tensor in vocabulary_of(orig_model):
+        if not tensor.is_meta:
+            fill(tensor, tensor, new)
+
+
+def _resize(orig_model: PreTrainedModel, rows: int) -> None:
+    """Embedding, head and config.vocab_size at `rows`; the new rows hold nothing yet."""
+    # mean_resizing would draw the new rows from a distribution, and without it they are drawn too, to no use.
+    with torch.random.fork_rng(devices=[]):
+        orig_model.resize_token_embeddings(rows, mean_resizing=False)
+    projection = head(orig_model)
+    bias = projection.bias
+    if bias is not None and bias.shape[0] < rows:  # of a tied head, which transformers takes to be large enough
+        longer = torch.cat([bias.data, bias.data.new_empty(rows - bias.shape[0])])
+        projection.bias = torch.nn.Parameter(longer, requires_grad=bias.requires_grad)
+
+
+def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
+    """Parameters with a row for each token: embedding [V, H], then the head's weight [V, H] unless tied, and bias [V]."""
+    embedding, projection = embedding_of(orig_model), head(orig_model)
+    found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
+    return found if projection.bias is None else [*found, projection.bias]
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
+    """This rank's piece of a vocabulary: the rows of `source`, and in new rows the mean.
+
+    Args:
+        tensor: one of vocabulary_of, whole or sharded.
+        source: a tensor or a slice of a file, of `new.before` rows or more; may be `tensor` itself.
+    """
+    piece = local(tensor)
+    region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in tensor.shape]
+    (start, size), *columns = region
+    others = tuple(slice(first, first + number) for first, number in columns)
+    there = max(0, min(new.before - start, size))
+    if source is not tensor and there:
+        piece[:there].copy_(source[(slice(start, start + there), *others)])
+    rows = new.among(start, size)
+    if rows:
+        piece[rows] = _mean(source, new.known, others, piece.dtype).to(piece)
+
+
+def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The mean of the first rows as they are in the precision of the run, summed in fp64: the same on every rank."""
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(0, rows, MEAN_ROWS):
+        part = source[(slice(first, min(first + MEAN_ROWS, rows)), *columns)]
+        total = total + part.to(dtype).to(torch.float64).sum(0).cpu()
+    return total / rows
+
+
+def describe(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A line about the tokens that were added and their rows; None: nothing was added."""
+    added, new = added_tokens(tokenizer), new_rows(orig_model)
+    if added is None or new is None:
+        return None
+    names = ", ".join(f"{token} ({i})" for token, i in zip(added.tokens, added.ids, strict=True))
+    rows = vocab_size(orig_model)
+    grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
+    tied = "tied embedding and head" if head(orig_model).weight is embedding_of(orig_model) else "embedding and head"
+    return f"added to the tokenizer: {names}; {tied} {grown}, new ones are the mean of the first {new.known:,}"
