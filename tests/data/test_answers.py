@@ -6,6 +6,7 @@ models and gpt-oss; what is learned of a conversation stands between double brac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from jinja2 import Environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.data import answers, chat
+from sftkit.data import answers, chat, prompts
 from sftkit.data.template import render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
+from sftkit.train.proof import prompt_check
 
 SPECIALS = {
     "qwen3": [],
@@ -357,3 +359,23 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch
 
 def test_golden_templates_are_all_used() -> None:
     assert {path.stem for path in GOLDEN.glob("*.jinja")} >= SPECIALS.keys()
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
+    tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, targets="assistant")
+    found = prompts.asked(tokenize)
+    assert found is not None
+    assert found.unasked == ()
+    assert found.answers >= len(found.conversations) >= 2
+    assert prompts.asked(partial(chat.tokenize, tokenizer=make(name), max_length=500, targets="all")) is None
+
+
+def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
+    monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
+    monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
+    found = prompts.asked(partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, targets="assistant"))
+    assert found is not None
+    assert len(found.unasked) == found.answers
+    assert prompt_check(found).ok is False
+    assert "assistant" in prompt_check(found).found

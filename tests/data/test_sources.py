@@ -375,7 +375,8 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
     pieces = examples.counts["a"]["documents"]
     assert pieces > 2
     assert examples.counts["a"] == {**zeros, "rows": 2, "documents": pieces, "dropped_no_target": 1}
-    assert examples.counts["b"] == {**zeros, "rows": 2, "documents": 2, "truncated": 1}
+    answered = {"answers": 31, "answers_learned": 31}
+    assert examples.counts["b"] == {**zeros, "rows": 2, "documents": 2, "truncated": 1, **answered}
     assert (
         tokenizer.decode(examples[pieces].ids)
         == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>"

@@ -84,6 +84,8 @@ class ModelConfig:
     "Train a new tokenizer instead of loading one."
     chat_template: str | None = None
     "Replaces the tokenizer's chat template; saved with every checkpoint. chatml: our own, and its <|im_start|> and <|im_end|> are added where the tokenizer lacks them, with rows of embedding and head for them; or a Jinja file whose tokens are there."
+    chat_template_args: dict[str, bool | int | float | str | None] | None = None
+    "Arguments that the chat template has from now on where a caller gives none, such as {enable_thinking: false}: in training, chat, evaluation and in whatever loads a checkpoint. A record's chat_template_kwargs come first."
     revision: str | None = None
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
@@ -114,6 +116,12 @@ class DataConfig:
     "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs; null: 8."
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     "What happens to a conversation longer than max_length. Plain text is always cut into pieces of max_length."
+    targets: Literal["assistant", "last_turn", "all"] | None = None
+    "What is learned of a conversation: every answer, those after the last user message, or every token; null: assistant in chat_sft.py, all in mid_train.py. Answers with weight 0 or train false are never learned."
+    thinking: Literal["auto", "learn_empty", "off"] = "auto"
+    "auto: an answer without reasoning is one with thinking turned off, so an empty thinking block that the template writes is context; learn_empty: the block is learned; off: reasoning in the data is left out."
+    split_turns: bool = True
+    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) end documents of their own, as they would be asked; false: they are context only. Costs tokens, see make inspect."
     on_bad_row: Literal["error", "skip"] = "error"
     "A row that cannot be used: stop with its file and line, or skip it and count."
     num_proc: Positive = 1

@@ -135,6 +135,18 @@ class Finder:
             f"{self.where}: the chat template refuses this conversation: {error}", reason="template refuses it"
         )
 
+    @property
+    def turns_thinking_off(self) -> bool:
+        """Whether the text that was rendered last has thinking turned off because its answer has no reasoning, where the
+        template by itself leaves it on."""
+        name = self.template.thinking_argument
+        return bool(
+            name
+            and name not in self.template.fixed
+            and name not in (self._given or {})
+            and self._args.get(name) is False
+        )
+
     def stripped(self, texts: Sequence[str]) -> int:
         """Return how many answers have reasoning that none of the texts has."""
         reasons = (reasoning_of(self.messages[k]) for k in self.answers)

@@ -5,6 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,12 @@ from sftkit.errors import ConfigError, DataError
 
 BORDER = "not_learned_border"
 "Why an answer is context only: its first characters share a token with the prompt, and more of the conversation follows."
-ANSWER_COUNTS = ("answers", "answers_learned", CONTEXT, MARKED, EARLIER, HISTORY, BORDER, "reasoning_left_out")
+NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER)
+SPLIT_TOKENS = "split_tokens"
+"Tokens of documents that are there because of split_turns."
+THINKING_OFF = "thinking_turned_off"
+"Conversations that are trained with thinking turned off, since they have no reasoning."
+ANSWER_COUNTS = ("answers", "answers_learned", *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
 "What is counted of the answers of conversations."
 
 
@@ -67,9 +73,11 @@ def tokenize(
         texts = _answers(finder, tokenizer, set(finder.answers) - skipped.keys(), split_turns, counts)
     counts["reasoning_left_out"] = finder.stripped([text for text, *_ in texts])
     found = [_fit(row, ids, is_target, tokenizer, max_length, too_long) for _, ids, is_target in texts]
-    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in ANSWER_COUNTS[2:7])
+    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
     notes = [one.note for one in found if one.note]
     examples = [example for one in found for example in one.examples]
+    counts[THINKING_OFF] = int(finder.turns_thinking_off)
+    counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     return Tokenized(examples, notes[0] if notes else None if examples else "dropped_no_target", counts)
 
 
@@ -146,21 +154,34 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def render_prompt(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict[str, Any]] | None = None,
+    args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens after which the model writes the next answer, with the template's own arguments."""
+    """The tokens after which the model writes the next answer.
+
+    Args:
+        args: arguments of the template; None: its own.
+    """
     checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
-    text, _ = render(tokenizer, template_of(tokenizer, bool(tools)), checked, tools, add_generation_prompt=True)
+    text, _ = render(
+        tokenizer, template_of(tokenizer, bool(tools)), checked, tools, add_generation_prompt=True, args=args
+    )
     return _encode(tokenizer, text)[0].tolist()
 
 
 def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> list[int]:
     """The tokens after which the model writes answer k of a record, with the arguments with which it is trained."""
-    template = template_of(tokenizer, bool(row.tools))
-    messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
-    args = arguments(template, messages[: k + 1], row.template_args, thinking)
-    text, _ = render(tokenizer, template, messages[:k], row.tools, add_generation_prompt=True, args=args)
-    return _encode(tokenizer, text)[0].tolist()
+    assert row.messages is not None
+    args = arguments_of(row, k, tokenizer, thinking)
+    return render_prompt(without_marks(row.messages[:k]), tokenizer, row.tools, args)
+
+
+def arguments_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> dict[str, Any]:
+    """The arguments of the chat template with which answer k of a record is trained."""
+    messages = conversation.validated(row, special_tokens_of(tokenizer))
+    return arguments(template_of(tokenizer, bool(row.tools)), messages[: k + 1], row.template_args, thinking)
 
 
 def _fit(

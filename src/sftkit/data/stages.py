@@ -14,24 +14,53 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.data import chat, text
+from sftkit.data.learned import Targets
 from sftkit.data.types import Tokenized
+from sftkit.errors import ConfigError
 
 OfStage = Callable[[DataConfig, PreTrainedTokenizerBase, int], partial[Tokenized]]
 
 
 def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Plain text, every token a target; conversations are refused."""
+    """Plain text, every token a target; conversations are refused.
+
+    Raises:
+        ConfigError: settings of conversations.
+    """
+    if data.targets not in (None, "all"):
+        raise ConfigError(
+            f"data.targets={data.targets}: base_train.py learns every token of texts; take the setting out, or run "
+            "mid_train.py or chat_sft.py"
+        )
     return partial(text.tokenize, tokenizer=tokenizer, max_length=max_length)
 
 
 def mid(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Text and conversations, every token of both a target."""
-    return partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+    """Text and conversations, every token of both a target unless data.targets says otherwise."""
+    return _conversations(text.tokenize_any, data, tokenizer, max_length, data.targets or "all")
 
 
 def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Conversations, the assistant's tokens targets; text is refused."""
-    return partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+    """Conversations, the assistant's tokens targets unless data.targets says otherwise; text is refused."""
+    return _conversations(chat.tokenize, data, tokenizer, max_length, data.targets or "assistant")
+
+
+def _conversations(
+    tokenize: Callable[..., Tokenized],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    targets: Targets,
+) -> partial[Tokenized]:
+    return partial(
+        tokenize,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        too_long=data.too_long,
+        targets=targets,
+        thinking=data.thinking,
+        split_turns=data.split_turns,
+    )
 
 
 STAGES: dict[str, tuple[str, OfStage]] = {

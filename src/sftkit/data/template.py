@@ -71,7 +71,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template. "
-            "Set model.chat_template to a Jinja file (sftkit's own: src/sftkit/data/chatml.jinja)"
+            "Set model.chat_template=chatml, or to a Jinja file"
         )
     source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
     return _probe(tokenizer, source, tuple(special_tokens_of(tokenizer)))

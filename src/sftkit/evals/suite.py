@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -274,14 +274,14 @@ class Suite:
         ]
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: Callable[[Row], Tokenized], count: int) -> list[Row]:
-    """The first rows of the validation sources that can be learned from and whole, in turn."""
+def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], count: int) -> list[Row]:
+    """The first rows of the validation sources that can be learned from and whole, in turn; asked as they are trained."""
     heads = [list(islice(usable_rows(source, tokenize), count)) for source in validation]
     in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
     return in_turn[:count]
 
 
-def usable_rows(source: SourceConfig, tokenize: Callable[[Row], Tokenized]) -> Iterator[Row]:
+def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
     """Rows that fit in a training row and do not begin with an answer."""
     for row in sources.read(source, "skip"):
         try:
@@ -290,7 +290,23 @@ def usable_rows(source: SourceConfig, tokenize: Callable[[Row], Tokenized]) -> I
             continue
         asks = row.messages is None or (row.messages and row.messages[0]["role"] != "assistant")
         if tokenized.examples and tokenized.note is None and asks:
-            yield row
+            yield _as_trained(row, tokenize)
+
+
+def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
+    """A row with the arguments of the chat template with which its first answer is trained."""
+    if row.messages is None:
+        return row
+    thinking = tokenize.keywords.get("thinking", "auto")
+    return replace(
+        row, template_args=chat.arguments_of(row, _first_answer(row), tokenize.keywords["tokenizer"], thinking)
+    )
+
+
+def _first_answer(row: Row) -> int:
+    """The index of the first answer that is not given."""
+    messages = enumerate(row.messages or ())
+    return next(i for i, message in messages if message["role"] == "assistant" and i >= row.context_messages)
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
@@ -298,7 +314,7 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     if row.messages is None:
         text = row.text or ""
         return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]
-    first = next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
+    first = _first_answer(row)
     shown = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages[:first])
-    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools)
+    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools, row.template_args)
     return prompt, shown, str(row.messages[first]["content"])

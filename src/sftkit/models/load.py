@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
+from sftkit.data.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
@@ -85,7 +86,27 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model grown for "
                 "them; or take a template made for this tokenizer"
             )
+    set_template_arguments(tokenizer, model)
     return with_pad_token(tokenizer)
+
+
+def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Write model.chat_template_args into the chat template (some tokenizers have several).
+
+    Raises:
+        ConfigError: no template, or none with such an argument.
+    """
+    args, template = model.chat_template_args, tokenizer.chat_template
+    if args is None:
+        return
+    if not template:
+        raise ConfigError(
+            "model.chat_template_args: the tokenizer has no chat template. Set model.chat_template=chatml"
+        )
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: with_arguments(source, args) for name, source in template.items()}
+    else:
+        tokenizer.chat_template = with_arguments(template, args)
 
 
 def read_template(template: str) -> str:
@@ -132,7 +153,9 @@ def new_tokenizer(
     """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
     texts = training_texts(training.sources or train, on_bad_row)
-    return train_tokenizer(texts, training.vocab_size, read_template(template))
+    tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
+    set_template_arguments(tokenizer, model)
+    return tokenizer
 
 
 def load_model(

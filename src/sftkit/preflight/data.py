@@ -34,7 +34,8 @@ class RowSample:
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:
-    """For each source its name, what became of its rows and why, and its tokens and targets.
+    """For each source its name, what became of its rows and why, its tokens and targets, and of conversations what is learned
+    of their answers.
 
     Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
     """
@@ -47,7 +48,9 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
         counts = examples.counts.get(name, {})
         numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
-        facts.append({"name": name, **numbers, "tokens": int(tokens[i]), "targets": int(targets[i]), "findings": found})
+        answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
+        learned_of = {"tokens": int(tokens[i]), "targets": int(targets[i])}
+        facts.append({"name": name, **numbers, **learned_of, "answers": answers, "findings": found})
     return facts
 
 

@@ -19,7 +19,7 @@ from sftkit.data.loader import Batches
 from sftkit.data.pack import GlobalBatch, Layout
 from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
-from sftkit.preflight import costs
+from sftkit.preflight import answers, costs
 from sftkit.preflight import data as facts
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import device_name
@@ -121,6 +121,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     """A calm table for the console: a line per source, then lengths, roles, layout and time."""
     shown = [f"{'train':<10}{source_text(source)}" for source in found["sources"]]
     shown += [f"{'val':<10}{source_text(source)}" for source in found["validation"]]
+    shown += [f"{'answers':<10}{line}" for source in found["sources"] if (line := answers.text(source))]
     lengths = found["lengths"]
     shown.append(
         f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, "
@@ -198,6 +199,7 @@ def own_layout(found: dict[str, Any]) -> dict[str, Any]:
 def data_warnings(found: dict[str, Any]) -> list[str]:
     """What is wrong with the data or its layout, and what to do about it."""
     warnings = [text for source in found["sources"] for text in _source_warnings(source, found["max_length"])]
+    warnings += [text for source in found["sources"] for text in answers.warnings(source)]
     if found["target_pct"] < TARGET_PCT:
         warnings.append(
             f"only {found['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "

@@ -7,6 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from sftkit.preflight import answers
 from sftkit.preflight import look as preflight
 from sftkit.preflight.terminal import LAYOUT_NOTES, Preview, disk_text, memory_text, preview_title
 
@@ -47,6 +48,7 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
         "<h2>Sources</h2>",
         _sources(found),
         _findings(found),
+        *(f"<p>{escape(line)}</p>" for source in found["sources"] if (line := answers.text(source))),
         _chat_note(found),
         "<h2>Document lengths (positions)</h2>",
         _lengths(found["lengths"]),

@@ -23,6 +23,19 @@ SOURCES = {
     "dropped_no_target": "dropped, no target",
     "skipped_bad": "skipped, bad",
 }
+ANSWERS = {
+    "name": "source",
+    "answers": "answers",
+    "answers_learned": "learned",
+    "not_learned_prompt": "in a prompt",
+    "not_learned_marked": "marked",
+    "not_learned_earlier_turn": "earlier turn",
+    "not_learned_history": "other as history",
+    "not_learned_border": "token shared with prompt",
+    "reasoning_left_out": "reasoning left out",
+    "split_tokens": "tokens of split turns",
+    "thinking_turned_off": "thinking turned off",
+}
 FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
 LAYOUTS = {
     "layout": "layout",
@@ -68,6 +81,7 @@ def data(report: Report) -> Html:
     tables = [
         _table(found.get(k), SOURCES, t) for k, t in (("sources", "Sources"), ("validation", "Validation sources"))
     ]
+    tables.append(_answers([*dicts(found.get("sources")), *dicts(found.get("validation"))]))
     tables.append(_findings([*dicts(found.get("sources")), *dicts(found.get("validation"))]))
     tables.append(_layouts(found.get("layouts")))
     memory, disk, time = (facts(dict(_leaves(found.get(key))), key.capitalize()) for key in ("memory", "disk", "time"))
@@ -120,6 +134,14 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
     head, cells = columns(found, names)
     said_cells = [[said(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
     return table(head, said_cells, caption, text)
+
+
+def _answers(sources: Rows) -> Html | None:
+    """Of each source with conversations, how many answers are learned, and why others are not."""
+    rows = [
+        mapping(source.get("answers")) | {"name": source.get("name")} for source in sources if source.get("answers")
+    ]
+    return _table(rows, ANSWERS, "Answers")
 
 
 def _findings(sources: Rows) -> Html | None:

@@ -21,6 +21,7 @@ from sftkit.data import chat, loader
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout, make_layout
+from sftkit.data.prompts import Asked, asked
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine
@@ -39,6 +40,7 @@ from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.loop import train
+from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
 
 Tokenize = Callable[[Row], Tokenized]
@@ -74,6 +76,8 @@ class Data:
     validation: dict[str, Examples]
     samples: list[Row]
     "whose answers are shown"
+    asked: Asked | None
+    "whether small conversations are learned as a server asks for them; None: every token is learned"
 
 
 @contextmanager
@@ -119,7 +123,7 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     examples, validation = loader.load_examples(cfg.data, tokenize, run.rt.main_first())
     pad_id = int(start.tokenizer.pad_token_id or 0)
     batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective)
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, cfg.eval.samples))
+    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, cfg.eval.samples), asked(tokenize))
 
 
 def lay_out(
@@ -204,6 +208,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
             checkpoints=checkpoints,
             tracker=tracker,
             resumed=resumed,
+            checked=[prompt_check(data.asked)],
         )
     write_summary(run.dir, trained, rt)
 

@@ -67,6 +67,7 @@ def train(
     checkpoints: Saves,
     tracker: Tracker,
     resumed: Mapping[str, Any],
+    checked: Sequence[Check] = (),
 ) -> Trained:
     """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
 
@@ -74,6 +75,7 @@ def train(
         engine: how a step is computed. `engine.model.orig_model` is all that `evaluate` and `checkpoints` see.
         evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
         resumed: what Checkpoints.resume returned.
+        checked: what was checked of the data before, for proof.json.
 
     Raises:
         NonFiniteError: as numerics.on_nonfinite says.
@@ -97,6 +99,7 @@ def train(
         ends = end_tokens(orig_model)
         checks = [
             *ready.checks,
+            *checked,
             proof.mask_check(batches.examples, ends),
             proof.resume_check(step, checkpoints.resumed_from),
         ]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.pack import Layout
+from sftkit.data.prompts import Asked
 from sftkit.data.types import Examples
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
@@ -31,6 +32,23 @@ from sftkit.tracking.meter import ShapeCounts
 
 log = logging.getLogger(__name__)
 PROBE_LENGTH = 64
+
+
+def prompt_check(found: Asked | None) -> Check:
+    """Whether what is learned begins where a server's prompt ends; None: every token is learned."""
+    how = (
+        "small conversations through this run's tokenizing; the ids before each run of targets against those of "
+        "apply_chat_template with add_generation_prompt, in each thinking mode of the template"
+    )
+    name, expected = "Every target is sampled by a server", "each after the ids of a prompt"
+    if found is None or not found.answers:
+        return Check(
+            name, None, "every token is learned" if found is None else "no conversation was rendered", "-", how
+        )
+    words = (
+        f"{found.answers - len(found.unasked)} of {found.answers} answers in {len(found.conversations)} conversations"
+    )
+    return Check(name, not found.unasked, "; ".join((words, *found.unasked[:2])), expected, how)
 
 
 def mask_check(examples: Examples, ends: Sequence[int]) -> Check:

@@ -1,0 +1,93 @@
+"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers' prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data.conversation import Message
+from sftkit.data.reasoning import reasoning_of, with_reasoning
+from sftkit.data.template import Template, template_of
+from sftkit.data.types import Row, Tokenized
+from sftkit.errors import DataError
+
+ASK = ({"role": "user", "content": "What is it?"}, {"role": "user", "content": "And then?"})
+PLAIN = ({"role": "assistant", "content": "This."}, {"role": "assistant", "content": "That."})
+REASONED = tuple({**answer, "reasoning_content": f"Because of {i}."} for i, answer in enumerate(PLAIN))
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}],
+}
+RESULT = {"role": "tool", "content": "seen"}
+PROBES: dict[str, list[Message]] = {
+    "one turn": [ASK[0], PLAIN[0]],
+    "two turns": [ASK[0], PLAIN[0], ASK[1], PLAIN[1]],
+    "with reasoning": [ASK[0], REASONED[0]],
+    "two turns with reasoning": [ASK[0], REASONED[0], ASK[1], REASONED[1]],
+    "with a tool": [ASK[0], CALL, RESULT, PLAIN[0]],
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Runs of targets in the documents of PROBES."""
+
+    conversations: tuple[str, ...]
+    "those that the template can render"
+    answers: int
+    "runs of targets"
+    unasked: tuple[str, ...]
+    "conversation and text of those that no prompt leads to"
+
+
+def asked(tokenize: partial[Tokenized]) -> Asked | None:
+    """Whether each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token, with
+    thinking asked for, not asked for, or as the template has it; None: the tokenizing learns no conversations by their
+    answers.
+
+    Args:
+        tokenize: of a run, as loader.load_examples takes it.
+    """
+    if tokenize.keywords.get("targets", "all") == "all":
+        return None
+    tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
+    template, count, rendered = template_of(tokenizer), 0, []
+    unasked: list[str] = []
+    for name, messages in PROBES.items():
+        try:
+            examples = tokenize(Row(name, messages=messages)).examples
+        except DataError:  # a template without tools or reasoning refuses such conversations, as it does in the data
+            continue
+        rendered.append(name)
+        prompts = _prompts(tokenizer, template, messages)
+        for example in examples:
+            begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
+            count += len(begins)
+            unasked += [
+                f"{name}: ...{tokenizer.decode(example.ids[max(begin - 8, 0) : begin + 4].tolist())}..."
+                for begin in begins
+                if example.ids[:begin].tolist() not in prompts
+            ]
+    return Asked(tuple(rendered), count, tuple(unasked))
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message]) -> list[list[int]]:
+    """For each answer the prompts that lead to it."""
+    name = template.thinking_argument
+    modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
+    given = with_reasoning(messages, template, "auto") if any(map(_reasons, messages)) else messages
+    return [
+        tokenizer.apply_chat_template(given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)  # type: ignore[misc]
+        for k, message in enumerate(given)
+        if message["role"] == "assistant"
+        for mode in modes
+    ]
+
+
+def _reasons(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(reasoning_of(message))

@@ -1,0 +1,69 @@
+"""What is learned of the answers of conversations, and what is not and why, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftkit.data.answers import HISTORY
+from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF
+from sftkit.data.learned import CONTEXT, EARLIER, MARKED
+
+WORDS = {
+    CONTEXT: "given in a prompt",
+    MARKED: "marked by the data (weight, train)",
+    EARLIER: "in earlier turns (data.targets=last_turn)",
+    HISTORY: "rendered otherwise once they are history",
+    BORDER: "share a token with their prompt",
+}
+"Why an answer is context only."
+COST_PCT = 10.0
+"Share of a source's tokens from which the cost of split_turns is worth a warning."
+
+
+def text(source: dict[str, Any]) -> str | None:
+    """One line about the answers of a source; None: it has none, or all are learned."""
+    answers = source["answers"]
+    if not answers:
+        return None
+    skipped = [f"{answers[name]:,} {words}" for name, words in WORDS.items() if answers[name]]
+    if answers["reasoning_left_out"]:
+        skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
+    if answers[SPLIT_TOKENS]:
+        skipped.append(
+            f"{answers[SPLIT_TOKENS]:,} tokens in documents of their own for answers that the chat template renders otherwise "
+            "once they are history (data.split_turns)"
+        )
+    if not skipped:
+        return None
+    learned = f"{answers['answers_learned']:,} of {answers['answers']:,} answers learned"
+    return f"{source['name']}: {learned}; {', '.join(skipped)}"
+
+
+def warnings(source: dict[str, Any]) -> list[str]:
+    """What a person should decide on."""
+    answers, name = source["answers"], source["name"]
+    if not answers:
+        return []
+    found = []
+    if answers[HISTORY]:
+        found.append(
+            f"source {name}: {answers[HISTORY]:,} of {answers['answers']:,} answers are context only, because the chat template "
+            "renders them otherwise once they are history. data.split_turns=true learns each as it is asked, for more tokens"
+        )
+    if answers["reasoning_left_out"]:
+        found.append(
+            f"source {name}: the reasoning before {answers['reasoning_left_out']:,} answers is not in the text that is trained on"
+        )
+    if answers[THINKING_OFF]:
+        found.append(
+            f"source {name}: {answers[THINKING_OFF]:,} of {source['rows']:,} conversations have no reasoning and are trained with "
+            "thinking turned off, which the chat template by itself leaves on. Ask for answers so, or make it the default of "
+            "chat, evaluation and servers: model.chat_template_args.enable_thinking=false"
+        )
+    if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
+        share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
+        found.append(
+            f"source {name}: {share:.0f} % of its tokens are documents of their own for earlier answers, which the chat template "
+            "renders otherwise once they are history. data.split_turns=false saves them, and learns the last answers only"
+        )
+    return found
