@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.data import answers, chat, prompts
+from sftkit.data.reasoning import with_reasoning
 from sftkit.data.template import render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -379,3 +380,129 @@ def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeyp
     assert len(found.unasked) == found.answers
     assert prompt_check(found).ok is False
     assert "assistant" in prompt_check(found).found
+
+
+# ---- turns with and without reasoning --------------------------------------------------------------------------------
+
+
+def asked_by_a_server(tokenizer, messages: list[dict[str, Any]]) -> list[list[int]]:
+    """The prompts of all answers in all modes, by transformers alone."""
+    template = template_of(tokenizer)
+    given = with_reasoning(messages, template, "auto")
+    modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
+    return [
+        tokenizer.apply_chat_template(given[:k], add_generation_prompt=True, return_dict=False, **mode)
+        for k, message in enumerate(given)
+        if message["role"] == "assistant"
+        for mode in modes
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(SPECIALS.keys() - {"mistral"}))  # which renders no reasoning
+def test_in_any_mix_of_turns_every_target_follows_a_prompt_of_a_server(make, name: str) -> None:
+    tokenizer, rng, checked = make(name), np.random.default_rng(1), 0
+    for number in range(40):
+        messages: list[dict[str, Any]] = []
+        for turn in range(4):
+            reasoned = rng.random() < 0.5 or name == "r1_distill"
+            thought = {"reasoning_content": f"Because {turn}."} if reasoned else {}
+            messages += [{"role": "user", "content": f"What {turn}?"}]
+            messages += [{"role": "assistant", "content": f"So {turn}.", **thought}]
+        found = chat.tokenize(Row(f"x:{number}", messages=messages), tokenizer, max_length=5000)
+        prompts_of_all = asked_by_a_server(tokenizer, messages)
+        for example in found.examples:
+            for begin in np.flatnonzero(np.diff(example.is_target.astype(int), prepend=0) == 1):
+                assert example.ids[:begin].tolist() in prompts_of_all, shown(example, tokenizer)
+                checked += 1
+        assert found.counts["answers_learned"] == 4
+    assert checked > 40
+
+
+def test_reasoning_in_a_field_is_written_into_the_content_of_a_template_that_renders_it_there(make) -> None:
+    assert documents(make("smollm3"), [U, REASONED]) == [
+        SMOL.format("/think") + QWEN + "[[<think>\nI think.\n</think>\n\nSo.<|im_end|>]]"
+    ]
+
+
+def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
+    """Without empty blocks an earlier call whose reasoning is stripped decides about the answer after it."""
+    tokenizer = make("qwen3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("(loop.last or reasoning_content)", "reasoning_content")
+    plain = [U, CALL, RESULT, PLAIN]
+    messages = [
+        *plain,
+        *plain,
+        U,
+        {**CALL, "reasoning_content": "Why."},
+        RESULT,
+        {**PLAIN, "content": "Key."},
+        V,
+        SECOND,
+    ]
+    found = []
+    for exactly in (2, 10**9):
+        monkeypatch.setattr(answers, "EXACTLY", exactly)
+        found.append(chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=5000, split_turns=False))
+    assert found[0].counts == found[1].counts
+    assert found[0].examples[0].is_target.tolist() == found[1].examples[0].is_target.tolist()
+    assert found[0].counts["not_learned_history"] == 2
+
+
+@pytest.mark.parametrize("content", ["Close it with the </think> tag.", "Hello <think>a</think> World"])
+def test_text_that_the_template_would_cut_at_a_thinking_tag_is_refused(make, content: str) -> None:
+    with pytest.raises(DataError, match=r"messages\[1\].*does not render"):
+        documents(make("qwen3"), [U, {"role": "assistant", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reasoning_content": "A", "reasoning": "C"}, "two different reasonings"),
+        ({"reasoning_content": "A", "content": "<think>B</think>So."}, "two different reasonings"),
+        ({"reasoning": {"text": "A"}}, "reasoning is dict, expected text"),
+    ],
+)
+def test_reasoning_that_is_not_one_text_is_refused(make, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=rf"x:1: messages\[1\]: {reason}"):
+        documents(make("qwen3"), [U, {**PLAIN, **fields}])
+
+
+def test_an_answer_that_is_only_reasoning_is_empty(make_tokenizer) -> None:
+    with pytest.raises(DataError, match="empty answer"):
+        documents(make_tokenizer("chatml"), [U, {**PLAIN, "content": "<think>Why.</think>"}])
+
+
+def test_reasoning_that_the_recipe_leaves_out_is_counted(make) -> None:
+    found = chat.tokenize(Row("x:1", messages=[U, REASONED]), make("qwen3"), max_length=500, thinking="off")
+    assert found.counts["reasoning_left_out"] == 1
+
+
+def test_an_inline_thought_of_a_distilled_model_ends_as_one_in_a_field(make) -> None:
+    tokenizer = make("r1_distill")
+    inline = {**PLAIN, "content": "<think>\nI think.\n</think>\n\nSo."}
+    assert documents(tokenizer, [U, inline]) == documents(tokenizer, [U, REASONED])
+
+
+def test_documents_that_are_too_long_take_their_answers_out_of_what_is_learned(make) -> None:
+    row = Row("x:1", messages=[U, PLAIN, V, {**SECOND, "content": "Thus. " * 100}])
+    found = chat.tokenize(row, make("qwen3"), max_length=60, too_long="drop")
+    assert (len(found.examples), found.note) == (1, "truncated")
+    assert (found.counts["answers_learned"], found.counts["not_learned_too_long"]) == (1, 1)
+
+
+def test_what_a_template_cannot_do_with_a_record_is_a_refusal(make_tokenizer) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + (m.name or '') + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    with pytest.raises(DataError, match="the chat template refuses this conversation: TypeError"):
+        documents(tokenizer, [{**U, "name": 5}, PLAIN])
+
+
+@pytest.mark.parametrize("value", ["a -#} b", "😀", "#", None, 3])
+def test_any_value_of_an_argument_reaches_the_template(make_tokenizer, value: Any) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = with_arguments("\n{{ word }}", {"word": value})
+    assert tokenizer.apply_chat_template([U], tokenize=False) == f"\n{value}"
+    assert with_arguments(tokenizer.chat_template, {}) == "\n{{ word }}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sftkit.data import chat, rows, sources
 from sftkit.data.arrow import without_fill
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
+from sftkit.evals.suite import sample_prompt, sample_rows
 
 A, B, C = ({"role": "assistant", "content": f"Answer {name}."} for name in "abc")
 ASK = {"role": "user", "content": "And?"}
@@ -198,3 +200,38 @@ def test_arguments_of_the_template_are_an_object() -> None:
     assert rows.convert({"messages": [ASK, A], "chat_template_kwargs": {"a": 1}}, "x:1").template_args == {"a": 1}
     with pytest.raises(DataError, match="x:1: chat_template_kwargs is str, expected an object"):
         rows.convert({"messages": [ASK, A], "chat_template_kwargs": "a"}, "x:1")
+
+
+def test_arguments_that_tokenizing_gives_are_none_of_a_record() -> None:
+    with pytest.raises(DataError, match="x:1: chat_template_kwargs has add_generation_prompt"):
+        rows.convert({"messages": [ASK, A], "chat_template_kwargs": {"add_generation_prompt": True}}, "x:1")
+
+
+def test_marks_and_reasoning_of_sharegpt_turns_are_kept(tokenizer) -> None:
+    ask, bad = {"from": "human", "value": "And?"}, {"from": "gpt", "value": "Bad.", "weight": 0}
+    good = {"from": "gpt", "value": "Good.", "reasoning_content": "Because."}
+    found = tokenized({"conversations": [ask, bad, ask, good]}, tokenizer)
+    assert learned(found, tokenizer) == ["<think>\nBecause.\n</think>\n\nGood."]
+    assert found.counts["not_learned_marked"] == 1
+
+
+def test_the_last_turn_is_the_last_one_with_an_answer(tokenizer) -> None:
+    found = tokenized({"messages": [*THREE, ASK]}, tokenizer, targets="last_turn")
+    assert learned(found, tokenizer) == ["Answer c."]
+
+
+@pytest.mark.parametrize("key", [2, "2"])
+def test_labels_of_choices_may_be_numbers(key: object) -> None:
+    raw = {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": [1, 2, 3]}, "answerKey": key}
+    row = rows.convert(raw, "x:1")
+    assert row.messages is not None
+    assert row.messages[1]["content"] == "B"
+
+
+def test_a_row_whose_answer_is_a_call_can_be_a_sample(tmp_path: Path, tokenizer) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": "v"}}}]}
+    written = [{"messages": [ASK, call, {"role": "tool", "content": "seen"}, A]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+    (row,) = sample_rows([SourceConfig(path=str(tmp_path / "calls.parquet"))], tokenize, 1)
+    assert sample_prompt(row, tokenizer)[1] == "user: And?"

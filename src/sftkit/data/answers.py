@@ -9,7 +9,6 @@ context in which it would be asked.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from sftkit.errors import DataError
 HISTORY = "not_learned_history"
 "Why an answer is context only: the template renders it otherwise once it is history."
 NOWHERE = (-1, -1)
+LONGEST_TURN = 50
+"Messages of a turn that are compared; answers further into one are looked at by rendering."
 EXACTLY = 2
 "Answers of each situation that are looked at by rendering."
 
@@ -83,9 +84,10 @@ class Finder:
         self.tokenizer, self.tools, self.thinking, self.where = tokenizer, tools, thinking, where
         self.template = template_of(tokenizer, bool(tools))
         self.messages = with_reasoning(messages, self.template, thinking)
+        self._reasons = [reasoning_of(message) for message in messages if message["role"] == "assistant"]
         self._given = args
         self._args: dict[str, Any] = {}
-        self._known: dict[tuple[int, str], _Own] = {}
+        self._known: dict[int, _Own] = {}
 
     @property
     def answers(self) -> list[int]:
@@ -103,10 +105,11 @@ class Finder:
             DataError: the template refuses the conversation, leaves out something that would be learned, or makes another
                 prompt for the last answer than it then renders.
         """
-        self._args = arguments(self.template, self.messages[: last + 1], self._given, self.thinking)
+        self._args = self._arguments(last)
         wanted = sorted(k for k in among if k <= last)
         try:
-            marked = self.template.has_marks and self.template.append_only
+            same = all(self._arguments(k) == self._args for k in wanted)
+            marked = self.template.has_marks and self.template.append_only and same
             document = self._marked(last, wanted) if marked else self._found(last, wanted)
         except TemplateError as error:
             raise self._refused(error) from error
@@ -119,7 +122,7 @@ class Finder:
         Raises:
             DataError: the template refuses the conversation or leaves out an answer.
         """
-        self._args = arguments(self.template, self.messages[: last + 1], self._given, self.thinking)
+        self._args = self._arguments(last)
         try:
             text, cursor = self._render(last + 1), 0
         except TemplateError as error:
@@ -127,6 +130,7 @@ class Finder:
         for k in self.answers:
             if k <= last:
                 cursor = self._check_pieces(k, text, cursor)
+        self._check_reasoning(last, text)
         require_instructions(self.messages[: last + 1], text, self.where)
         return text.rstrip()
 
@@ -135,22 +139,16 @@ class Finder:
             f"{self.where}: the chat template refuses this conversation: {error}", reason="template refuses it"
         )
 
-    @property
-    def turns_thinking_off(self) -> bool:
-        """Whether the text that was rendered last has thinking turned off because its answer has no reasoning, where the
-        template by itself leaves it on."""
+    def turns_thinking_off(self, k: int) -> bool:
+        """Whether an answer is asked with thinking turned off, since it has no reasoning, where the template by itself leaves it
+        on."""
         name = self.template.thinking_argument
-        return bool(
-            name
-            and name not in self.template.fixed
-            and name not in (self._given or {})
-            and self._args.get(name) is False
-        )
+        own = name in self.template.fixed or name in (self._given or {})
+        return bool(name and not own and self._arguments(k).get(name) is False)
 
     def stripped(self, texts: Sequence[str]) -> int:
         """Return how many answers have reasoning that none of the texts has."""
-        reasons = (reasoning_of(self.messages[k]) for k in self.answers)
-        return sum(bool(reasoning) and all(reasoning not in text for text in texts) for reasoning in reasons)
+        return sum(bool(reasoning) and all(reasoning not in text for text in texts) for reasoning in self._reasons)
 
     def _found(self, last: int, wanted: list[int]) -> Document:
         """An answer counts if it stands in the text as it does when it is the last message."""
@@ -188,17 +186,19 @@ class Finder:
     # looked at by rendering, the others are found by what those have before and after them, as long as that is there.
 
     def _situation(self, k: int, last: int) -> Hashable:
-        """What a template may look at."""
-        message, before = self.messages[k], self.messages[k - 1] if k else None
-        last_user = max((i for i in range(last) if self.messages[i]["role"] == "user"), default=-1)
+        """What a template may look at: the turn up to the answer, what follows, and whether another question does."""
+        users = [i for i in range(last) if self.messages[i]["role"] == "user"]
+        turn = max((i for i in users if i < k), default=0)
+        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
+        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], k > max(users, default=-1)
+
+    def _features(self, i: int) -> Hashable:
+        message = self.messages[i]
         content = message["content"]
         return (
-            (before["role"], before["content"].startswith("<tool_response>"), "tool_calls" in before)
-            if before
-            else None,
-            (self.messages[k + 1]["role"], k > last_user, len(message.get("tool_calls", ())), *sorted(message)),
+            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
             (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            bool(reasoning_of(message)),
+            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
         )
 
     def _places(self, text: str, last: int) -> dict[int, int]:
@@ -258,6 +258,7 @@ class Finder:
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
         messages = self.messages[: last + 1]
+        self._args = self._arguments(last)
         text, marks = render(self.tokenizer, self.template, messages, self.tools, marks=True, args=self._args)
         return text, [span for span in marks if span[0] < span[1]]
 
@@ -272,9 +273,9 @@ class Finder:
         return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
 
     def _own(self, k: int) -> _Own:
-        known = k, json.dumps(self._args, sort_keys=True, default=str)
-        if known in self._known:
-            return self._known[known]
+        if k in self._known:
+            return self._known[k]
+        self._args = self._arguments(k)
         text, start = self._start(k, self._render(k + 1))
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
@@ -286,28 +287,36 @@ class Finder:
         length = max(map(len, ends), default=0)
         self._check(k, core, core)
         end = start + len(core)
-        self._known[known] = _Own(text, start, end - length, end)
-        return self._known[known]
+        self._known[k] = _Own(text, start, end - length, end)
+        return self._known[k]
+
+    def _arguments(self, k: int) -> dict[str, Any]:
+        """Those with which answer k is asked."""
+        return arguments(self.template, self.messages[: k + 1], self._given, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """(text, where the answer begins): after the longest prompt that a server could have made for it."""
         if k == 0:
             return text, self._start_without_question(text)
         prompt = self._render(k, add_generation_prompt=True)
-        header = next((h for h in self.template.headers if h and prompt.endswith(h)), "")
-        before = prompt.removesuffix(header) if header else self._render(k)
-        fitting = [before + h for h in self.template.headers if h and text.startswith(before + h)]
-        if text.startswith(prompt):
-            fitting.append(prompt)
+        name, given = self.template.thinking_argument, self._args
+        prompts = [prompt]
+        chosen = name in (self._given or {}) or name in self.template.fixed or self.thinking == "learn_empty"
+        if name and (chosen or not text.startswith(prompt)):
+            for on in (True, False):
+                self._args = {**given, name: on}
+                prompts.append(self._render(k, add_generation_prompt=True))
+            self._args = given
+        fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
             # With learn_empty the block that another prompt supplies is learned; else it is context.
-            return text, len((min if self.thinking == "learn_empty" else max)(fitting, key=len))
-        return self._after_opened_thought(k, text, prompt, before)
+            return text, (min if self.thinking == "learn_empty" else max)(fitting)
+        return self._after_opened_thought(k, text, prompt)
 
-    def _after_opened_thought(self, k: int, text: str, prompt: str, before: str) -> tuple[str, int]:
+    def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
         """The prompt opens a thinking block that the template leaves out of finished answers (DeepSeek-R1 and its distilled
         models): what the model writes begins inside it."""
-        opened, bare = prompt.rstrip().endswith("<think>"), before + self.template.short_header
+        opened, bare = prompt.rstrip().endswith("<think>"), self._render(k) + self.template.short_header
         if opened and self.template.short_header.strip() and text.startswith(bare):
             reasoning = reasoning_of(self.messages[k])
             if not reasoning and self.thinking != "learn_empty":
@@ -317,7 +326,7 @@ class Finder:
                     "template that does not open it: model.chat_template",
                     reason="template opens a thinking block before an answer without reasoning",
                 )
-            return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :]}", len(prompt)
+            return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
         at = _common_length(text, prompt)
         raise DataError(
             f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
@@ -357,6 +366,10 @@ class Finder:
 
     def _check(self, k: int, answer: str, text: str) -> None:
         """What the message says is in what will be learned, and its reasoning in the text."""
+        self._check_reasoning(k, text)
+        self._check_pieces(k, answer, 0)
+
+    def _check_reasoning(self, k: int, text: str) -> None:
         reasoning = reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
             raise DataError(
@@ -365,7 +378,6 @@ class Finder:
                 "model.chat_template",
                 reason="template does not render the reasoning",
             )
-        self._check_pieces(k, answer, 0)
 
     def _check_pieces(self, k: int, text: str, cursor: int) -> int:
         """Where the last of what the message says ends in the text."""

@@ -6,8 +6,9 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,14 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
-from sftkit.data.reasoning import Thinking, arguments
+from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
 from sftkit.data.template import Span, render, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
 BORDER = "not_learned_border"
 "Why an answer is context only: its first characters share a token with the prompt, and more of the conversation follows."
-NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER)
+TOO_LONG = "not_learned_too_long"
+"Why an answer is not learned: its document was dropped, or cut before its first target."
+NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER, TOO_LONG)
 SPLIT_TOKENS = "split_tokens"
 "Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
@@ -62,30 +65,45 @@ def tokenize(
         )
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     conversation.require_answer(messages, row.where)
+    check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, targets)
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
     counts = {"answers": len(finder.answers)}
     for reason in skipped.values():
         counts[reason] = counts.get(reason, 0) + 1
+    conversation.require_answer(finder.messages, row.where)  # also without its reasoning
+    learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
         texts = [_everything(finder, tokenizer, skipped, row.where)]
     else:
-        texts = _answers(finder, tokenizer, set(finder.answers) - skipped.keys(), split_turns, counts)
-    counts["reasoning_left_out"] = finder.stripped([text for text, *_ in texts])
-    found = [_fit(row, ids, is_target, tokenizer, max_length, too_long) for _, ids, is_target in texts]
+        texts = _answers(finder, tokenizer, learnable, split_turns, counts)
+    counts["reasoning_left_out"] = finder.stripped([text.text for text in texts])
+    found = [_fit(row, text.ids, text.is_target, tokenizer, max_length, too_long) for text in texts]
+    counts[TOO_LONG] = sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
-    notes = [one.note for one in found if one.note]
     examples = [example for one in found for example in one.examples]
-    counts[THINKING_OFF] = int(finder.turns_thinking_off)
+    counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
-    return Tokenized(examples, notes[0] if notes else None if examples else "dropped_no_target", counts)
+    notes = [one.note for one in found if one.note]
+    if examples:
+        return Tokenized(examples, "truncated" if notes else None, counts)
+    return Tokenized([], notes[0] if notes else "dropped_no_target", counts)
+
+
+class _Text(NamedTuple):
+    """A document before it is cut to its length."""
+
+    text: str
+    ids: np.ndarray
+    is_target: np.ndarray
+    answers: int
+    "that are learned in it"
 
 
 def _answers(
     finder: Finder, tokenizer: PreTrainedTokenizerBase, learnable: set[int], split: bool, counts: dict[str, int]
-) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(text, ids, is_target) of each document: one that ends with the last answer, and of those that are not learned there,
-    with `split`, further ones."""
+) -> list[_Text]:
+    """One document that ends with the last answer, and of those that are not learned there, with `split`, further ones."""
     found, left = [], set(learnable)
     while left:
         last = max(left)
@@ -93,7 +111,8 @@ def _answers(
         ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
         counts[BORDER] = counts.get(BORDER, 0) + len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
-        found.append((document.text, *_ended(tokenizer, ids, _inside(sorted(spans), starts, ends))))
+        number = len(document.spans.keys() - shared)
+        found.append(_Text(document.text, *_ended(tokenizer, ids, _inside(sorted(spans), starts, ends)), number))
         left -= document.spans.keys()
         if not split:
             break
@@ -101,15 +120,13 @@ def _answers(
     return found[::-1]
 
 
-def _everything(
-    finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], where: str
-) -> tuple[str, np.ndarray, np.ndarray]:
-    """(text, ids, is_target) of a conversation that is learned whole, but for answers that are marked."""
-    last = finder.answers[-1]
+def _everything(finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], where: str) -> _Text:
+    """A conversation that is learned whole, but for answers that are marked."""
+    last, number = finder.answers[-1], len(finder.answers) - len(skipped)
     if not skipped:
         text = finder.whole(last)
         ids, *_ = _encode(tokenizer, text)
-        return text, *_ended(tokenizer, ids, np.ones(len(ids), dtype=bool))
+        return _Text(text, *_ended(tokenizer, ids, np.ones(len(ids), dtype=bool)), number)
     document = finder.document(last, skipped)
     if missing := skipped.keys() - document.spans.keys():
         raise DataError(
@@ -119,7 +136,7 @@ def _everything(
         )
     ids, starts, ends = _encode(tokenizer, document.text)
     marked = _inside(sorted(span for parts in document.spans.values() for span in parts), starts, ends)
-    return document.text, *_ended(tokenizer, ids, ~marked, learned=last not in skipped)
+    return _Text(document.text, *_ended(tokenizer, ids, ~marked, learned=last not in skipped), number)
 
 
 def _ended(
@@ -171,17 +188,19 @@ def render_prompt(
     return _encode(tokenizer, text)[0].tolist()
 
 
-def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> list[int]:
-    """The tokens after which the model writes answer k of a record, with the arguments with which it is trained."""
+def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
+    """A record with messages and arguments of the template as they are when answer k of it is trained."""
+    template = template_of(tokenizer, bool(row.tools))
+    messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
+    messages = with_reasoning(messages, template, thinking)
+    args = arguments(template, messages[: k + 1], row.template_args, thinking)
+    return replace(row, messages=messages, template_args=args or None)
+
+
+def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens after which the model writes answer k of a record."""
     assert row.messages is not None
-    args = arguments_of(row, k, tokenizer, thinking)
-    return render_prompt(without_marks(row.messages[:k]), tokenizer, row.tools, args)
-
-
-def arguments_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> dict[str, Any]:
-    """The arguments of the chat template with which answer k of a record is trained."""
-    messages = conversation.validated(row, special_tokens_of(tokenizer))
-    return arguments(template_of(tokenizer, bool(row.tools)), messages[: k + 1], row.template_args, thinking)
+    return render_prompt(row.messages[:k], tokenizer, row.tools, row.template_args)
 
 
 def _fit(

@@ -17,6 +17,9 @@ from sftkit.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+"Reasoning that is written into the content."
+
 Message = dict[str, Any]
 
 
@@ -46,7 +49,7 @@ def require_answer(messages: list[Message], where: str) -> None:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise DataError(f"{where}: no assistant turn (roles: {roles}), nothing to learn", reason="no assistant turn")
     for i, message in answers:
-        if not message["content"].strip() and not message.get("tool_calls"):
+        if not answer_core(message) and not message.get("tool_calls"):
             raise DataError(
                 f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)",
                 reason="empty answer",
@@ -98,8 +101,8 @@ def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
 
 
 def answer_core(message: Message) -> str:
-    """The part of an answer that every template keeps: trimmed, without a thinking block that may be left out."""
-    return message["content"].rsplit("</think>", 1)[-1].strip()
+    """The part of an answer that every template keeps: trimmed, without a thinking block that it begins with."""
+    return THOUGHT.sub("", message["content"]).strip()
 
 
 def function_of(call: Message) -> Message:

@@ -24,7 +24,8 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
         DataError: a weight or train of another value, or on a message that is no answer.
     """
     found: dict[int, str] = {}
-    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
         marked = _marked(message, f"{row.where}: messages[{i}]")
         if message["role"] != "assistant":

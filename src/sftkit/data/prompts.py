@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.conversation import Message
-from sftkit.data.reasoning import reasoning_of, with_reasoning
+from sftkit.data.reasoning import Thinking, with_reasoning
 from sftkit.data.template import Template, template_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
@@ -29,6 +29,8 @@ PROBES: dict[str, list[Message]] = {
     "two turns": [ASK[0], PLAIN[0], ASK[1], PLAIN[1]],
     "with reasoning": [ASK[0], REASONED[0]],
     "two turns with reasoning": [ASK[0], REASONED[0], ASK[1], REASONED[1]],
+    "reasoning, then none": [ASK[0], REASONED[0], ASK[1], PLAIN[1]],
+    "none, then reasoning": [ASK[0], PLAIN[0], ASK[1], REASONED[1]],
     "with a tool": [ASK[0], CALL, RESULT, PLAIN[0]],
 }
 
@@ -64,7 +66,7 @@ def asked(tokenize: partial[Tokenized]) -> Asked | None:
         except DataError:  # a template without tools or reasoning refuses such conversations, as it does in the data
             continue
         rendered.append(name)
-        prompts = _prompts(tokenizer, template, messages)
+        prompts = _prompts(tokenizer, template, messages, tokenize.keywords.get("thinking", "auto"))
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)
@@ -76,18 +78,16 @@ def asked(tokenize: partial[Tokenized]) -> Asked | None:
     return Asked(tuple(rendered), count, tuple(unasked))
 
 
-def _prompts(tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message]) -> list[list[int]]:
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message], thinking: Thinking
+) -> list[list[int]]:
     """For each answer the prompts that lead to it."""
     name = template.thinking_argument
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
-    given = with_reasoning(messages, template, "auto") if any(map(_reasons, messages)) else messages
+    given = with_reasoning(messages, template, thinking)
     return [
         tokenizer.apply_chat_template(given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)  # type: ignore[misc]
         for k, message in enumerate(given)
         if message["role"] == "assistant"
         for mode in modes
     ]
-
-
-def _reasons(message: Message) -> bool:
-    return message["role"] == "assistant" and bool(reasoning_of(message))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sftkit.data.conversation import Message
+from sftkit.data.conversation import THOUGHT, Message
 from sftkit.data.template import REASONING_KEYS, Template
+from sftkit.errors import DataError
 
 Thinking = Literal["auto", "learn_empty", "off"]
-
-THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
-"Reasoning that is written into the content."
 
 
 def reasoning_of(message: Message) -> str:
@@ -25,7 +22,7 @@ def reasoning_of(message: Message) -> str:
 
 
 def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
-    """Return messages with the reasoning of answers in the field that the template renders, or without it."""
+    """Return messages with the reasoning of answers where the template renders it, or without it."""
     result = []
     for message in messages:
         if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
@@ -33,10 +30,39 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
             message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
             if thinking == "off":
                 message["content"] = THOUGHT.sub("", message["content"])
+            elif field and template.renders_thoughts and not template.reasoning_key:
+                message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
             elif field:
                 message[template.reasoning_key or REASONING_KEYS[0]] = reasoning
         result.append(message)
     return result
+
+
+def check_reasoning(messages: list[Message], where: str) -> None:
+    """Every answer has one reasoning at most, as text.
+
+    Raises:
+        DataError: it has several, or something else in one of the fields.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        given = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{where}: messages[{i}]: {key} is {type(value).__name__}, expected text",
+                    reason="reasoning is not text",
+                )
+        texts = {value.strip() for value in given.values()}
+        if inline := THOUGHT.match(message["content"]):
+            texts.add(inline[1].strip())
+        if len(texts - {""}) > 1:
+            raise DataError(
+                f"{where}: messages[{i}]: two different reasonings before one answer ({', '.join(given)}"
+                f"{' and <think> in content' if inline else ''}): keep one",
+                reason="two reasonings of an answer",
+            )
 
 
 def arguments(

@@ -29,6 +29,13 @@ SHAREGPT_ROLES = {
 }
 
 
+RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"} | {
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+"Arguments of rendering that no record may give."
+
+
 def convert(raw: Any, where: str) -> Row:
     """One row as read to a Row, or a DataError that lists its columns. Null columns count as absent."""
     if not isinstance(raw, dict):
@@ -85,6 +92,11 @@ def _completed(row: Row, raw: Raw) -> Row:
             f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object",
             reason="malformed template arguments",
         )
+    if taken := RESERVED & (args or {}).keys():
+        raise DataError(
+            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which tokenizing gives by itself",
+            reason="malformed template arguments",
+        )
     row = replace(row, template_args=args or None)
     if not system or not system.strip() or not isinstance(row.messages, list):
         return row
@@ -130,14 +142,16 @@ def _turn(turn: Raw, where: str) -> Raw:
         raise DataError(
             f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
         )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if role != "function_call":
-        return {"role": role, "content": turn["value"]}
+        return {**rest, "role": role, "content": turn["value"]}
     value = _json(turn["value"], f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     return {
+        **rest,
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": function} for function in functions],
@@ -182,9 +196,8 @@ def _choices(raw: Raw, where: str) -> Row:
         raise DataError(
             f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
         )
-    if not isinstance(labels, list):
-        labels = [_letter(i) for i in range(len(choices))]
-    index = labels.index(str(key)) if key in labels else key
+    labels = list(map(str, labels)) if isinstance(labels, list) else [_letter(i) for i in range(len(choices))]
+    index = labels.index(str(key)) if str(key) in labels else key
     if isinstance(index, str) and index.isdigit():
         index = int(index)
     if not isinstance(index, int) or not 0 <= index < len(choices):
@@ -248,5 +261,5 @@ def _json(text: Any, where: str) -> Any:
         return text
     try:
         return loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise json_error(where, error) from error

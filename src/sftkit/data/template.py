@@ -25,7 +25,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Names by which published templates take whether an answer begins with reasoning."
-FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}", re.DOTALL)
+FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
 "What `with_arguments` puts before a template."
 
 
@@ -53,6 +53,8 @@ class Template:
     "Arguments that model.chat_template_args has set."
     reasoning_key: str | None
     "The field of a message whose reasoning it renders; None: none."
+    renders_thoughts: bool
+    "It speaks of <think> and renders a block that the content of an answer begins with."
     append_only: bool
     "An answer is rendered in the middle of a conversation as it was when it was the last message."
 
@@ -100,14 +102,22 @@ def render(
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(args or {})}
-    texts, spans = render_jinja_template(
-        [messages],
-        tools=list(tools) if tools else None,
-        chat_template=source,
-        return_assistant_tokens_mask=marks,
-        add_generation_prompt=add_generation_prompt,
-        **variables,
-    )
+    try:
+        texts, spans = render_jinja_template(
+            [messages],
+            tools=list(tools) if tools else None,
+            chat_template=source,
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:  # what a template does with what it did not expect
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
     return texts[0], cast(list[Span], spans[0]) if marks else []
 
 
@@ -133,6 +143,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         argument = _thinking_argument(tokenizer, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
         key = _reasoning_key(tokenizer, source, conversation[:2])
+        thought = {**conversation[1], "content": f"<think>\n{REASONED}\n</think>\n\n{ANSWERED}"}
+        keeps = "<think>" in source and REASONED in render(tokenizer, source, [conversation[0], thought])[0]
         append_only = text.startswith(answered_last[: _find(answered_last, ANSWERED)[1]])
         if append_only and key:
             reasoned = _with_reasoning(conversation, key)
@@ -154,6 +166,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         thinking_argument=argument,
         fixed=frozenset(json.loads(fixed[1])) if fixed else frozenset(),
         reasoning_key=key,
+        renders_thoughts=keeps,
         append_only=append_only,
     )
 
@@ -201,12 +214,13 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
             raise ConfigError(f"model.chat_template_args.{name}: the chat template has no {name} in it")
     if not args:
         return source
-    values = {name: json.dumps(value) for name, value in args.items()}
+    values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     lines = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(v)} %}}{{%- endif %}}"
         for name, v in values.items()
     )
-    return f"{{#- arguments: {json.dumps(dict(args), sort_keys=True)} -#}}{lines}{{#- end -#}}{source}"
+    noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
+    return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
 
 
 def _jinja(value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -294,19 +294,17 @@ def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[
 
 
 def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
-    """A row with the arguments of the chat template with which its first answer is trained."""
+    """A row as its first answer is trained."""
     if row.messages is None:
         return row
     thinking = tokenize.keywords.get("thinking", "auto")
-    return replace(
-        row, template_args=chat.arguments_of(row, _first_answer(row), tokenize.keywords["tokenizer"], thinking)
-    )
+    return chat.as_asked(row, _first_answer(row), tokenize.keywords["tokenizer"], thinking)
 
 
 def _first_answer(row: Row) -> int:
-    """The index of the first answer that is not given."""
-    messages = enumerate(row.messages or ())
-    return next(i for i, message in messages if message["role"] == "assistant" and i >= row.context_messages)
+    """The index of the first answer that is not given, else of the first one."""
+    found = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
+    return next((i for i in found if i >= row.context_messages), found[0])
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
@@ -315,6 +313,6 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
         text = row.text or ""
         return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]
     first = _first_answer(row)
-    shown = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages[:first])
-    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools, row.template_args)
-    return prompt, shown, str(row.messages[first]["content"])
+    shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
+    prompt = chat.prompt_of(row, first, tokenizer)
+    return prompt, shown, str(row.messages[first].get("content") or "")

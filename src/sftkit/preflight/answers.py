@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.data.answers import HISTORY
-from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF
+from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED
 
 WORDS = {
@@ -14,6 +14,7 @@ WORDS = {
     EARLIER: "in earlier turns (data.targets=last_turn)",
     HISTORY: "rendered otherwise once they are history",
     BORDER: "share a token with their prompt",
+    TOO_LONG: "in documents that are too long",
 }
 "Why an answer is context only."
 COST_PCT = 10.0

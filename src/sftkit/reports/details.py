@@ -32,6 +32,7 @@ ANSWERS = {
     "not_learned_earlier_turn": "earlier turn",
     "not_learned_history": "other as history",
     "not_learned_border": "token shared with prompt",
+    "not_learned_too_long": "too long",
     "reasoning_left_out": "reasoning left out",
     "split_tokens": "tokens of split turns",
     "thinking_turned_off": "thinking turned off",
