@@ -220,7 +220,7 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    for name in ("chat", "conversation", "rows", "template", "text"):
+    for name in ("answers", "chat", "conversation", "learned", "reasoning", "rows", "spans", "text"):
         tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":

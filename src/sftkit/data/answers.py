@@ -12,14 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.conversation import Message, answer_core, function_of, require_instructions
+from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_reasoning
+from sftkit.data.spans import common_length, common_prefix, not_rendered, pieces, special_pattern, within
 from sftkit.data.template import Span, render, template_of
 from sftkit.errors import DataError
 
@@ -171,7 +171,7 @@ class Finder:
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
-        return Document(own.text[: own.end], {k: _common(span, marks) for k, span in spans.items()})
+        return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, text: str, one: _Own) -> Span:
         """Where an answer stands in the text of a longer conversation; NOWHERE: not as it would be asked."""
@@ -204,7 +204,7 @@ class Finder:
     def _places(self, text: str, last: int) -> dict[int, int]:
         """Where the header of each answer begins; empty where a message could forge one, or there are more than answers."""
         headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
-        header = _common_prefix(headers or [self.template.between])
+        header = common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
             return {}
         found = [match.start() for match in re.finditer(re.escape(header), text)]
@@ -327,7 +327,7 @@ class Finder:
                     reason="template opens a thinking block before an answer without reasoning",
                 )
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        at = _common_length(text, prompt)
+        at = common_length(text, prompt)
         raise DataError(
             f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
             f"renders the conversation: after {text[max(0, at - 20) : at]!r} the prompt has "
@@ -381,10 +381,10 @@ class Finder:
 
     def _check_pieces(self, k: int, text: str, cursor: int) -> int:
         """Where the last of what the message says ends in the text."""
-        for piece in _pieces(self.messages[k]):
+        for piece in pieces(self.messages[k]):
             at = text.find(piece, cursor)
             if at < 0:
-                raise _not_rendered(self.where, k, piece)
+                raise not_rendered(self.where, k, piece)
             cursor = at + len(piece)
         return cursor
 
@@ -392,41 +392,3 @@ class Finder:
         """The first k messages."""
         messages = self.messages[:k]
         return render(self.tokenizer, self.template, messages, self.tools, add_generation_prompt, args=self._args)[0]
-
-
-@lru_cache(maxsize=8)
-def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the next special token of a text, the longest where several begin there."""
-    by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
-
-
-def _common(span: Span, marks: list[Span]) -> list[Span]:
-    """The parts of a span that are marked; the end-of-turn token, which some marks leave out, belongs to the last one."""
-    start, end = span
-    parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
-    return [*parts[:-1], (parts[-1][0], end)] if parts else []
-
-
-def _pieces(message: Message) -> list[str]:
-    """Strings that the rendered answer must contain: its text and the names of the tools it calls."""
-    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
-
-
-def _common_prefix(texts: list[str]) -> str:
-    shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
-    return shortest[: _common_length(shortest, longest)]
-
-
-def _common_length(a: str, b: str) -> int:
-    """Leading characters that two texts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _not_rendered(where: str, k: int, piece: str) -> DataError:
-    shown = piece if len(piece) <= 40 else piece[:40] + "..."
-    return DataError(
-        f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
-        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
-        reason="template does not render the answer",
-    )

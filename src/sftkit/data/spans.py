@@ -1,0 +1,48 @@
+"""Places in a rendered conversation: special tokens, marks, and what an answer must have in it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from sftkit.data.conversation import Message, answer_core, function_of
+from sftkit.data.template import Span
+from sftkit.errors import DataError
+
+
+@lru_cache(maxsize=8)
+def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the next special token of a text, the longest where several begin there."""
+    by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+
+
+def within(span: Span, marks: list[Span]) -> list[Span]:
+    """The parts of a span that are marked; the end-of-turn token, which some marks leave out, belongs to the last one."""
+    start, end = span
+    parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
+    return [*parts[:-1], (parts[-1][0], end)] if parts else []
+
+
+def pieces(message: Message) -> list[str]:
+    """Strings that the rendered answer must contain: its text and the names of the tools it calls."""
+    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+
+
+def common_prefix(texts: list[str]) -> str:
+    shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    return shortest[: common_length(shortest, longest)]
+
+
+def common_length(a: str, b: str) -> int:
+    """Leading characters that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def not_rendered(where: str, k: int, piece: str) -> DataError:
+    shown = piece if len(piece) <= 40 else piece[:40] + "..."
+    return DataError(
+        f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
+        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
+        reason="template does not render the answer",
+    )
