@@ -28,6 +28,12 @@ OnBadRow = Literal["error", "skip"]
 Tokenize = Callable[[Row], Tokenized]
 
 COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
+BECAME = {
+    "truncated": "truncated",
+    "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
+    "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be learned",
+    "skipped_bad": "bad rows skipped",
+}
 BUILTINS = ("docs", "tasks")
 ROWS_PER_CHUNK = 128
 "Rows that a process gets at a time."
@@ -212,7 +218,7 @@ def _tokenize_source(
     if not whole.counts["rows"]:
         raise DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
     if not whole.lengths:
-        became = ", ".join(f"{whole.counts[c]} {c}" for c in COUNTS[2:] if whole.counts[c])
+        became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
         why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))
         raise DataError(
             f"data source {source.path}: nothing to learn in its {whole.counts['rows']} rows ({became}){why}"

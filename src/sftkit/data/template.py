@@ -211,7 +211,9 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
     source = FIXED.sub("", source)
     for name in args:
         if not re.search(rf"\b{re.escape(name)}\b", source):
-            raise ConfigError(f"model.chat_template_args.{name}: the chat template has no {name} in it")
+            raise ConfigError(
+                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that its text uses"
+            )
     if not args:
         return source
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}

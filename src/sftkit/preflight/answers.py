@@ -53,7 +53,8 @@ def warnings(source: dict[str, Any]) -> list[str]:
         )
     if answers["reasoning_left_out"]:
         found.append(
-            f"source {name}: the reasoning before {answers['reasoning_left_out']:,} answers is not in the text that is trained on"
+            f"source {name}: the reasoning before {answers['reasoning_left_out']:,} answers is not in the text that is trained on: "
+            "data.thinking=off leaves it out, or the chat template drops it from history, where data.split_turns=true keeps it"
         )
     if answers[THINKING_OFF]:
         found.append(

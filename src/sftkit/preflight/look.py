@@ -235,7 +235,7 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
         )
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
-        "dropped_no_target": "no target left within data.max_length: raise it, or shorten the prompts",
+        "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first one; then raise data.max_length or shorten the prompts",
         "skipped_bad": f"bad rows ({_reasons(source)}): data.on_bad_row=error stops at the first",
     }
     dropped = sum(source[key] for key in reasons)
