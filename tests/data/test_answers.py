@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import GOLDEN, OUR_TEMPLATE
+from helpers import tiny_llama
 from jinja2 import Environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.data import answers, chat, prompts
+from sftkit.config.schema import DataConfig, ModelConfig
+from sftkit.data import answers, chat, prompts, stages
 from sftkit.data.reasoning import with_reasoning
 from sftkit.data.template import render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
+from sftkit.models.load import load_tokenizer
 from sftkit.train.proof import prompt_check
 
 SPECIALS = {
@@ -506,3 +509,32 @@ def test_any_value_of_an_argument_reaches_the_template(make_tokenizer, value: An
     tokenizer.chat_template = with_arguments("\n{{ word }}", {"word": value})
     assert tokenizer.apply_chat_template([U], tokenize=False) == f"\n{value}"
     assert with_arguments(tokenizer.chat_template, {}) == "\n{{ word }}"
+
+
+def test_an_answer_of_which_the_template_marks_nothing_is_refused(make_tokenizer) -> None:
+    tokenizer = make_tokenizer("chatml")
+    marked = "{{ m.content }}{% generation %}{% endgeneration %}"
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}" + marked + "{{- '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    with pytest.raises(DataError, match=r"messages\[1\]: the chat template marks no part"):
+        documents(tokenizer, [U, PLAIN])
+
+
+def test_settings_of_a_recipe_reach_the_tokenizing_of_its_stage(make) -> None:
+    data = DataConfig(train=(), targets="last_turn", thinking="off", split_turns=False)
+    for stage, default in (("mid", "all"), ("sft", "assistant")):
+        found = stages.STAGES[stage][1](data, make("qwen3"), 100).keywords
+        assert (found["targets"], found["thinking"], found["split_turns"]) == ("last_turn", "off", False)
+        assert stages.STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords["targets"] == default
+    with pytest.raises(ConfigError, match=r"data\.targets=last_turn: base_train\.py learns every token"):
+        stages.base(data, make("qwen3"), 100)
+
+
+def test_template_arguments_of_a_recipe_are_in_the_tokenizer_that_it_loads(make, tmp_path) -> None:
+    make("qwen3").save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), chat_template_args={"enable_thinking": False})
+    prompt = load_tokenizer(model).apply_chat_template([U], tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<think>\n\n</think>\n\n")

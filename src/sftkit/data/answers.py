@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -114,7 +114,12 @@ class Finder:
         except TemplateError as error:
             raise self._refused(error) from error
         require_instructions(self.messages[: last + 1], document.text, self.where)
-        return document
+        if not document.spans.get(last, [()]):
+            raise DataError(
+                f"{self.where}: messages[{last}]: the chat template marks no part of this answer",
+                reason="template marks no answer",
+            )
+        return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def whole(self, last: int) -> str:
         """Render the same without looking for answers; what they say must be there.

@@ -64,14 +64,13 @@ def tokenize(
             reason="text, not a conversation",
         )
     messages = conversation.validated(row, special_tokens_of(tokenizer))
-    conversation.require_answer(messages, row.where)
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, targets)
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
     counts = {"answers": len(finder.answers)}
     for reason in skipped.values():
         counts[reason] = counts.get(reason, 0) + 1
-    conversation.require_answer(finder.messages, row.where)  # also without its reasoning
+    conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
     learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
         texts = [_everything(finder, tokenizer, skipped, row.where)]
@@ -269,8 +268,7 @@ def _shares(
 ) -> bool:
     """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest after the last one of the
     prompt decides."""
-    begin = max((text.rfind(token, 0, cut) for token in specials), default=0)
-    begin = max(begin, 0)
+    begin = max(0, *(text.rfind(token, 0, cut) for token in specials), 0)
     first, past = np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, cut, side="left")
     alone, *_ = _encode(tokenizer, text[begin:cut])
     return bool(past and ends[past - 1] > cut) or ids[first:past].tolist() != alone.tolist()
