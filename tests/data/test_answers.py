@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
-from sftkit.data import answers, chat, prompts, stages
+from sftkit.data import alike, answers, chat, prompts, stages
 from sftkit.data.reasoning import with_reasoning
 from sftkit.data.template import render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
@@ -245,6 +245,30 @@ def test_without_splitting_earlier_answers_are_context_and_counted(make) -> None
     assert (split.counts["answers_learned"], split.counts["reasoning_left_out"]) == (2, 0)
 
 
+def test_a_conversation_that_is_learned_whole_keeps_the_reasoning_of_earlier_turns(make) -> None:
+    row, tokenizer = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND]), make("qwen3")
+    found = chat.tokenize(row, tokenizer, max_length=1000, targets="all")
+    alone, whole = (shown(example, tokenizer) for example in found.examples)
+    (asked,) = documents(tokenizer, [U, REASONED])
+    assert alone == asked, "the first answer as it is asked"
+    start = QWEN.removeprefix("<|im_start|>")
+    assert whole == f"<|im_start|>[[{start}So.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n" + (
+        "<think>\nI ponder.\n</think>\n\nThus.<|im_end|>]]"
+    )
+    assert (found.counts["answers_learned"], found.counts["reasoning_left_out"]) == (2, 0)
+    assert found.counts["split_tokens"] == len(found.examples[0].ids) - 1
+    off = chat.tokenize(row, tokenizer, max_length=1000, targets="all", split_turns=False)
+    assert [shown(example, tokenizer) for example in off.examples] == [whole]
+    assert off.counts["reasoning_left_out"] == 1
+
+
+def test_a_plain_conversation_that_is_learned_whole_is_one_document(make) -> None:
+    for name in ("qwen3", "smollm3", "glm45", "r1_distill", "gpt_oss", "mistral"):
+        row = Row("x:1", messages=[U, PLAIN, V, SECOND])
+        (example,) = chat.tokenize(row, make(name), max_length=1000, targets="all").examples
+        assert example.is_target.tolist() == [False] + [True] * (len(example.ids) - 1), name
+
+
 def test_arguments_of_a_record_reach_the_template(make) -> None:
     (thinking,) = documents(make("smollm3"), [U, PLAIN], template_args={"enable_thinking": True})
     assert thinking == SMOL.format("/think") + QWEN + "[[So.<|im_end|>]]"
@@ -306,6 +330,18 @@ def test_an_earlier_answer_that_shares_a_token_with_its_prompt_is_context_and_co
     assert (found.counts["answers_learned"], found.counts["not_learned_border"]) == (1, 1)
 
 
+def test_an_answer_of_a_conversation_that_is_learned_whole_never_begins_within_a_token(newlines) -> None:
+    row = Row("x:1", messages=[U, {"role": "assistant", "content": "\n\nSo."}, V, {**SECOND, "content": "\n\nThus."}])
+    found = chat.tokenize(row, newlines, max_length=1000, targets="all")
+    (example,) = found.examples
+    assert (found.counts["answers_learned"], found.counts["not_learned_border"]) == (1, 1)
+    learned = newlines.decode(example.ids[example.is_target].tolist())
+    assert "So." not in learned
+    assert learned.endswith("\n\nThus.<|im_end|>")
+    last = example.ids[-len(newlines("\n\nThus.<|im_end|>")["input_ids"]) :]
+    assert last.tolist() == newlines("\n\nThus.<|im_end|>")["input_ids"], "tokenized apart from its prompt"
+
+
 WORDS = ["yes", "no\n", " maybe", "", "<tool_response> x", "a </think> b", "x" * 40]
 
 
@@ -334,9 +370,9 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
             messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
         row, settings = Row(f"x:{number}", messages=messages), {"split_turns": split, "max_length": 100_000}
         thinking = "learn_empty" if name == "r1_distill" else "auto"
-        monkeypatch.setattr(answers, "EXACTLY", 2)
+        monkeypatch.setattr(alike, "EXACTLY", 2)
         quick = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
-        monkeypatch.setattr(answers, "EXACTLY", 10**9)
+        monkeypatch.setattr(alike, "EXACTLY", 10**9)
         exact = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
         assert quick.counts == exact.counts
         for one, other in zip(quick.examples, exact.examples, strict=True):
@@ -444,7 +480,7 @@ def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
     ]
     found = []
     for exactly in (2, 10**9):
-        monkeypatch.setattr(answers, "EXACTLY", exactly)
+        monkeypatch.setattr(alike, "EXACTLY", exactly)
         found.append(chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=5000, split_turns=False))
     assert found[0].counts == found[1].counts
     assert found[0].examples[0].is_target.tolist() == found[1].examples[0].is_target.tolist()

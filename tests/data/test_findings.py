@@ -33,9 +33,14 @@ def record(*messages: dict[str, Any]) -> str:
     return json.dumps({"messages": messages})
 
 
+def with_arguments(**args: Any) -> str:
+    return json.dumps({"messages": [USER, ANSWER], "chat_template_kwargs": args})
+
+
 GOOD = record(USER, ANSWER)
 LEARNED, ACCEPTED, SKIPPED = "learned", "accepted", "skipped"
 NO_CALL, AS_TEXT = "tool result without a call", "tool arguments kept as text"
+NO_EFFECT = "template argument without effect"
 
 # name -> (record, template, what becomes of it, reason)
 DECISIONS: dict[str, tuple[str, str, str, str]] = {
@@ -65,6 +70,16 @@ DECISIONS: dict[str, tuple[str, str, str, str]] = {
     "a key twice": ('{"messages": [], "messages": []}', "chatml", SKIPPED, "duplicate JSON key"),
     "a key twice in a message": (
         GOOD.replace('"role": "user"', '"role": "user", "role": "user"'), "chatml", SKIPPED, "duplicate JSON key"),
+    "argument that the template has": (with_arguments(enable_thinking=True), "qwen3", LEARNED, ""),
+    "argument without effect": (with_arguments(enable_thinking=True, depth=2), "chatml", ACCEPTED, NO_EFFECT),
+    "argument that is null": (with_arguments(depth=None), "chatml", LEARNED, ""),
+    "text that the template does not use": (
+        with_arguments(custom_instructions="Be brief."), "chatml", SKIPPED, "template does not use an argument"),
+    "forged turn in an argument": (
+        with_arguments(enable_thinking="<|im_end|>"), "qwen3", SKIPPED, "special token beside the messages"),
+    "forged turn in a tool": (
+        json.dumps({"messages": [USER, ANSWER], "tools": [{"name": "<|im_end|>"}]}), "chatml", SKIPPED,
+        "special token beside the messages"),
     "developer": (record({**SYSTEM, "role": "developer"}, USER, ANSWER), "chatml", LEARNED, ""),
     "unknown role": (record({**USER, "role": "human"}, ANSWER), "chatml", SKIPPED, "unknown role"),
     "no answer": (record(USER), "chatml", SKIPPED, "no assistant turn"),
@@ -220,7 +235,7 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    for name in ("answers", "chat", "conversation", "learned", "reasoning", "rows", "spans", "text"):
+    for name in ("answers", "chat", "conversation", "learned", "reasoning", "rows", "spans", "template", "text"):
         tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":
@@ -234,7 +249,7 @@ def reasons_in_code() -> set[str]:
 
 
 def test_every_reason_is_explained_in_the_docs() -> None:
-    reasons = reasons_in_code() | {NO_CALL, AS_TEXT, "not JSON", "duplicate JSON key"}
+    reasons = reasons_in_code() | {NO_CALL, AS_TEXT, NO_EFFECT, "not JSON", "duplicate JSON key"}
     docs = (ROOT / "docs" / "data.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
 

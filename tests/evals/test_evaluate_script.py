@@ -15,11 +15,12 @@ import torch
 from helpers import ROOT, cpu_runtime
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.config.schema import EvalConfig, ModelConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
-from sftkit.evals.loading import as_source, check_arguments
+from sftkit.evals.loading import as_source, check_arguments, load_validation
 from sftkit.evals.suite import load_tasks
+from sftkit.runtime.rundir import TRAINING_STATE
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
@@ -63,6 +64,34 @@ def test_messages_of_the_script_name_its_flags(tokenizer) -> None:
         with pytest.raises((ConfigError, DataError), match=text) as error, flags_named():
             load_tasks(EvalConfig(**settings), tokenizer, cpu_runtime())
         assert not re.search(r"\beval\.", str(error.value))
+
+
+def test_validation_data_is_made_as_the_run_made_its_own(tmp_path: Path, make_tokenizer) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]})
+    )
+    learned = {}
+    for name, state in (
+        ("none", None),
+        ("auto", {"max_length": 50, "thinking": "auto", "split_turns": True}),
+        ("empty", {"max_length": 50, "thinking": "learn_empty", "split_turns": True}),
+    ):
+        checkpoint = tmp_path / name
+        if state is not None:
+            (checkpoint / TRAINING_STATE).parent.mkdir(parents=True)
+            (checkpoint / TRAINING_STATE).write_text(json.dumps(state))
+        source = ModelConfig(path=str(checkpoint))
+        examples, layout = load_validation([str(tmp_path / "a.jsonl")], source, 500, tokenizer, cpu_runtime())
+        (example,) = (one[0] for one in examples.values())
+        learned[name] = tokenizer.decode(example.ids[example.is_target].tolist())
+        assert layout is not None
+        assert layout.max_length == (500 if state is None else 50)
+    assert learned == {
+        "none": "So.<|im_end|>",
+        "auto": "So.<|im_end|>",
+        "empty": "<think>\n\n</think>\n\nSo.<|im_end|>",
+    }
 
 
 @pytest.fixture

@@ -10,26 +10,22 @@ context in which it would be asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.data.alike import NOWHERE, Alike
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_reasoning
-from sftkit.data.spans import common_length, common_prefix, not_rendered, pieces, special_pattern, within
+from sftkit.data.spans import common_length, not_rendered, pieces, within
 from sftkit.data.template import Span, render, template_of
 from sftkit.errors import DataError
 
 HISTORY = "not_learned_history"
 "Why an answer is context only: the template renders it otherwise once it is history."
-NOWHERE = (-1, -1)
-LONGEST_TURN = 50
-"Messages of a turn that are compared; answers further into one are looked at by rendering."
-EXACTLY = 2
-"Answers of each situation that are looked at by rendering."
 
 
 @dataclass(frozen=True)
@@ -40,15 +36,6 @@ class Document:
     spans: dict[int, list[Span]]
     "Of each answer that stands there as it would be asked, by its index in messages: what the model writes, in characters. \
 The end-of-turn token belongs to it, whitespace after that does not."
-
-
-class _Outcome(NamedTuple):
-    """How an answer stands in a longer conversation."""
-
-    header: str | None
-    "From where the headers of all answers begin up to it; None: it is not there as it would be asked."
-    end: str
-    "What of the text after it belongs to it."
 
 
 @dataclass(frozen=True)
@@ -121,20 +108,40 @@ class Finder:
             )
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
-    def whole(self, last: int) -> str:
-        """Render the same without looking for answers; what they say must be there.
+    def everything(self, last: int, marked: Collection[int]) -> Document:
+        """Render the messages up to an answer, all of which are learned but for marked answers; what every answer says must be
+        there.
+
+        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the conversation
+        begins with has none.
 
         Raises:
-            DataError: the template refuses the conversation or leaves out an answer.
+            DataError: the template refuses the conversation or leaves out something that would be learned.
         """
-        self._args = self._arguments(last)
         try:
-            text, cursor = self._render(last + 1), 0
-        except TemplateError as error:
-            raise self._refused(error) from error
+            found = self.document(last, self.answers)
+        except DataError:  # no such prompt, or a fault that rendering it once more shows
+            if marked:
+                raise
+            found = Document(self._whole(last), {})
+        cursor = 0
         for k in self.answers:
             if k <= last:
-                cursor = self._check_pieces(k, text, cursor)
+                cursor = self._check_pieces(k, found.text, cursor)
+        if missing := set(marked) - found.spans.keys():
+            raise DataError(
+                f"{self.where}: messages[{min(missing)}]: this answer is marked as not to be learned, but the chat template "
+                "renders it otherwise in the middle of a conversation, so where it stands is not known: take the record out",
+                reason="marked answer cannot be found",
+            )
+        return found
+
+    def _whole(self, last: int) -> str:
+        self._args = self._arguments(last)
+        try:
+            text = self._render(last + 1)
+        except TemplateError as error:
+            raise self._refused(error) from error
         self._check_reasoning(last, text)
         require_instructions(self.messages[: last + 1], text, self.where)
         return text.rstrip()
@@ -151,26 +158,28 @@ class Finder:
         own = name in self.template.fixed or name in (self._given or {})
         return bool(name and not own and self._arguments(k).get(name) is False)
 
-    def stripped(self, texts: Sequence[str]) -> int:
-        """Return how many answers have reasoning that none of the texts has."""
-        return sum(bool(reasoning) and all(reasoning not in text for text in texts) for reasoning in self._reasons)
+    def stripped(self, texts: Sequence[str]) -> set[int]:
+        """Return the answers with reasoning that none of the texts has."""
+        reasons = zip(self.answers, self._reasons, strict=True)
+        return {k for k, reasoning in reasons if reasoning and all(reasoning not in text for text in texts)}
 
     def _found(self, last: int, wanted: list[int]) -> Document:
         """An answer counts if it stands in the text as it does when it is the last message."""
         own = self._own(last)
-        places = self._places(own.text, last)
-        known: dict[Hashable, list[_Outcome | None]] = {}
+        alike = Alike(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
         for k in wanted:
             if k == last:
                 spans[k] = own.start, own.end
                 continue
-            alike = known.setdefault(self._situation(k, last), [])
-            found = self._like(alike, own.text, k, places)
+            found = alike.find(k)
             if found is None:
                 one = self._own(k)
                 found = self._span_in(own.text, one)
-                alike.append(self._outcome(own.text, one, found, places.get(k)))
+                alike.add(k, one.start, one.core_end, found)
+            elif found != NOWHERE:
+                answer = own.text[found[0] : found[1]]
+                self._check(k, answer, answer)
             if found != NOWHERE:
                 spans[k] = found
         if not self.template.has_marks:
@@ -185,65 +194,6 @@ class Finder:
         if text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
             return one.start, one.core_end
         return NOWHERE
-
-    # To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
-    # fields and the place of the last question, so answers that are alike in those are rendered alike: EXACTLY of them are
-    # looked at by rendering, the others are found by what those have before and after them, as long as that is there.
-
-    def _situation(self, k: int, last: int) -> Hashable:
-        """What a template may look at: the turn up to the answer, what follows, and whether another question does."""
-        users = [i for i in range(last) if self.messages[i]["role"] == "user"]
-        turn = max((i for i in users if i < k), default=0)
-        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
-        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], k > max(users, default=-1)
-
-    def _features(self, i: int) -> Hashable:
-        message = self.messages[i]
-        content = message["content"]
-        return (
-            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
-            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
-        )
-
-    def _places(self, text: str, last: int) -> dict[int, int]:
-        """Where the header of each answer begins; empty where a message could forge one, or there are more than answers."""
-        headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
-        header = common_prefix(headers or [self.template.between])
-        if not any(token and token in header for token in self.template.special_tokens):
-            return {}
-        found = [match.start() for match in re.finditer(re.escape(header), text)]
-        answers = [k for k in self.answers if k <= last]
-        return dict(zip(answers, found, strict=True)) if len(found) == len(answers) else {}
-
-    def _outcome(self, text: str, one: _Own, found: Span, place: int | None) -> _Outcome | None:
-        """What such answers have around them; None: too little to find them by it."""
-        if found == NOWHERE:
-            return _Outcome(None, "")
-        if place is None or self._next_special(text, one.start) != one.core_end:
-            return None
-        return _Outcome(text[place : one.start], text[one.core_end : found[1]])
-
-    def _like(self, alike: list[_Outcome | None], text: str, k: int, places: dict[int, int]) -> Span | None:
-        """Where an answer is that is like others; None: render it."""
-        if len(alike) < EXACTLY or None in alike or len(set(alike)) > 1:
-            return None
-        outcome = alike[0]
-        assert outcome is not None
-        if outcome.header is None:
-            return NOWHERE
-        if k not in places or not text.startswith(outcome.header, places[k]):
-            return None
-        start = places[k] + len(outcome.header)
-        end = self._next_special(text, start)
-        if not text.startswith(outcome.end, end):
-            return None
-        self._check(k, text[start:end], text[start:end])
-        return start, end + len(outcome.end)
-
-    def _next_special(self, text: str, start: int) -> int:
-        found = special_pattern(self.template.special_tokens).search(text, start)
-        return found.start() if found else len(text)
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
         """The same where the template marks answers and never changes what it has rendered: rendered once."""

@@ -19,8 +19,8 @@ from sftkit.data.types import Examples, Finding
 
 FORMAT = 2
 DECIDING = (
-    *("demo/builtin", "answers", "arrow", "chat", "conversation", "findings", "hub", "learned", "readers", "reasoning"),
-    *("rows", "sources", "spans", "template", "text"),
+    *("demo/builtin", "alike", "answers", "arrow", "chat", "conversation", "findings", "hub", "learned", "readers"),
+    *("reasoning", "rows", "sources", "spans", "template", "text"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}

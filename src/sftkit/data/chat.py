@@ -17,7 +17,7 @@ from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
-from sftkit.data.template import Span, render, special_tokens_of, template_of
+from sftkit.data.template import Span, render, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -52,7 +52,8 @@ def tokenize(
     Args:
         targets: assistant: every answer; last_turn: those after the last user message; all: every token but the first.
         thinking: see answers.Finder.
-        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their own.
+        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their own;
+            of a conversation that is learned whole, those whose reasoning is left out there.
 
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
@@ -66,6 +67,7 @@ def tokenize(
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, targets)
+    unused = unused_arguments(row, template_of(tokenizer, bool(row.tools)))
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
     counts = {"answers": len(finder.answers)}
     for reason in skipped.values():
@@ -73,10 +75,10 @@ def tokenize(
     conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
     learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
-        texts = [_everything(finder, tokenizer, skipped, row.where)]
+        texts = _everything(finder, tokenizer, skipped, split_turns, counts)
     else:
         texts = _answers(finder, tokenizer, learnable, split_turns, counts)
-    counts["reasoning_left_out"] = finder.stripped([text.text for text in texts])
+    counts["reasoning_left_out"] = len(finder.stripped([text.text for text in texts]))
     found = [_fit(row, text.ids, text.is_target, tokenizer, max_length, too_long) for text in texts]
     counts[TOO_LONG] = sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
@@ -85,7 +87,8 @@ def tokenize(
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     notes = [one.note for one in found if one.note]
     if examples:
-        return Tokenized(examples, "truncated" if notes else None, counts)
+        odd = {**conversation.oddities(row.messages, row.where), **unused}
+        return Tokenized(examples, "truncated" if notes else None, counts, odd)
     return Tokenized([], notes[0] if notes else "dropped_no_target", counts)
 
 
@@ -119,23 +122,22 @@ def _answers(
     return found[::-1]
 
 
-def _everything(finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], where: str) -> _Text:
-    """A conversation that is learned whole, but for answers that are marked."""
-    last, number = finder.answers[-1], len(finder.answers) - len(skipped)
-    if not skipped:
-        text = finder.whole(last)
-        ids, *_ = _encode(tokenizer, text)
-        return _Text(text, *_ended(tokenizer, ids, np.ones(len(ids), dtype=bool)), number)
-    document = finder.document(last, skipped)
-    if missing := skipped.keys() - document.spans.keys():
-        raise DataError(
-            f"{where}: messages[{min(missing)}]: this answer is marked as not to be learned, but the chat template renders it "
-            "otherwise in the middle of a conversation, so where it stands is not known: take the record out",
-            reason="marked answer cannot be found",
-        )
-    ids, starts, ends = _encode(tokenizer, document.text)
-    marked = _inside(sorted(span for parts in document.spans.values() for span in parts), starts, ends)
-    return _Text(document.text, *_ended(tokenizer, ids, ~marked, learned=last not in skipped), number)
+def _everything(
+    finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], split: bool, counts: dict[str, int]
+) -> list[_Text]:
+    """A conversation that is learned whole, but for answers that are marked; with `split`, answers whose reasoning the
+    template leaves out of it end documents of their own before it."""
+    last = finder.answers[-1]
+    document = finder.everything(last, skipped)
+    apart = finder.stripped([document.text]) - skipped.keys() if split else set()
+    before = _answers(finder, tokenizer, apart, split, counts)
+    ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
+    counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
+    hidden = skipped.keys() | shared
+    spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
+    is_target = ~_inside(sorted(spans), starts, ends)
+    number = len(set(finder.answers) - hidden - apart)
+    return [*before, _Text(document.text, *_ended(tokenizer, ids, is_target, last not in skipped), number)]
 
 
 def _ended(

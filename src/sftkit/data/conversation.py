@@ -199,12 +199,14 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
                     f"(near {near!r}), which would forge the end or start of a turn. Remove it from the text",
                     reason="special token in text",
                 )
-    for text in _strings(row.tools):
-        if found := pattern.search(text):
-            raise DataError(
-                f"{row.where}: tools contain the tokenizer's special token {found.group()!r}",
-                reason="special token in tools",
-            )
+    for column, given in (("tools", row.tools), ("chat_template_kwargs", row.template_args)):
+        for text in _strings(given):
+            if found := pattern.search(text):
+                raise DataError(
+                    f"{row.where}: {column} holds the tokenizer's special token {found.group()!r}, which would forge the end "
+                    "or start of a turn. Remove it",
+                    reason="special token beside the messages",
+                )
 
 
 @lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, conversation, findings, hub, readers, rows
+from sftkit.data import cache, chat, findings, hub, readers, rows
 from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
@@ -241,8 +241,8 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
-        if result.examples and row.messages is not None:
-            for reason, where in conversation.oddities(row.messages, row.where).items():
+        if result.examples:
+            for reason, where in result.odd.items():
                 findings.add(part.found, findings.accepted(reason, where))
         for example in result.examples:
             part.counts["documents"] += 1

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sftkit.data.conversation import Message
-from sftkit.errors import ConfigError
+from sftkit.data.types import Row
+from sftkit.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 "Character positions [start, end) in the rendered text."
@@ -210,7 +211,7 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
     """
     source = FIXED.sub("", source)
     for name in args:
-        if not re.search(rf"\b{re.escape(name)}\b", source):
+        if not uses(source, name):
             raise ConfigError(
                 f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that its text uses"
             )
@@ -223,6 +224,31 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
     )
     noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
     return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
+
+
+def uses(source: str, name: str) -> bool:
+    """Whether the text of a template has an argument's name in it."""
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def unused_arguments(row: Row, template: Template) -> dict[str, str]:
+    """Return what is odd in a record's arguments: those that the template does not use, as in conversation.oddities.
+
+    Raises:
+        DataError: one of them holds text, which would be lost.
+    """
+    unused = {name: value for name, value in (row.template_args or {}).items() if not uses(template.source, name)}
+    for name, value in unused.items():
+        if isinstance(value, str | list | dict) and value:
+            raise DataError(
+                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says would be "
+                "lost. Take a template that uses it (model.chat_template), or take it out of the record",
+                reason="template does not use an argument",
+            )
+    if not any(value is not None for value in unused.values()):
+        return {}
+    names = ", ".join(name for name, value in unused.items() if value is not None)
+    return {"template argument without effect": f"{row.where}: chat_template_kwargs: the chat template has no {names}"}
 
 
 def _jinja(value: str) -> str:

@@ -48,6 +48,8 @@ class Tokenized:
     "None | truncated | dropped_too_long | dropped_no_target"
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
+    odd: Mapping[str, str] = field(default_factory=dict)
+    "what is odd in it although it is learned from: reason -> where, and what"
 
 
 @dataclass(frozen=True)

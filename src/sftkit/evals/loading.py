@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data import loader, text
-from sftkit.data.pack import Layout, make_layout
+from sftkit.data.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals.scoring import longest_input
@@ -79,18 +81,22 @@ def load_validation(
 ) -> tuple[dict[str, Examples], Layout | None]:
     """(documents of each source, their rows): answers of conversations and all of plain text are targets.
 
-    Documents have at most as many tokens as those that the checkpoint was trained on; of a model that does not say, as many
-    as it reads, up to VALIDATION_LENGTH.
+    Documents are made as those that the checkpoint was trained on: data.max_length, thinking and split_turns of its run. Of a
+    model that does not say they have as many tokens as it reads, up to VALIDATION_LENGTH.
 
     Args:
         paths: like data.val.N.path, with [split] behind it where that is not train.
     """
     if not paths:
         return {}, None
-    max_length = min(trained_length(source) or VALIDATION_LENGTH, longest)
-    tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, targets="assistant")
+    trained = trained_with(source)
+    max_length = min(trained.pop("max_length", None) or VALIDATION_LENGTH, longest)
+    tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, targets="assistant", **trained)
     chosen = tuple(as_source(path) for path in paths)
-    data = DataConfig(train=chosen, val=chosen, layout="dynamic")  # all together they say how rows are laid out
+    multiple = math.gcd(max_length, PAD_MULTIPLE)
+    data = DataConfig(
+        train=chosen, val=chosen, layout="dynamic", pad_multiple=multiple
+    )  # all together say how rows are laid out
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
     return validation, make_layout(data, max_length, batch, rt.data_world_size, together.lengths)
@@ -102,8 +108,8 @@ def as_source(path: str) -> SourceConfig:
     return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
 
 
-def trained_length(source: ModelConfig) -> int | None:
-    """data.max_length of the run that a checkpoint comes from; None: it is no checkpoint of a run."""
+def trained_with(source: ModelConfig) -> dict[str, Any]:
+    """max_length, thinking and split_turns of the run that a checkpoint comes from, as far as it says; {}: of no run."""
     state = Path(source.path or "") / TRAINING_STATE
-    length = json.loads(state.read_text()).get("max_length") if state.is_file() else None
-    return None if length is None else int(length)
+    kept = json.loads(state.read_text()) if state.is_file() else {}
+    return {name: kept[name] for name in ("max_length", "thinking", "split_turns") if kept.get(name) is not None}

@@ -175,6 +175,7 @@ def train(
                 pausing = time.perf_counter()
                 state: dict[str, Any] = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
                 state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
+                state |= {"thinking": cfg.data.thinking, "split_turns": cfg.data.split_turns}
                 state["save_seconds"] = save_seconds(checkpoints.last_save)
                 if saves or stopped:
                     status.at(step, "checkpoint")

@@ -1,0 +1,104 @@
+"""Answers of a conversation that are found by what others like them have around them.
+
+To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles, fields and
+the place of the last question, so answers that are alike in those are rendered alike: a few of them are looked at by rendering,
+the others are found by what those have before and after them, as long as that is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from sftkit.data.conversation import Message
+from sftkit.data.reasoning import reasoning_of
+from sftkit.data.spans import common_prefix, special_pattern
+from sftkit.data.template import Span, Template
+
+NOWHERE = (-1, -1)
+"The place of an answer that does not stand in a text as it would be asked."
+LONGEST_TURN = 50
+"Messages of a turn that are compared; answers further into one are looked at by rendering."
+EXACTLY = 2
+"Answers of each situation that are looked at by rendering."
+
+
+class _Outcome(NamedTuple):
+    """How an answer stands in a longer conversation."""
+
+    header: str | None
+    "From where the headers of all answers begin up to it; None: it is not there as it would be asked."
+    end: str
+    "What of the text after it belongs to it."
+
+
+class Alike:
+    """What is known of the answers of one rendered conversation."""
+
+    def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
+        """
+        Args:
+            text: the rendered messages up to `last`, an answer.
+        """
+        self.template, self.messages, self.text, self.last = template, messages, text, last
+        self._known: dict[Hashable, list[_Outcome | None]] = {}
+        self._users = [i for i in range(last) if messages[i]["role"] == "user"]
+        self._places = self._headers()
+
+    def find(self, k: int) -> Span | None:
+        """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
+        alike = self._known.get(self._situation(k), [])
+        if len(alike) < EXACTLY or None in alike or len(set(alike)) > 1:
+            return None
+        outcome = alike[0]
+        assert outcome is not None
+        if outcome.header is None:
+            return NOWHERE
+        if k not in self._places or not self.text.startswith(outcome.header, self._places[k]):
+            return None
+        start = self._places[k] + len(outcome.header)
+        end = self._next_special(start)
+        return (start, end + len(outcome.end)) if self.text.startswith(outcome.end, end) else None
+
+    def add(self, k: int, start: int, core_end: int, found: Span) -> None:
+        """Note where answer k was found by rendering, and from where to where its own text goes without the token that ends
+        it."""
+        self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, found))
+
+    def _outcome(self, k: int, start: int, core_end: int, found: Span) -> _Outcome | None:
+        """What such answers have around them; None: too little to find them by it."""
+        if found == NOWHERE:
+            return _Outcome(None, "")
+        if k not in self._places or self._next_special(start) != core_end:
+            return None
+        return _Outcome(self.text[self._places[k] : start], self.text[core_end : found[1]])
+
+    def _situation(self, k: int) -> Hashable:
+        """What a template may look at: the turn up to the answer, what follows, and whether another question does."""
+        turn = next((i for i in reversed(self._users) if i < k), 0)
+        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
+        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], k > max(self._users, default=-1)
+
+    def _features(self, i: int) -> Hashable:
+        message = self.messages[i]
+        content = message["content"]
+        return (
+            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
+            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
+            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
+        )
+
+    def _headers(self) -> dict[int, int]:
+        """Where the header of each answer begins; empty where a message could forge one, or there are more than answers."""
+        headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
+        header = common_prefix(headers or [self.template.between])
+        if not any(token and token in header for token in self.template.special_tokens):
+            return {}
+        found = [match.start() for match in re.finditer(re.escape(header), self.text)]
+        answers = [k for k in range(self.last + 1) if self.messages[k]["role"] == "assistant"]
+        return dict(zip(answers, found, strict=True)) if len(found) == len(answers) else {}
+
+    def _next_special(self, start: int) -> int:
+        found = special_pattern(self.template.special_tokens).search(self.text, start)
+        return found.start() if found else len(self.text)
