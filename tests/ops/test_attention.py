@@ -79,11 +79,12 @@ def check(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
+    row_length: int = 256,
     tolerance: float,
 ) -> None:
     """Outputs and gradients at the positions of documents against the definition in float64."""
-    batch = make_batch(rows)
-    *qkv, grad = inputs(len(rows), *heads, head_dim, device)
+    batch = make_batch(rows, row_length)
+    *qkv, grad = inputs(len(rows), *heads, head_dim, device, row_length)
     real = (batch.doc_ids >= 0).to(device)
     grad = grad.transpose(1, 2) * real[:, :, None, None]
     exact = [x.to(dtype).double().requires_grad_() for x in qkv]
@@ -136,9 +137,15 @@ def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_computes_what_the_reference_does() -> None:
-    batch = make_batch(DOCUMENTS["many documents"])
-    query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
-    for window, softcap in ((None, None), (9, None), (None, 5.0)):
+    for row_length, window, softcap in (
+        (256, None, None),
+        (256, 9, None),
+        (256, None, 5.0),
+        (100, 9, 5.0),
+        (32, None, None),
+    ):
+        batch = make_batch([[row_length // 2, row_length // 3]], row_length)
+        query, key, value, _ = inputs(1, 4, 2, 16, "cpu", row_length)
         outs = [
             attend(
                 torch.nn.Module(),
@@ -244,6 +251,28 @@ def test_on_a_gpu_every_backend_equals_a_loop_over_documents(
             compiled=backend == "flex",
             tolerance=1e-2,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row_length", [32, 100, 256, 300])
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_on_a_gpu_flex_with_a_soft_cap_equals_a_loop_over_documents_in_rows_of_any_length(
+    row_length: int, head_dim: int
+) -> None:
+    torch._dynamo.reset()
+    rows = [[row_length // 2, row_length // 3], [row_length]]
+    check(
+        "flex",
+        rows,
+        head_dim=head_dim,
+        window=9,
+        softcap=5.0,
+        device="cuda",
+        dtype=torch.bfloat16,
+        compiled=True,
+        row_length=row_length,
+        tolerance=1e-2,
+    )
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ from sftkit.ops.gather_rows import gather_rows
 
 NAME = "sftkit"
 FLEX_BLOCK = 128
+BEHIND_ROW = -2
+"The document of positions behind the end of a row, where rows are padded for flex."
 DENSE_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -40,7 +42,7 @@ class Documents(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     "int32 [D+1], starts in the flattened B*T positions; fa4, varlen"
     doc_ids: torch.Tensor | None = None
-    "int32 [B, T]; flex"
+    "int32 [B, T up to a multiple of 128]; flex"
     blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
@@ -62,7 +64,8 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
-        return Documents(backend, batch.max_doc_length, doc_ids=batch.doc_ids, blocks=flex_blocks(batch.doc_ids))
+        doc_ids = F.pad(batch.doc_ids, (0, -batch.doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
+        return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex_blocks(doc_ids))
     if backend == "sdpa":
         return Documents(backend, batch.max_doc_length)
     return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
@@ -235,7 +238,9 @@ def _flex(
     doc_ids, blocks = documents.doc_ids, documents.blocks
     assert doc_ids is not None
     assert blocks is not None
-    row_length = query.shape[2]
+    row_length, whole = query.shape[2], doc_ids.shape[1]
+    if whole > row_length:  # its backward pass reads past the end of rows that are no multiple of the blocks
+        query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
@@ -247,7 +252,7 @@ def _flex(
 
     counts, indices, reverse_counts, reverse_indices = blocks
     block_mask = BlockMask(
-        seq_lengths=(row_length, row_length),
+        seq_lengths=(whole, whole),
         kv_num_blocks=counts,
         kv_indices=indices,
         full_kv_num_blocks=None,
@@ -269,7 +274,7 @@ def _flex(
         enable_gqa=key.shape[1] < query.shape[1],
     )
     assert isinstance(out, torch.Tensor)
-    return out.transpose(1, 2)
+    return out[:, :, :row_length].transpose(1, 2)
 
 
 def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
-from sftkit.ops.attention import dense_kernels, windows
+from sftkit.ops.attention import FLEX_BLOCK, dense_kernels, windows
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
@@ -110,6 +110,8 @@ def refusal(
             return f"has no backward pass on {device.type}"
         if head_sizes(orig_model)[0] < 16:
             return "has no kernel for heads of less than 16"
+        if layout.dynamic and layout.pad_multiple % FLEX_BLOCK:
+            return f"wants rows of whole blocks: set data.pad_multiple to a multiple of {FLEX_BLOCK}"
         return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
