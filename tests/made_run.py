@@ -254,7 +254,6 @@ def preflight() -> dict[str, Any]:
                 "break_even": 3.64,
             },
         ],
-        "rows_read": 10_000,
         "duplicate_pct": 0.4,
         "validation_in_train": {"smoltalk2": 0},
         "memory": {

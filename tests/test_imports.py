@@ -44,7 +44,8 @@ ROOMS = {
 
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
-    *(f"runtime/{name}.py" for name in ("files", "launcher", "rundir", "script", "signals", "status")),
+    *("preflight/flags.py", "evals/flags.py"),
+    *(f"runtime/{name}.py" for name in ("files", "launcher", "rundir", "script", "signals", "status", "words")),
 )
 "Rooms and modules that are read before, or without, torch."
 
@@ -115,6 +116,11 @@ def test_scripts_never_import_each_other() -> None:
     names = {path.stem for path in (ROOT / "scripts").glob("*.py")}
     for path in (ROOT / "scripts").glob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & names
+
+
+def test_scripts_are_tables_of_contents() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "scripts").glob("*.py")}
+    assert max(lengths.values()) <= 70, lengths
 
 
 def test_wandb_is_never_imported_at_the_top_of_a_module() -> None:

@@ -154,7 +154,8 @@ def test_a_problem_names_file_key_value_choices_and_the_likely_meaning(write):
         ("optim.weight_decy", '"optim.weight_decay"'),
         ("lr", '"optim.lr"'),
         ("train.lr", '"optim.lr"'),
-        ("data.train.0.max_row", '"data.train.N.max_rows"'),
+        ("data.train.0.max_row", '"data.train.0.max_rows"'),
+        ("max_rows", '"data.train.0.max_rows" or "data.val.0.max_rows"'),
         ("train.every", '"eval.every" or "checkpoint.every" or "log.every"'),
         ("optm.lr", '"optim"'),
     ],
@@ -166,6 +167,32 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
         assert f"Did you mean {meant}?" in problem
     else:
         assert "Known here: name, lr, betas, " in problem
+
+
+def test_a_suggestion_has_the_index_that_was_written(write):
+    path = write(MINIMAL.replace("}]}", "}, {path: x, max_row: 3}]}"))
+    assert problems(path) == [
+        f'{path}: data.train.1.max_row: is not a known key. Did you mean "data.train.1.max_rows"?'
+    ]
+
+
+def test_a_path_of_the_command_line_says_what_it_keeps_of_the_recipe(
+    write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    write(MINIMAL.replace('"builtin:tasks"', '"builtin:tasks", max_rows: 20'), "base.yaml")
+    path = write("extends: base.yaml\ndata: {val: [{path: a}]}\n")
+
+    def told(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", str(path), *words])
+        load_config("")
+        return capsys.readouterr().err
+
+    assert told("data.train.0.path=b") == (
+        f"note: data.train.0.path is from the command line and keeps max_rows: 20 of {path.with_name('base.yaml')}; "
+        "to change that: data.train.0.max_rows=...\n"
+    )
+    assert told() == told("data.val.0.path=b") == told("data.train=[{path: b}]") == ""
+    assert told("data.train.0.path=b", "data.train.0.max_rows=20") == ""
 
 
 def test_type_errors_unknown_keys_and_cross_checks_come_in_one_report(write):

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import pickle
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -115,7 +116,7 @@ def load(tmp_path: Path, make_tokenizer):
         if not path.exists() or path.read_text() != content:  # a file that was written anew is not in the cache
             path.write_text(content)
         data = replace(DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache")), **settings)
-        tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+        tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500, too_long=data.too_long)
         return sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
 
     return run
@@ -181,6 +182,43 @@ def test_repeated_sources_count_their_findings_as_often_as_their_rows(load, tmp_
     source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=3)
     examples = sources.load([source], data, partial(chat.tokenize, tokenizer=tokenizer, max_length=500), "key")
     assert examples.counts["a"]["skipped_bad"] == examples.findings["a"][0].rows == 3
+
+
+def test_rows_that_are_dropped_are_told_with_the_place_of_the_first(load, caplog) -> None:
+    long, unlearned = record(USER, {**ANSWER, "content": "Rain. " * 300}), record(USER, {**ANSWER, "weight": 0})
+    with caplog.at_level(logging.WARNING):
+        examples = load(GOOD, long, long, unlearned, too_long="drop")
+    found = examples.findings["a"]
+    assert [(one.kind, one.reason, one.rows) for one in found] == [
+        ("dropped", "too long", 2),
+        ("dropped", "without a target", 1),
+    ]
+    assert examples.counts["a"]["dropped_too_long"] == 2
+    assert re.search(r"a\.jsonl:2: \d+ tokens, but data\.max_length 500 holds 501$", found[0].first)
+    assert found[1].first.endswith("a.jsonl:4: none of its answers is to be learned")
+    assert any(message.startswith("a: 2 rows dropped, too long; the first: ") for message in caplog.messages)
+
+
+def test_a_row_without_a_target_in_its_first_tokens_says_so(load) -> None:
+    (found,) = load(GOOD, record({**USER, "content": "Why? " * 600}, ANSWER)).findings["a"]
+    assert found.reason == "without a target"
+    assert found.first.endswith("but data.max_length 500 holds 501, and the first target is beyond them")
+
+
+def test_what_the_caller_shows_itself_is_not_told(load, caplog) -> None:
+    with caplog.at_level(logging.WARNING), findings.untold():
+        assert load(GOOD, "{").findings["a"]
+    assert caplog.messages == []
+    load(GOOD, "[")
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_an_error_in_a_row_is_in_its_only_line(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(f'{{"a": {end}'.encode())
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not JSON: Expecting value: line 1 column "):
+        list(sources.read(SourceConfig(path=str(path))))
 
 
 def test_a_long_example_is_cut(load) -> None:
@@ -249,7 +287,14 @@ def reasons_in_code() -> set[str]:
 
 
 def test_every_reason_is_explained_in_the_docs() -> None:
-    reasons = reasons_in_code() | {NO_CALL, AS_TEXT, NO_EFFECT, "not JSON", "duplicate JSON key"}
+    reasons = reasons_in_code() | {
+        NO_CALL,
+        AS_TEXT,
+        NO_EFFECT,
+        "not JSON",
+        "duplicate JSON key",
+        *findings.DROPPED.values(),
+    }
     docs = (ROOT / "docs" / "data.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
 

@@ -371,11 +371,11 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
     b = write_lines(tmp_path / "b.jsonl", [{"messages": MESSAGES}, {"messages": [MESSAGES[0], *MESSAGES[1:] * 30]}])
     examples = load(a, b)
     assert examples.source.tolist() == sorted(examples.source.tolist())
-    zeros = dict.fromkeys((*sources.COUNTS, *ANSWER_COUNTS), 0)
+    zeros = dict.fromkeys((*sources.COUNTS, *ANSWER_COUNTS, *sources.ROLE_COUNTS.values()), 0)
     pieces = examples.counts["a"]["documents"]
     assert pieces > 2
     assert examples.counts["a"] == {**zeros, "rows": 2, "documents": pieces, "dropped_no_target": 1}
-    answered = {"answers": 31, "answers_learned": 31}
+    answered = {"answers": 31, "answers_learned": 31, "messages_user": 2, "messages_assistant": 31}
     assert examples.counts["b"] == {**zeros, "rows": 2, "documents": 2, "truncated": 1, **answered}
     assert (
         tokenizer.decode(examples[pieces].ids)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from sftkit.config.schema import EvalConfig, ModelConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.flags import flags_named
+from sftkit.evals.flags import eval_config, flags_named, parse
 from sftkit.evals.loading import as_source, check_arguments, load_validation
 from sftkit.evals.suite import load_tasks
 from sftkit.runtime.rundir import TRAINING_STATE
@@ -46,6 +46,23 @@ def test_arguments_of_the_script_are_checked_first(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             check_arguments(Namespace(**{**vars(good), **change}))
+
+
+def test_flags_become_settings_and_families_are_run_unless_validation_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def config(*words: str) -> EvalConfig:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *words])
+        return eval_config(parse("about"))
+
+    assert config() == EvalConfig(tasks=("families",), samples=0, batch_size=64)
+    assert config("m", "--val", "x").tasks == ()
+    assert config("m", "piqa", "--val", "x").tasks == ("piqa",)
+    assert config("m", "piqa", "--shots", "2", "--format", "chat", "--allow-code-execution", "--max-examples", "3") == (
+        EvalConfig(
+            tasks=("piqa",), shots=2, format="chat", allow_code_execution=True, max_examples=3, samples=0, batch_size=64
+        )
+    )
 
 
 def test_a_source_may_name_its_split() -> None:

@@ -38,7 +38,7 @@ from sftkit.models.load import inherit, load_model, load_tokenizer
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.vocabulary import added_tokens, describe, new_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, make_room
-from sftkit.preflight.terminal import shell_model
+from sftkit.preflight.prepare import shell_model
 
 TOKENS = ("<|im_start|>", "<|im_end|>")
 QUESTION = [{"role": "user", "content": "Hello?"}]

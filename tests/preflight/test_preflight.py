@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
-from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
+from sftkit.config.schema import Config, DataConfig, TrainConfig
 from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
@@ -33,9 +34,10 @@ from sftkit.memory.estimate import shape_of
 from sftkit.memory.plan import make_plan
 from sftkit.models.load import load_model
 from sftkit.preflight import costs as preflight_costs
-from sftkit.preflight import data as preflight_data
 from sftkit.preflight import look as preflight
+from sftkit.preflight import prepare
 from sftkit.preflight import terminal as inspection
+from sftkit.preflight import turns as preflight_turns
 from sftkit.preflight.page import page
 from sftkit.runtime.rundir import TRAINING_STATE
 from sftkit.train import assemble
@@ -118,8 +120,7 @@ def test_look_counts_rows_roles_lengths_and_targets(tmp_path: Path, tokenizer: P
     assert source["rows"] == 23
     assert source["documents"] == 21
     assert (source["truncated"], source["dropped_no_target"], source["skipped_bad"]) == (0, 1, 1)
-    assert found["roles"] == {"user": 22, "assistant": 22, "system": 1}
-    assert found["rows_read"] == 23
+    assert found["roles"] == {"user": 21, "assistant": 21, "system": 1}  # neither the bad row nor the dropped one
     assert sum(found["lengths"]["counts"]) == 21
     assert len(found["lengths"]["edges"]) == len(found["lengths"]["counts"]) + 1
     assert found["target_pct"] == pytest.approx(100 * source["targets"] / source["tokens"])
@@ -177,9 +178,9 @@ def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
 def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     long = [chat(f"Count {i}", "one two three four " * 40) for i in range(20)]
     cut = Prepared(tmp_path, tokenizer, long).look()
-    assert any("source data: 20 of 20 rows are longer than data.max_length (64)" in w for w in cut["warnings"])
+    assert any("source data: 20 of 20 rows longer than data.max_length (64)" in w for w in cut["warnings"])
     dropped = Prepared(tmp_path, tokenizer, [*CHATS, *long], data__too_long="drop").look()
-    assert any("source data: 20 of 40 rows are not used" in w for w in dropped["warnings"])
+    assert any("source data: 20 of 40 rows not used" in w for w in dropped["warnings"])
 
 
 def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -196,9 +197,7 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
     assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd]
     assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
     assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
-    assert any(
-        "3 of 7 rows are not used. 3 bad rows (2 empty answer, 1 unknown columns)" in w for w in found["warnings"]
-    )
+    assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
     plain = shown(prepared, 0, force_terminal=False)
     assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain
     assert "rows      val: 1 bad row skipped, empty answer; the first: " in plain
@@ -210,16 +209,59 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
     assert "31m<b>" not in html
 
 
-def test_a_slice_by_percent_does_not_read_the_whole_file_for_its_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    splits: list[str] = []
+def turns(count: int, number: int) -> dict[str, Any]:
+    """A conversation of so many turns, each with reasoning."""
+    messages = []
+    for i in range(count):
+        messages += [
+            {"role": "user", "content": f"What comes after {number + i}?"},
+            {
+                "role": "assistant",
+                "content": f"It is {number + i + 1}.",
+                "reasoning_content": "one more " * (number % 5),
+            },
+        ]
+    return {"messages": messages}
 
-    def note(_: preflight_data.RowSample, source: SourceConfig) -> bool:
-        splits.append(source.split)
-        return False
 
-    monkeypatch.setattr(preflight_data, "_add_rows", note)
-    preflight_data.first_rows([SourceConfig(path="a.jsonl", split=s) for s in ("train[90%:]", "test[:5]")])
-    assert splits == ["train", "test[:5]"]
+def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
+    tmp_path: Path, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, rows = make_tokenizer("qwen3"), [turns(1 + i % 4, i) for i in range(40)]
+    settings = {"data__max_length": 512, "data__train": [{"path": str(tmp_path / "data.jsonl"), "repeat": 2}]}
+    off = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, **settings).look()["sources"][0]
+    on = Prepared(tmp_path, tokenizer, rows, data__split_turns=True, **settings).look()["sources"][0]
+    assert on["split_turns"] is None
+    estimate = off["split_turns"]
+    assert estimate["conversations"] == 30  # all with more than one answer, so it is exact
+    assert estimate["tokens"] == on["tokens"] - off["tokens"]
+    assert estimate["documents"] == on["documents"] - off["documents"]
+    assert estimate["factor"] == pytest.approx(on["tokens"] / off["tokens"])
+    monkeypatch.setattr(preflight_turns, "ANSWERS", 30)
+    found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, **settings).look()
+    sampled = found["sources"][0]["split_turns"]
+    assert 8 <= sampled["conversations"] <= 15
+    assert sampled["factor"] == pytest.approx(estimate["factor"], rel=0.2)
+    more = f"{sampled['tokens']:,} tokens more, in {sampled['documents']:,} further documents"
+    text = f"for about {sampled['factor']:.2f} times the tokens of this source ({more}; estimated from {sampled['conversations']} conversations)"
+    assert any(warning.endswith(f"learns each as it is asked, {text}") for warning in found["warnings"])
+
+
+def test_split_turns_costs_nothing_where_the_template_only_appends(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"messages": CHATS[0]["messages"] + CHATS[1]["messages"]}]
+    found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False).look()
+    assert found["sources"][0]["split_turns"] is None
+    assert not any("split_turns" in warning for warning in found["warnings"])
+
+
+def test_one_of_something_is_no_plural(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = Prepared(tmp_path, tokenizer, CHATS[:1], train__epochs=1).look()
+    lines = "\n".join(preflight.lines(found))
+    assert "data: 1 row, 1 document, " in lines
+    assert "1 step an epoch" in lines
+    assert "time      1 step, 1.00 epochs" in lines
 
 
 def test_little_target_share_and_padding_warn_with_a_way_out(
@@ -313,12 +355,12 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
 def test_memory_without_weights_is_that_of_the_loaded_model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS, train__precision="fp32", checkpoint__every=2, checkpoint__keep=2)
     cfg = prepared.cfg
-    shell = inspection.shell_model(cfg.model, tokenizer, "fp32")
+    shell = prepare.shell_model(cfg.model, tokenizer, "fp32")
     assert shell is not None
     assert {p.device.type for p in shell.parameters()} == {"meta"}
     loaded = load_model(cfg.model, tokenizer, 0, "fp32")
     assert shape_of(shell) == shape_of(loaded)
-    plan = inspection.memory_plan(cfg, shell, prepared.layout, gpu_gib=0.5)
+    plan = prepare.memory_plan(cfg, shell, prepared.layout, gpu_gib=0.5)
     assert plan is not None
     assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
     found = prepared.look(shell, plan)
@@ -335,8 +377,8 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
-    shell = inspection.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, inspection.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80))
     assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
     assert any("checkpoint.every=null" in w for w in found["warnings"])
 
@@ -346,7 +388,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
-    assert inspection.shell_model(missing.model, tokenizer, "bf16") is None
+    assert prepare.shell_model(missing.model, tokenizer, "bf16") is None
     assert "./no/model: no such folder" in caplog.text
     assert prepared.look(None, None)["memory"] is None
 
@@ -356,7 +398,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 
 def record(prepared: Prepared, run_dir: Path) -> None:
     rt, cfg = cpu_runtime(), prepared.cfg
-    orig_model = inspection.shell_model(cfg.model, prepared.tokenizer, "fp32")
+    orig_model = prepare.shell_model(cfg.model, prepared.tokenizer, "fp32")
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(prepared.examples, prepared.layout, 0, 0, 0)
@@ -481,6 +523,19 @@ def test_the_script_shows_and_writes_all_of_it(
     assert preflight.own_layout(found)["layout"] == "fixed"
     assert found["memory"]["gpu_gib"] == 24.0
     assert "Before training: " in (tmp_path / "look.html").read_text()
+
+
+def test_each_finding_is_shown_once_and_a_sample_has_the_tokens_of_the_summary(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    rows = [CHATS[0], {"messages": []}, chat("Count", "one two three four " * 40)]
+    recipe = write_recipe(tmp_path, tokenizer, rows, data__on_bad_row="skip", data__too_long="drop")
+    inspect(monkeypatch, str(recipe))
+    out = capsys.readouterr().out
+    assert out.count("messages is empty") == out.count("1 row dropped, too long; the first: ") == 1
+    assert not [message for message in caplog.messages if "the first: " in message]
+    (summary,) = re.findall(r"1 document, (\d+) tokens", out)
+    assert f"document 0: {summary} tokens, " in out
 
 
 class Loaded(Exception):
@@ -633,8 +688,8 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     prepared = Prepared(tmp_path, tokenizer, CHATS, data__train=sources, data__max_length=256)
     assert len(prepared.examples) == 10_000
     started = time.perf_counter()
-    shell = inspection.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, inspection.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80))
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:
         inspection.show(Console(file=nowhere), found, samples)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sftkit.errors import ConfigError
 from sftkit.runtime import rundir
 from sftkit.runtime.files import replace_shared, replace_text, set_aside
 
@@ -115,3 +116,14 @@ def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: P
         write(tmp_path / "file.json", text)
     assert (tmp_path / "file.json").read_text(encoding="utf-8") == "zwölf"
     assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_run_that_is_not_there_names_the_setting_that_makes_it_and_no_other_recipe() -> None:
+    with pytest.raises(ConfigError) as error:
+        rundir.resolve("runs/nothing/here")
+    assert str(error.value) == (
+        "runs/nothing/here: no such folder. A run has not been made there yet: train the recipe whose run.dir is "
+        "runs/nothing/here first, or name another model (in a recipe: model.path)"
+    )
+    with pytest.raises(ConfigError, match=r"^\./no/model: no such folder$"):
+        rundir.resolve("./no/model")

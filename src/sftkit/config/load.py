@@ -38,6 +38,8 @@ def load_config(description: str | None) -> Config:
         cfg, tree = _resolve(settings[0], settings[1:], None)
     except ConfigError as error:
         fail(str(error))
+    for note in kept_settings(tree):
+        _tell(note)
     if "--print-config" in words:
         print(_annotated(cfg, tree), end="")
         sys.exit(0)
@@ -60,9 +62,29 @@ def _json(cfg: Config) -> dict[str, Any]:
 
 def fail(message: str) -> NoReturn:
     """Exit with code 2, printing the message once per machine."""
+    _tell(message)
+    sys.exit(2)
+
+
+def _tell(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr)
-    sys.exit(2)
+
+
+def kept_settings(tree: Node) -> list[str]:
+    """Return a note for each source whose path is from the command line while the recipe's other settings of it, which may
+    have been meant for the other path, still hold."""
+    notes = []
+    for keys, node in _walk(tree, ()):
+        if keys[-1] != "path" or node.place != COMMAND_LINE or not _is_item(keys):
+            continue
+        item = dotted(keys[:-1])
+        kept = {name: own for name, own in tree.nearest(keys[:-1]).value.items() if own.place != COMMAND_LINE}
+        if kept:
+            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.place}" for name, own in kept.items())
+            words = " ".join(f"{item}.{name}=..." for name in kept)
+            notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
+    return notes
 
 
 # ---- validation ----
@@ -219,11 +241,19 @@ def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
     distant = [key for key in table() if key.rpartition(".")[2] in near_names]
-    meant = elsewhere or siblings or distant
+    meant = [_indexed(key, keys) for key in elsewhere or siblings or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
         return f"is not a known key. Did you mean {quoted}?", [_keys(key) for key in meant]
     return f"is not a known key. Known here: {', '.join(level)}", []
+
+
+def _indexed(key: str, keys: Keys) -> str:
+    """A key of the table with numbers for each N: those of `keys` in the same list, 0 in another."""
+    parts = key.split(".")
+    same = [len(keys) > i and _row(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
+    numbers = [str(keys[i]) if here else "0" for i, here in enumerate(same)]
+    return ".".join(number if part == "N" else part for part, number in zip(parts, numbers, strict=True))
 
 
 def _get(tree: Node, dropped: set[Keys], key: str) -> Any:

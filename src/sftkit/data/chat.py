@@ -85,11 +85,13 @@ def tokenize(
     examples = [example for one in found for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
-    notes = [one.note for one in found if one.note]
+    noted = [one for one in found if one.note]
     if examples:
         odd = {**conversation.oddities(row.messages, row.where), **unused}
-        return Tokenized(examples, "truncated" if notes else None, counts, odd)
-    return Tokenized([], notes[0] if notes else "dropped_no_target", counts)
+        return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
+    if noted:
+        return Tokenized([], noted[0].note, counts, noted[0].why)
+    return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")
 
 
 class _Text(NamedTuple):
@@ -208,17 +210,18 @@ def _fit(
     row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str
 ) -> Tokenized:
     is_long = len(ids) > max_length + 1
+    size = f"{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
     if is_long and too_long == "drop":
-        return Tokenized([], "dropped_too_long")
+        return Tokenized([], "dropped_too_long", why=size)
     if is_long and too_long == "error":
         raise DataError(
-            f"{row.where}: {len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}. "
-            "Raise data.max_length, or set data.too_long to truncate or drop",
-            reason="too long",
+            f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop", reason="too long"
         )
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
-        return Tokenized([], "dropped_no_target")
+        beyond = is_target[max_length + 1 :].any()
+        why = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
+        return Tokenized([], "dropped_no_target", why=why)
     return Tokenized([example], "truncated" if is_long else None)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from sftkit.data.types import Finding
 from sftkit.errors import DataError
+from sftkit.runtime.words import counted
 
 MOST_TEXT = 500
 "Characters of an example: a row may be all one column name."
+DROPPED = {"dropped_too_long": "too long", "dropped_no_target": "without a target"}
+"What a row is counted as that is left out without being bad -> the reason that is told."
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +33,46 @@ def skipped(error: DataError) -> Finding:
     return Finding("skipped", error.reason, 1, _short(str(error)))
 
 
+def dropped(note: str, where: str) -> Finding:
+    """One row that was left out although nothing is wrong with it.
+
+    Args:
+        note: Tokenized.note, one of DROPPED.
+    """
+    return Finding("dropped", DROPPED[note], 1, _short(where))
+
+
 def accepted(reason: str, where: str) -> Finding:
     """One row that is learned from, although it is odd."""
     return Finding("accepted", reason, 1, _short(where))
 
 
 def ordered(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
-    """Skipped rows first, then the most frequent; counted over `repeat` passes, as everything of a source is."""
+    """Rows that are not learned from first, then the most frequent; counted over `repeat` passes, as everything of a source is."""
     found = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
     return tuple(replace(one, rows=one.rows * repeat) for one in found)
 
 
 def text(found: Finding) -> str:
     """2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ..."""
-    rows = f"{found.rows:,} {'bad ' if found.kind == 'skipped' else ''}row{'' if found.rows == 1 else 's'} {found.kind}"
-    return f"{rows}, {found.reason}; the first: {found.first}"
+    rows = counted(found.rows, "bad row" if found.kind == "skipped" else "row")
+    return f"{rows} {found.kind}, {found.reason}; the first: {found.first}"
 
 
 def tell(name: str, found: Iterable[Finding]) -> None:
     """One line of the log for each reason."""
     for one in found:
         log.warning("%s: %s", name, text(one))
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Keep `tell` quiet, for a caller that shows what was found itself."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _short(words: str) -> str:

@@ -93,6 +93,7 @@ def loads(content: bytes | str) -> Any:
     """JSON, or a ValueError; also for half of a surrogate pair, which JSON can write down but no text can hold, and, as
     DuplicateKey, for an object that has a key twice."""
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
+    text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
     value = _STRICT.decode(text)
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()

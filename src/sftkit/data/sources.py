@@ -18,11 +18,12 @@ from typing import Any, Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, findings, hub, readers, rows
+from sftkit.data import cache, chat, conversation, findings, hub, readers, rows
 from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.words import counted
 
 OnBadRow = Literal["error", "skip"]
 Tokenize = Callable[[Row], Tokenized]
@@ -32,8 +33,10 @@ BECAME = {
     "truncated": "truncated",
     "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
     "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be learned",
-    "skipped_bad": "bad rows skipped",
+    "skipped_bad": "skipped as bad",
 }
+ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
+"Role -> what its messages are counted as, in conversations that are learned from."
 BUILTINS = ("docs", "tasks")
 ROWS_PER_CHUNK = 128
 "Rows that a process gets at a time."
@@ -221,7 +224,7 @@ def _tokenize_source(
         became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
         why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))
         raise DataError(
-            f"data source {source.path}: nothing to learn in its {whole.counts['rows']} rows ({became}){why}"
+            f"data source {source.path}: nothing to learn in its {counted(whole.counts['rows'], 'row')} ({became}){why}"
         )
     return whole
 
@@ -241,7 +244,10 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
+        if result.note in findings.DROPPED:
+            findings.add(part.found, findings.dropped(result.note, f"{row.where}: {result.why}"))
         if result.examples:
+            part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
                 findings.add(part.found, findings.accepted(reason, where))
         for example in result.examples:
@@ -272,7 +278,10 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
         source=np.concatenate([np.full(len(part.lengths), i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
         counts={
-            name: {count: part.counts[count] * source.repeat for count in (*COUNTS, *chat.ANSWER_COUNTS)}
+            name: {
+                count: part.counts[count] * source.repeat
+                for count in (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
+            }
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         findings={

@@ -26,11 +26,12 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
             reason=NOT_TEXT,
         )
     if not row.text.strip():
-        return Tokenized([], "dropped_no_target")
+        return Tokenized([], "dropped_no_target", why="an empty text")
     ids = _ids(row.text, tokenizer)
     pieces = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
     examples = [chat.document(piece, np.ones(len(piece), dtype=bool), tokenizer) for piece in pieces]
-    return Tokenized([example for example in examples if example is not None])
+    found = [example for example in examples if example is not None]
+    return Tokenized(found) if found else Tokenized([], "dropped_no_target", why="a text without tokens")
 
 
 def tokenize_any(

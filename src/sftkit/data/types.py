@@ -48,6 +48,8 @@ class Tokenized:
     "None | truncated | dropped_too_long | dropped_no_target"
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
+    why: str = ""
+    "of a row that was dropped: what is so in this one"
     odd: Mapping[str, str] = field(default_factory=dict)
     "what is odd in it although it is learned from: reason -> where, and what"
 
@@ -56,8 +58,8 @@ class Tokenized:
 class Finding:
     """Rows of a source with the same fault or oddity."""
 
-    kind: Literal["skipped", "accepted"]
-    "left out as bad, or learned from like any other"
+    kind: Literal["skipped", "dropped", "accepted"]
+    "left out as bad, left out although nothing is wrong with it, or learned from like any other"
     reason: str
     "the same few words for all of them"
     rows: int
@@ -81,9 +83,10 @@ class Examples:
     "int16 [D], index into source_names"
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
-    "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS"
+    "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS, \
+and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
-    "source name -> why rows were skipped, and what is odd in others"
+    "source name -> why rows were skipped or dropped, and what is odd in others"
 
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int]) -> Examples:

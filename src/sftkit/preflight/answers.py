@@ -7,6 +7,7 @@ from typing import Any
 from sftkit.data.answers import HISTORY
 from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED
+from sftkit.runtime.words import counted
 
 WORDS = {
     CONTEXT: "given in a prompt",
@@ -31,12 +32,12 @@ def text(source: dict[str, Any]) -> str | None:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
     if answers[SPLIT_TOKENS]:
         skipped.append(
-            f"{answers[SPLIT_TOKENS]:,} tokens in documents of their own for answers that the chat template renders otherwise "
+            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat template renders otherwise "
             "once they are history (data.split_turns)"
         )
     if not skipped:
         return None
-    learned = f"{answers['answers_learned']:,} of {answers['answers']:,} answers learned"
+    learned = f"{answers['answers_learned']:,} of {counted(answers['answers'], 'answer')} learned"
     return f"{source['name']}: {learned}; {', '.join(skipped)}"
 
 
@@ -48,18 +49,19 @@ def warnings(source: dict[str, Any]) -> list[str]:
     found = []
     if answers[HISTORY]:
         found.append(
-            f"source {name}: {answers[HISTORY]:,} of {answers['answers']:,} answers are context only, because the chat template "
-            "renders them otherwise once they are history. data.split_turns=true learns each as it is asked, for more tokens"
+            f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the chat template "
+            "renders answers otherwise once they are history. data.split_turns=true learns each as it is asked, "
+            f"{_split_turns_text(source)}"
         )
     if answers["reasoning_left_out"]:
         found.append(
-            f"source {name}: the reasoning before {answers['reasoning_left_out']:,} answers is not in the text that is trained on: "
+            f"source {name}: the reasoning before {counted(answers['reasoning_left_out'], 'answer')} is not in the text that is trained on: "
             "data.thinking=off leaves it out, or the chat template drops it from history, where data.split_turns=true keeps it"
         )
     if answers[THINKING_OFF]:
         found.append(
-            f"source {name}: {answers[THINKING_OFF]:,} of {source['rows']:,} conversations have no reasoning and are trained with "
-            "thinking turned off, which the chat template by itself leaves on. Ask for answers so, or make it the default of "
+            f"source {name}: {answers[THINKING_OFF]:,} of {counted(source['rows'], 'conversation')} trained with thinking turned "
+            "off, as they have no reasoning; the chat template by itself leaves it on. Ask for answers so, or make it the default of "
             "chat, evaluation and servers: model.chat_template_args.enable_thinking=false"
         )
     if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
@@ -69,3 +71,15 @@ def warnings(source: dict[str, Any]) -> list[str]:
             "renders otherwise once they are history. data.split_turns=false saves them, and learns the last answers only"
         )
     return found
+
+
+def _split_turns_text(source: dict[str, Any]) -> str:
+    """What that would cost, where it could be estimated (turns.py)."""
+    found = source["split_turns"]
+    if not found:
+        return "for more tokens"
+    more = f"{counted(found['tokens'], 'token')} more, in {counted(found['documents'], 'further document')}"
+    return (
+        f"for about {found['factor']:.2f} times the tokens of this source ({more}; estimated from "
+        f"{counted(found['conversations'], 'conversation')})"
+    )

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.config.schema import SourceConfig, source_label
-from sftkit.data import chat, readers, text
-from sftkit.data.sources import COUNTS, opened, parse
+from sftkit.config.schema import SourceConfig
+from sftkit.data import chat
+from sftkit.data.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError, DataError
-
-ROWS_READ = 2_000
-"Rows of each source that are read again for roles, which tokenized data no longer has."
-
-
-@dataclass
-class RowSample:
-    """What the first rows of the sources are."""
-
-    rows_read: int = 0
-    roles: Counter[str] = field(default_factory=Counter)
-    "messages of each role"
-    conversations: dict[str, bool] = field(default_factory=dict)
-    "source name -> whether it has conversations; a source that cannot be read again is missing"
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:
@@ -72,41 +55,18 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-def first_rows(sources: Iterable[SourceConfig]) -> RowSample:
-    """Roles of the first ROWS_READ rows of each source. What cannot be read is left out: tokenizing has reported it."""
-    sample = RowSample()
-    for source in sources:
-        name = source_label(source)
-        if source.path == "builtin:docs":  # text, and seconds to make again
-            sample.conversations[name] = False
-            continue
-        if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
-            source = replace(source, split=readers.base_split(source.split))
-        try:
-            sample.conversations[name] = _add_rows(sample, source)
-        except (OSError, ConfigError, DataError):
-            continue
-    return sample
+def roles(examples: Examples) -> dict[str, int]:
+    """Messages of each role in the conversations that are learned from, the most frequent first; empty for texts."""
+    totals = {
+        role: sum(counts.get(name, 0) for counts in examples.counts.values()) for role, name in ROLE_COUNTS.items()
+    }
+    return {role: total for role, total in sorted(totals.items(), key=lambda item: -item[1]) if total}
 
 
-def _add_rows(sample: RowSample, source: SourceConfig) -> bool:
-    """Count the roles of a source's first rows; whether there was a conversation."""
-    before = sample.roles.total()
-    for raw in islice(opened(source).rows(), ROWS_READ):
-        sample.rows_read += 1
-        try:
-            messages = parse(raw).messages
-        except DataError:
-            continue
-        if isinstance(messages, list):
-            sample.roles.update(str(m["role"]) for m in messages if isinstance(m, dict) and "role" in m)
-    return sample.roles.total() > before
-
-
-def of_conversations(examples: Examples, sample: RowSample) -> np.ndarray:
-    """bool [D]: documents of the sources that have conversations, unless those are what the stage refuses."""
-    refuse = {name for name, found in examples.findings.items() if any(one.reason == text.NOT_TEXT for one in found)}
-    flags = [sample.conversations.get(name, False) and name not in refuse for name in examples.source_names]
+def of_conversations(examples: Examples) -> np.ndarray:
+    """bool [D]: documents of the sources in which conversations are learned from."""
+    counts = [examples.counts.get(name, {}) for name in examples.source_names]
+    flags = [any(one.get(name) for name in ROLE_COUNTS.values()) for one in counts]
     return np.asarray(flags)[np.asarray(examples.source)]
 
 

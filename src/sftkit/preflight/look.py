@@ -19,12 +19,13 @@ from sftkit.data.loader import Batches
 from sftkit.data.pack import GlobalBatch, Layout
 from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
-from sftkit.preflight import answers, costs
+from sftkit.preflight import answers, costs, turns
 from sftkit.preflight import data as facts
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.rundir import PREFLIGHT
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ def look(
         orig_model: on any device, also meta: only its sizes are read. None with `plan`: memory and disk are unknown.
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
-    sample = facts.first_rows(cfg.data.train)
-    conversations = facts.of_conversations(examples, sample)
+    conversations = facts.of_conversations(examples)
     sources, lengths = facts.source_facts(examples), examples.lengths
+    for source, one in zip(cfg.data.train, sources, strict=True):
+        one["split_turns"] = turns.estimate(source, one, cfg.data, tokenizer, layout.max_length)
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
@@ -74,8 +76,7 @@ def look(
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
         "template_sha256": facts.template_hash(tokenizer) if conversations.any() else None,
-        "roles": dict(sample.roles),
-        "rows_read": sample.rows_read,
+        "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
         "memory": costs.memory_facts(cfg, layout, plan),
@@ -128,13 +129,13 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"p99 {lengths['p99']:,.0f}, max {lengths['max']:,} of {found['max_length']:,} positions"
     )
     if found["roles"]:
-        roles = ", ".join(f"{count:,} {role}" for role, count in sorted(found["roles"].items(), key=lambda r: -r[1]))
-        shown.append(f"{'roles':<10}{roles} (of the first {found['rows_read']:,} rows)")
+        roles = ", ".join(f"{count:,} {role}" for role, count in found["roles"].items())
+        shown.append(f"{'roles':<10}{roles} (messages of the conversations that are learned from)")
         shown.append(f"{'chat':<10}template {template_text(found)}, end of turn learned in {end_text(found)}")
     own = own_layout(found)
     shown.append(
         f"{'layout':<10}{own['layout']}, {own['shapes']}: {own['padding_pct']:.1f} % padding, "
-        f"{own['steps']:,} steps an epoch"
+        f"{counted(own['steps'], 'step')} an epoch"
     )
     return [*shown, f"{'time':<10}{time_text(found['time'])}"]
 
@@ -146,17 +147,18 @@ def source_text(source: dict[str, Any]) -> str:
         "truncated": "truncated",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
-        "skipped_bad": "bad rows skipped",
+        "skipped_bad": "skipped as bad",
     }
     happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])
     return (
-        f"{source['name']}: {source['rows']:,} rows, {source['documents']:,} documents, {source['tokens']:,} tokens, "
+        f"{source['name']}: {counted(source['rows'], 'row')}, {counted(source['documents'], 'document')}, "
+        f"{counted(source['tokens'], 'token')}, "
         f"{share:.1f} % targets{happened}"
     )
 
 
 def finding_lines(found: dict[str, Any]) -> list[str]:
-    """A line for each reason for which rows of a source were skipped, or are odd. The log of a run has them by itself."""
+    """A line for each reason for which rows of a source were left out, or are odd. The log of a run has them by itself."""
     sources = [*found["sources"], *found["validation"]]
     return [f"{source['name']}: {findings.text(Finding(**one))}" for source in sources for one in source["findings"]]
 
@@ -173,7 +175,7 @@ def end_text(found: dict[str, Any]) -> str:
 
 def time_text(time: dict[str, Any]) -> str:
     """Steps and epochs, with hours where a speed was measured."""
-    text = f"{time['steps']:,} steps, {time['epochs']:.2f} epochs, {time['tokens']:,} tokens"
+    text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
         return f"{text}; hours unknown until a first run has measured the speed"
     minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
@@ -230,18 +232,18 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     rows, found = max(source["rows"], 1), []
     if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
         found.append(
-            f"source {source['name']}: {source['truncated']:,} of {source['rows']:,} rows are longer than data.max_length "
+            f"source {source['name']}: {source['truncated']:,} of {counted(source['rows'], 'row')} longer than data.max_length "
             f"({max_length}) and truncated. Raise data.max_length, or set data.too_long=drop"
         )
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first one; then raise data.max_length or shorten the prompts",
-        "skipped_bad": f"bad rows ({_reasons(source)}): data.on_bad_row=error stops at the first",
+        "skipped_bad": f"bad ({_reasons(source)}): data.on_bad_row=error stops at the first",
     }
     dropped = sum(source[key] for key in reasons)
     if 100.0 * dropped > DROPPED_PCT * rows:
         why = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
-        found.append(f"source {source['name']}: {dropped:,} of {source['rows']:,} rows are not used. {why}")
+        found.append(f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {why}")
     return found
 
 
@@ -274,8 +276,8 @@ def machine_warnings(found: dict[str, Any]) -> list[str]:
         )
     if disk["fits"] is False:
         warnings.append(
-            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and {disk['checkpoints']} checkpoints of "
-            f"{size_text(disk['checkpoint_gib'])} need {size_text(disk['needed_gib'])}. Free some space, choose another run.dir, "
+            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and {counted(disk['checkpoints'], 'checkpoint')} of "
+            f"{size_text(disk['checkpoint_gib'])} {'needs' if disk['checkpoints'] == 1 else 'need'} {size_text(disk['needed_gib'])}. Free some space, choose another run.dir, "
             "or set checkpoint.every=null for the last one only"
         )
     return warnings

@@ -79,7 +79,7 @@ def _cards(found: dict[str, Any]) -> str:
         "of tokens are targets": f"{found['target_pct']:.1f} %",
         "learn their end of turn": _percent(found["end_of_turn_pct"]),
         f"padding ({own['layout']})": f"{own['padding_pct']:.1f} %",
-        f"steps, {time['epochs']:.2f} epochs": f"{time['steps']:,}",
+        f"{'step' if time['steps'] == 1 else 'steps'}, {time['epochs']:.2f} epochs": f"{time['steps']:,}",
     }
     if found["memory"]:
         cards["memory of a step"] = preflight.size_text(found["memory"]["estimated_gib"])
@@ -112,7 +112,7 @@ def _sources(found: dict[str, Any]) -> str:
 
 
 def _findings(found: dict[str, Any]) -> str:
-    """Why rows were skipped, or what is odd in them, with the first example of each."""
+    """Why rows were left out, or what is odd in them, with the first example of each."""
     rows = [
         (source["name"], one["kind"], f"{one['rows']:,}", one["reason"], one["first"])
         for source in (*found["sources"], *found["validation"])
@@ -125,7 +125,7 @@ def _chat_note(found: dict[str, Any]) -> str:
     texts = []
     if found["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in found["roles"].items())
-        texts.append(f"Messages of the first {found['rows_read']:,} rows: {roles}.")
+        texts.append(f"Messages of the conversations that are learned from: {roles}.")
     if found["template_sha256"]:
         texts.append(f"Chat template sha256: {found['template_sha256']}.")
     overlap = sum(found["validation_in_train"].values())

@@ -1,77 +1,28 @@
-"""What `scripts/inspect_data.py` adds to the preflight: a model without memory, samples with their masks, the terminal."""
+"""What `scripts/inspect_data.py` adds to the preflight: samples with their masks, and all of it on the terminal."""
 
 from __future__ import annotations
 
-import io
-import logging
+import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator, init_empty_weights
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedTokenizerBase
 
-from sftkit.config.schema import Config, ModelConfig
-from sftkit.data.pack import Layout
 from sftkit.data.stages import STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
-from sftkit.memory.plan import MemoryPlan, make_plan
-from sftkit.memory.plan import log as plan_log
-from sftkit.models.load import load_model
 from sftkit.preflight import look as preflight
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.words import counted
 
 BAR_WIDTH = 40
 CONTROLS = {n: 0x2400 + n for n in range(32) if n not in (9, 10)} | {127: 0x2421} | dict.fromkeys(range(128, 160), "�")
 "Control characters to visible ones: data must not steer a terminal."
-
-log = logging.getLogger(__name__)
-
-
-# ---- the model that will be trained, without its weights -------------------------------------------------------------
-
-
-def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
-    """The model with parameters that have sizes and no memory; None, with a line that says why, if it is not here."""
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            return load_model(model, tokenizer, 0, precision, empty=True)
-    except ConfigError as error:
-        log.warning("memory and checkpoint sizes stay unknown: %s", error)
-        return None
-
-
-def gpu_precision(cfg: Config) -> str:
-    """What the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
-    return "bf16" if cfg.train.precision == "auto" else cfg.train.precision
-
-
-def memory_plan(
-    cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None
-) -> MemoryPlan | None:
-    """The plan of a run on one GPU of that size (None: this machine's, if it has one), without touching it."""
-    if orig_model is None:
-        return None
-    total = None if gpu_gib is None else int(gpu_gib * 2**30)
-    if total is None and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-    said_later = plan_log  # what it says and warns of is in the preflight
-    said_later.disabled = True
-    try:
-        with redirect_stdout(io.StringIO()):
-            return make_plan(cfg, orig_model, layout, Runtime(Accelerator(cpu=True), gpu_precision(cfg)), total)
-    finally:
-        said_later.disabled = False
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -93,6 +44,7 @@ class Preview:
     source: str
     document: int
     tokens: int
+    "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
     pieces: tuple[Piece, ...]
 
@@ -112,7 +64,7 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
         text = str(tokenizer.decode(example.ids[start:end].tolist())).translate(CONTROLS)
         pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
-    return Preview(name, document, len(example.ids), int(example.is_target.sum()), tuple(pieces))
+    return Preview(name, document, int(examples.lengths[document]), int(example.is_target.sum()), tuple(pieces))
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -122,7 +74,8 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def preview_title(preview: Preview) -> str:
-    return f"{preview.source}, document {preview.document:,}: {preview.tokens:,} tokens, {preview.targets:,} targets"
+    size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
+    return f"{preview.source}, document {preview.document:,}: {size}"
 
 
 def preview_text(preview: Preview, marks: bool) -> Text:
@@ -142,6 +95,11 @@ def preview_text(preview: Preview, marks: bool) -> Text:
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def terminal() -> Console:
+    """Standard output, 120 columns wide where it is no terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:

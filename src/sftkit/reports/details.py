@@ -70,12 +70,11 @@ def data(report: Report) -> Html:
         )
     warnings = found["warnings"] if isinstance(found.get("warnings"), list) else []
     roles = [f"{show(count)} {role}" for role, count in mapping(found.get("roles")).items()]
-    sample = f" in the first {show(found['rows_read'])} rows" if number(found.get("rows_read")) else ""
     masks = {
         "target tokens": _percent(found.get("target_pct")),
         "end of turn is the last target": _percent(found.get("end_of_turn_pct")),
         "chat template sha256": found.get("template_sha256"),
-        f"messages{sample}": ", ".join(roles) or None,
+        "messages": ", ".join(roles) or None,
         "duplicate documents": _percent(found.get("duplicate_pct")),
         **{f"{name}: validation rows in training": n for name, n in mapping(found.get("validation_in_train")).items()},
     }
@@ -146,9 +145,9 @@ def _answers(sources: Rows) -> Html | None:
 
 
 def _findings(sources: Rows) -> Html | None:
-    """Why rows were skipped, or what is odd in them, with the first example of each."""
+    """Why rows were left out, or what is odd in them, with the first example of each."""
     rows = [finding | {"name": source.get("name")} for source in sources for finding in dicts(source.get("findings"))]
-    return _table(rows, FINDINGS, "Rows skipped or odd, by reason", text=(1, 3, 4))
+    return _table(rows, FINDINGS, "Rows left out or odd, by reason", text=(1, 3, 4))
 
 
 def _layouts(rows: Any) -> Html | None:

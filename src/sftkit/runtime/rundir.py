@@ -190,8 +190,11 @@ def resolve(path: str) -> str:
             f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         )
     if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1:
-        hint = "; run the stage before this one first (make base, make mid)" if path.startswith("runs/") else ""
-        raise ConfigError(f"{path}: no such folder{hint}")
+        hint = (
+            f". A run has not been made there yet: train the recipe whose run.dir is {path} first, or name another model "
+            "(in a recipe: model.path)"
+        )
+        raise ConfigError(f"{path}: no such folder{hint if path.startswith('runs/') else ''}")
     return path
 
 

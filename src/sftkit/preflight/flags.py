@@ -1,0 +1,55 @@
+"""What the command line of scripts/inspect_data.py may say beside a recipe and key=value words. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sftkit.config.load import load_config
+from sftkit.config.schema import Config
+
+
+def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
+    """The Config that the words ask for, and the flags: recipe, stage (None: by the recipe's name), preview (documents), html
+    and json (files or None), gpu_gib (None: this machine's). Prints problems and exits with code 2 if there are any."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument(
+        "--stage",
+        choices=("base", "mid", "sft"),
+        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
+    )
+    parser.add_argument("--preview", metavar="N", type=number, default=3, help="documents to show with their masks; 3")
+    parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
+    parser.add_argument(
+        "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
+    )
+    parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
+    flags, sys.argv[1:] = parser.parse_known_args()
+    cfg = load_config(f"{description}\n{parser.format_help().strip()}")  # the words that are left: recipe and key=value
+    flags.recipe = sys.argv[1]
+    return cfg, flags
+
+
+def number(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word}: how many documents? Take 0 or more, say 3")
+    return int(word)
+
+
+def size(word: str) -> float:
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
+    return gib
+
+
+def new_file(word: str) -> Path:
+    path = Path(word)
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{what}; name a file in a folder that exists")
+    return path

@@ -1,0 +1,87 @@
+"""What a run would start from, made without a GPU and without weights: tokenizer, sizes of the model, examples, memory plan."""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import nullcontext, redirect_stdout
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from sftkit.config.schema import Config, DataConfig, ModelConfig
+from sftkit.data import findings, loader, stages
+from sftkit.data.pack import Layout
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+from sftkit.memory.plan import MemoryPlan, make_plan
+from sftkit.memory.plan import log as plan_log
+from sftkit.models.load import inherit, load_model, load_tokenizer, new_tokenizer
+from sftkit.models.structure import positions
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+
+def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer that the run would load, or train."""
+    training = cfg.model.train_tokenizer
+    if training is None:
+        return load_tokenizer(cfg.model)
+    if training.sources is not None:
+        return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
+    with findings.untold():  # the same rows are tokenized next
+        return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
+
+
+def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
+    """The model with parameters that have sizes and no memory; None, with a line that says why, if it is not here."""
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            return load_model(model, tokenizer, 0, precision, empty=True)
+    except ConfigError as error:
+        log.warning("memory and checkpoint sizes stay unknown: %s", error)
+        return None
+
+
+def gpu_precision(cfg: Config) -> str:
+    """What the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
+    return "bf16" if cfg.train.precision == "auto" else cfg.train.precision
+
+
+def memory_plan(
+    cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None
+) -> MemoryPlan | None:
+    """The plan of a run on one GPU of that size (None: this machine's, if it has one), without touching it."""
+    if orig_model is None:
+        return None
+    total = None if gpu_gib is None else int(gpu_gib * 2**30)
+    if total is None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+    said_later = plan_log  # what it says and warns of is in the preflight
+    said_later.disabled = True
+    try:
+        with redirect_stdout(io.StringIO()):
+            return make_plan(cfg, orig_model, layout, Runtime(Accelerator(cpu=True), gpu_precision(cfg)), total)
+    finally:
+        said_later.disabled = False
+
+
+def row_length(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
+) -> tuple[int, str]:
+    """(data.max_length, or that of the run before; a line about where the run would start)."""
+    longest = positions(orig_model) if orig_model is not None else None
+    return inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
+
+
+def load_examples(
+    data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[Examples, dict[str, Examples]]:
+    """(training documents, validation documents by source), tokenized as the stage's own script does, which then finds them
+    in the cache. What was found in their rows is not told: the look shows it."""
+    _, tokenize_of = stages.STAGES[stage]
+    with findings.untold():
+        return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())

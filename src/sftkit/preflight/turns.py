@@ -1,0 +1,113 @@
+"""What data.split_turns=true would cost where it is off, estimated from a sample of the first conversations of a source."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data import chat, readers
+from sftkit.data.answers import HISTORY
+from sftkit.data.sources import opened, parse
+from sftkit.data.types import Row
+from sftkit.errors import ConfigError, DataError
+
+ROWS_READ = 2_000
+"Rows of a source that are read again at most."
+ANSWERS = 200
+"In the conversations of the sample, which are tokenized again in both ways: about a second."
+
+
+def estimate(
+    source: SourceConfig, facts: dict[str, Any], data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, Any] | None:
+    """Return what learning the answers that are left out now would add to a source; None: nothing is left out, or nothing of
+    it was found.
+
+    Tokens and documents per answer left out are measured on conversations that are tokenized again, with split_turns off and
+    on, and multiplied by the answers left out in all of the source.
+
+    Args:
+        facts: the source as preflight.data.source_facts has it.
+
+    Returns:
+        conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
+    """
+    left_out = facts["answers"].get(HISTORY, 0)
+    if not left_out:
+        return None
+    found = [one for row in _sample(source) if (one := _added(row, data, tokenizer, max_length))]
+    if not found:
+        return None
+    answers, tokens, documents = (sum(numbers) for numbers in zip(*found, strict=True))
+    more = round(tokens * left_out / answers)
+    return {
+        "conversations": len(found),
+        "tokens": more,
+        "documents": round(documents * left_out / answers),
+        "factor": 1.0 + more / facts["tokens"],
+    }
+
+
+def _sample(source: SourceConfig) -> list[Row]:
+    """Some of the first conversations with more than one answer, at random and always the same, until they have ANSWERS."""
+    found = _several_answers(source)
+    chosen: list[Row] = []
+    answers = 0
+    for i in np.random.default_rng(0).permutation(len(found)):
+        if answers >= ANSWERS:
+            break
+        row, number = found[i]
+        chosen.append(row)
+        answers += number
+    return chosen
+
+
+def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
+    """Conversations with more than one answer among the first rows, and how many they have. What cannot be read is left out:
+    tokenizing has reported it."""
+    if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
+        source = replace(source, split=readers.base_split(source.split))
+    found: list[tuple[Row, int]] = []
+    try:
+        for raw in islice(opened(source).rows(), ROWS_READ):
+            with suppress(DataError):
+                row = parse(raw)
+                messages = row.messages if isinstance(row.messages, list) else []
+                answers = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+                if len(answers) > 1:
+                    found.append((row, len(answers)))
+    except (OSError, ConfigError, DataError):
+        pass
+    return found
+
+
+def _added(
+    row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[int, int, int] | None:
+    """(answers left out now, tokens and documents that would be added) of a conversation; None: it leaves out none, or would
+    be refused."""
+    tokenize = partial(
+        chat.tokenize,
+        row,
+        tokenizer,
+        max_length=max_length,
+        too_long="truncate" if data.too_long == "error" else data.too_long,
+        targets=data.targets or "assistant",  # with "all" no answer is left out
+        thinking=data.thinking,
+    )
+    try:
+        off = tokenize(split_turns=False)
+        if not off.counts[HISTORY]:
+            return None
+        on = tokenize(split_turns=True)
+    except DataError:
+        return None
+    tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))
+    return off.counts[HISTORY], tokens - before, len(on.examples) - len(off.examples)

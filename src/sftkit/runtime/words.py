@@ -1,0 +1,8 @@
+"""Words about numbers, for lines that people read."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 row, 2,000 rows. `noun` is one whose plural has an s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
