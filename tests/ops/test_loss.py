@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -180,30 +179,6 @@ def test_scaling_does_not_round_the_scale_to_bf16(device: str) -> None:
     (scaled,) = torch.autograd.grad(loss * scale, hidden)
     assert torch.equal(scaled, (once.float() * scale).to(torch.bfloat16))
     assert not torch.equal(scaled, once * scale.to(torch.bfloat16))
-
-
-@pytest.fixture
-def uninitialised_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, memory that torch.empty and its like hand out holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("vocab", [19, 1000, 1024])
-def test_what_memory_held_before_is_in_no_loss_and_no_gradient(
-    vocab: int, dtype: torch.dtype, device: str, uninitialised_is_nan: None
-) -> None:
-    hidden, head, bias, targets = inputs(rows=200, width=64, vocab=vocab, dtype=dtype, device=device)
-    exact = reference(hidden, head, targets, LossConfig(), bias, None).loss
-    found = linear_nll(hidden, head, targets, LossConfig(chunk_tokens=64), bias=bias).loss
-    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]
-    for got, expected in zip(gradients(found, hidden, head, bias), gradients(exact, hidden, head, bias), strict=True):
-        assert (got.double() - expected.double()).norm() < tolerance * expected.double().norm()
 
 
 def test_frozen_inputs_get_no_gradient() -> None:

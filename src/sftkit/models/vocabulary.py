@@ -110,11 +110,6 @@ def _resize(orig_model: PreTrainedModel, rows: int) -> None:
     # mean_resizing would draw the new rows from a distribution, and without it they are drawn too, to no use.
     with torch.random.fork_rng(devices=[]):
         orig_model.resize_token_embeddings(rows, mean_resizing=False)
-    projection = head(orig_model)
-    bias = projection.bias
-    if bias is not None and bias.shape[0] < rows:  # of a tied head, which transformers takes to be large enough
-        longer = torch.cat([bias.data, bias.data.new_empty(rows - bias.shape[0])])
-        projection.bias = torch.nn.Parameter(longer, requires_grad=bias.requires_grad)
 
 
 def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:

@@ -1,0 +1,38 @@
+"""Tests marked own_process run in a pytest of their own: a kernel that fails takes the CUDA context, and with it every
+later test of its process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+STARTED_BY = "SFTKIT_TEST_STARTED_BY"
+"Set in such a process, to the id of the one that started it."
+TIMEOUT_SECONDS = 600
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the test by its id in a new process; it fails with what that one printed, and is skipped if it was there."""
+    if pyfuncitem.get_closest_marker("own_process") is None or STARTED_BY in os.environ:
+        return None
+    test = pyfuncitem.nodeid
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "own_process", test]
+    done = subprocess.run(
+        command,
+        cwd=pyfuncitem.config.rootpath,
+        env={**os.environ, STARTED_BY: str(os.getpid())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    if done.returncode:
+        pytest.fail(f"its process ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    if skipped:
+        pytest.skip(skipped[0])
+    return True

@@ -1,0 +1,347 @@
+"""What memory held before is in no result: every buffer that we take uninitialised is full of NaN here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
+from made_models import odd_llama
+from planted import planted, same_when_planted
+from torch import distributed as dist
+from transformers import PhiConfig, PhiForCausalLM
+
+from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
+from sftkit.config.optimizers import OPTIMIZERS
+from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.collate import IGNORE, WHOLE, Part, collate
+from sftkit.data.loader import Batches
+from sftkit.engine.step import optimizer_step
+from sftkit.evals.scoring import score
+from sftkit.evals.task import Choices
+from sftkit.generation.decode import generate
+from sftkit.models.load import load_model
+from sftkit.models.vocabulary import add_tokens
+from sftkit.models.weights import load_model_weights, make_room
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.ops import flash, linear_cross_entropy
+from sftkit.ops.attention import attend, dense_kernels, documents_of
+from sftkit.ops.gather_rows import gather_rows
+from sftkit.ops.linear_cross_entropy import linear_nll
+from sftkit.optim.build import build_optimizer
+from sftkit.runtime import start as runtime
+from sftkit.tracking.health import LateFlags
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+every_device = pytest.mark.parametrize("device", ["cpu", CUDA])
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+TESTED = {
+    *("ops/flash.py", "ops/gather_rows.py", "ops/linear_cross_entropy.py", "data/balance.py", "tracking/health.py"),
+    *("generation/kv_cache.py", "models/weights.py", "checkpoint/state_store.py"),
+}
+"Files that take memory uninitialised, for which there is a test below."
+ONLY_TIMED = {"experiments/bench/machine.py", "memory/plan.py", "ops/attention_choice.py"}
+"Files that take it to time it or to hold it: nobody looks at the values."
+
+
+# ---- the planting itself ----
+
+
+def test_every_file_that_takes_uninitialised_memory_is_tested_here() -> None:
+    ways = {"empty", "empty_like", "new_empty", "empty_strided", "empty_permuted", "to_empty", "resize_", "ndarray"}
+    found = set()
+    for path in (ROOT / "src" / "sftkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if called in ways and (node.args or node.keywords):  # type: ignore[union-attr, attr-defined]
+                found.add(path.relative_to(ROOT / "src" / "sftkit").as_posix())
+    assert found == TESTED | ONLY_TIMED
+
+
+@every_device
+def test_planting_reaches_every_way_to_take_memory_and_ends_with_its_block(device: str) -> None:
+    def take() -> list[torch.Tensor]:
+        like = torch.zeros(3, device=device)
+        made = [torch.empty(3, device=device), torch.empty_like(like), like.new_empty(3)]
+        made += [torch.empty_strided((2, 2), (3, 1), device=device), like.new_empty(3, dtype=torch.bfloat16)]
+        made += [torch.nn.Linear(2, 2, device="meta").to_empty(device=device).weight, torch.zeros(0).resize_(3)]
+        made += [torch.empty(3, pin_memory=device == "cuda"), torch.from_numpy(np.empty(3))]
+        return made
+
+    numpys = np.empty
+    with planted():
+        assert all(tensor.isnan().all() for tensor in take())
+        assert torch.empty(1, dtype=torch.int64, device=device).item() == 2**63 - 1
+        assert np.empty(1, np.int32).item() == 2**31 - 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert np.empty is numpys
+
+
+def test_columns_of_the_logits_that_are_not_cleared_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_cleared(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(rows, -(-vocab // 64) * 64)[:, :vocab]
+
+    monkeypatch.setattr(linear_cross_entropy, "_logits_buffer", not_cleared)
+    with pytest.raises(AssertionError, match="not finite"):
+        same_when_planted(lambda: loss_and_gradients(200, 19, torch.bfloat16, "cpu", LossConfig(chunk_tokens=64), None))
+
+
+# ---- loss ----
+
+
+def loss_and_gradients(
+    rows: int, vocab: int, dtype: torch.dtype, device: str, options: LossConfig, softcap: float | None
+) -> list[torch.Tensor]:
+    """Sums of the loss and the gradients of a third of it; a third of the rows and the last 70 have no target."""
+    generator = torch.Generator(device).manual_seed(0)
+    leaves = [
+        torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
+        for shape in ((rows, 64), (vocab, 64), (vocab,))
+    ]
+    targets = torch.randint(0, vocab, (rows,), generator=generator, device=device)
+    targets[torch.rand(rows, generator=generator, device=device) < 0.3] = IGNORE
+    targets[max(rows - 70, 0) :] = IGNORE
+    hidden, head, bias = leaves
+    sums = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
+    without_bias = linear_nll(hidden, head, targets, options, softcap=softcap).loss
+    gradients = [*torch.autograd.grad(sums.loss / 3, leaves), *torch.autograd.grad(without_bias / 3, leaves[:2])]
+    with torch.no_grad():
+        measured = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
+    return [value.detach() for value in (*sums, *measured, *gradients)]
+
+
+@every_device
+@both_dtypes
+@pytest.mark.parametrize("vocab", [1, 19, 1000, 1024])
+@pytest.mark.parametrize(("rows", "chunk"), [(200, 64), (200, 256), (129, 128), (1, 64), (0, 64)])
+def test_loss_and_its_gradients(rows: int, chunk: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    everything = {"z_loss": 0.05, "label_smoothing": 0.1, "token_metrics": True}
+    for settings, softcap in (({}, None), (everything, 3.0)):
+        options = LossConfig(chunk_tokens=chunk, **settings)  # type: ignore[arg-type]
+        same_when_planted(lambda o=options, s=softcap: loss_and_gradients(rows, vocab, dtype, device, o, s))
+
+
+# ---- attention ----
+
+DOCUMENTS = [[[200]], [[100], [1], []], [[1, 1, 130, 5], [64, 64]], [[3, 40, 77, 5], [60, 60, 60, 20], [1]]]
+"Documents of rows of 200 positions: full rows, rows with padding, an empty row, rows of one document."
+
+
+def attention(
+    backend: str, rows: Sequence[Sequence[int]], heads: tuple[int, int], dtype: torch.dtype, device: str, part: Part
+) -> list[torch.Tensor]:
+    """Outputs and gradients at all positions, padding too; of chunks the gradients of whole rows' keys."""
+    lengths = [n for row in rows for n in row]
+    numbers = iter(range(len(lengths)))
+    recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
+    batch = collate(make_examples(lengths), recipe, 200, 0, 8 * len(rows), 200, part).to(torch.device(device))
+    generator = torch.Generator(device).manual_seed(0)
+    leaves = [
+        torch.randn(len(rows), h, 200, 64, device=device, generator=generator).to(dtype).requires_grad_()
+        for h in (heads[0], heads[1], heads[1])
+    ]
+    query = leaves[0] if batch.columns is None else leaves[0][:, :, batch.columns]
+    documents = documents_of(batch, backend, context_group="none")._replace(group=None)
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
+    with dense_kernels() if backend == "sdpa" else nullcontext():
+        out, _ = call(torch.nn.Module(), query, *leaves[1:], None, documents=documents)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+HEADS = ((4, 4), (8, 4), (8, 1))
+ON_CPU = [("cpu", backend, heads) for backend in ("reference", "sdpa") for heads in HEADS]
+ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference", "sdpa") for heads in HEADS]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "heads"),
+    [*ON_CPU, *(pytest.param(*case, marks=pytest.mark.gpu) for case in [*ON_CUDA, ("cuda", "flex", (8, 4))])],
+)
+@both_dtypes
+def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    if backend in ("fa4", "varlen") and (why := flash.missing(backend, torch.device(device), dtype)):
+        pytest.skip(why)
+    parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, Part("chunks", 0, 2), Part("chunks", 1, 2)]
+    for rows in DOCUMENTS[-1:] if backend == "flex" else DOCUMENTS:  # each shape is compiled for flex
+        if backend == "sdpa" and max(map(len, rows)) > 1:
+            continue  # rows of one document
+        for part in parts:
+            same_when_planted(
+                lambda r=rows, p=part: attention(backend, r, heads, dtype, device, p),
+                tolerance=0.0 if device == "cpu" else 0.01,
+            )
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def one_rank(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device, with a group of one process."""
+    torch.distributed.init_process_group(
+        "nccl" if request.param == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_rows_gathered_from_the_ranks_and_their_gradients(one_rank: str) -> None:
+    def gathered() -> list[torch.Tensor]:
+        generator = torch.Generator(one_rank).manual_seed(0)
+        pair = [torch.randn(2, 3, 6, 5, device=one_rank, generator=generator).requires_grad_() for _ in "kv"]
+        assert dist.group.WORLD is not None
+        rows = gather_rows(*pair, dist.group.WORLD.group_name)  # type: ignore[arg-type]
+        return [*(x.detach() for x in rows), *torch.autograd.grad(rows[0].sum() + 2 * rows[1].sum(), pair)]
+
+    same_when_planted(gathered)
+
+
+# ---- optimizers, batches, a step ----
+
+
+@every_device
+@both_dtypes
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_states_of_an_optimizer(name: str, dtype: torch.dtype, device: str) -> None:
+    if ("bf16" if dtype == torch.bfloat16 else "fp32") not in OPTIMIZERS[name].state_bytes:
+        pytest.skip("not for this precision")
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+
+    def updated() -> list[torch.Tensor]:
+        model = odd_llama(dtype, device)
+        optimizer = build_optimizer(model, OptimConfig(name=name, lr=1e-2), seed=3, compile=False)  # type: ignore[arg-type]
+        optimizer.warm_up(compiled=False)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p)
+            optimizer.update(1e-2, torch.tensor(0.5, device=device))
+        states = [torch.as_tensor(value) for p in model.parameters() for value in optimizer.state[p].values()]
+        plain = [part for s in states for part in ((s.codes, s.scale) if hasattr(s, "codes") else (s,))]
+        return [t.detach().clone() for t in (*model.parameters(), *plain)]
+
+    same_when_planted(updated)
+
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+
+
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
+@pytest.mark.parametrize("part", [WHOLE, Part("chunks", 1, 2), Part("columns", 0, 2)], ids=lambda part: part.kind)
+@every_device
+def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, part: Part, device: str) -> None:
+    def collated() -> list[torch.Tensor]:
+        examples = make_examples(LENGTHS)
+        found = []
+        for rank in range(2):
+            layout = make_layout_of(kind, examples.lengths, world_size=2)
+            for step in Batches(examples, layout, 0, rank, 0, part=part).steps(0, 4):
+                for batch in step.micro_batches:
+                    tensors = batch.to(torch.device(device)).tensors()
+                    found += [(tensor, tensor.clone()) for tensor in (*batch.tensors(), *tensors)]
+        assert all(torch.equal(tensor, as_it_came) for tensor, as_it_came in found)
+        return [tensor for tensor, _ in found]
+
+    same_when_planted(collated)
+
+
+@every_device
+@both_dtypes
+@pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
+def test_steps_of_training(kind: str, dtype: torch.dtype, device: str) -> None:
+    backend = "reference" if device == "cpu" or dtype == torch.float32 else "varlen"
+
+    rt = cpu_runtime() if device == "cpu" else runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+
+    def trained() -> list[torch.Tensor]:
+        model = ModelWithLoss(odd_llama(dtype, device), backend, NextToken(LossConfig(chunk_tokens=24)))
+        optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-3), compile=False)
+        examples = make_examples(LENGTHS, target_share=0.3)
+        batches = Batches(examples, make_layout_of(kind, examples.lengths), 0, 0, 0)
+        flags = LateFlags(torch.device(device), late=1, count=model.objective.count)
+        found = []
+        for number, step in enumerate(batches.steps(0, 3)):
+            moved = [batch.to(torch.device(device)) for batch in step.micro_batches]
+            step.micro_batches[:] = moved
+            outcome = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+            flags.push(number, step, outcome)
+            assert all(known.finite and not known.stop for known in flags.known(wait=False))
+            found += [outcome.sums.vector, outcome.grad_norm]
+        assert len(flags.known(wait=True)) == 1
+        return [value.detach().clone() for value in (*found, *model.parameters())]
+
+    same_when_planted(trained, tolerance=0.0 if device == "cpu" else 0.02)
+
+
+# ---- generation, models, checkpoints ----
+
+
+@every_device
+@both_dtypes
+@pytest.mark.parametrize("groups", [None, ["a"] * 5 + ["b"] * 4], ids=["alone", "shared"])
+def test_answers_and_their_logits(tokenizer, groups: list[str] | None, dtype: torch.dtype, device: str) -> None:  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(0)
+    prompts = [[*range(3, 28), *rng.integers(3, 64, 1 + 3 * i % 17).tolist()] for i in range(9)]
+
+    def answered() -> list[object]:
+        model, logits = odd_llama(dtype, device).eval(), []
+        model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output.clone()))
+        most = [12, 3, 7, 12, 1, 9, 12, 5, 2]  # rows leave their batch one after the other
+        for batch_size in (1, 4, 9):
+            answers = generate(
+                model, tokenizer, prompts, stop_ids=[10**6], max_new_tokens=most, batch_size=batch_size, groups=groups
+            )
+            logits += [(answer.text, answer.tokens) for answer in answers]
+        asked = [Choices(str(i), "", ("", ""), (0,), (1, 1), groups[i] if groups else "") for i in range(9)]
+        pairs = [[(np.array(p, np.int32), np.array(c, np.int32)) for c in ([5, 6], [7])] for p in prompts]
+        logits += [vars(found) for found in score(model, tokenizer, asked, batch_size=4, encoded=pairs)]
+        return logits
+
+    same_when_planted(answered)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("empty", [True, False])
+@every_device
+def test_weights_that_are_loaded_and_rows_that_are_added(  # type: ignore[no-untyped-def]
+    tied: bool, empty: bool, device: str, tokenizer, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 66, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    PhiForCausalLM(PhiConfig(vocab_size=len(tokenizer), tie_word_embeddings=tied, **sizes)).save_pretrained(tmp_path)
+    add_tokens(tokenizer, ["<|new|>", "<|other|>"])
+    source = ModelConfig(path=str(tmp_path))
+
+    def loaded() -> list[torch.Tensor]:
+        model = load_model(source, tokenizer, 0, "bf16", empty)
+        make_room(model, torch.device(device))
+        if empty:
+            load_model_weights(model, source)
+        assert len(model.lm_head.bias) == model.config.vocab_size > len(tokenizer)
+        return [value.detach() for value in (*model.parameters(), *model.buffers())]
+
+    same_when_planted(loaded)
+
+
+@every_device
+def test_optimizer_states_on_disk_and_back(device: str, tmp_path: Path) -> None:
+    numbers = torch.arange(12.0, device=device)
+    states = {"a": numbers.view(3, 4).t(), "b": numbers[::5].bfloat16(), "c": numbers[3], "d": numbers[:0]}
+
+    def read_back(folder: Path) -> list[torch.Tensor]:
+        shards = snapshot_states(states, 0, 1)
+        copies_done(torch.device(device))
+        save_states(shards, folder, None, 0)
+        found = {name: torch.empty_like(state) for name, state in states.items()}
+        load_states(found, folder)
+        return list(found.values())
+
+    folders = iter([tmp_path / "plain", tmp_path / "planted"])
+    for value, expected in zip(same_when_planted(lambda: read_back(next(folders))), states.values(), strict=True):
+        assert torch.equal(value, expected)
