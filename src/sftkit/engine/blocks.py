@@ -165,7 +165,7 @@ class Blocks:
     def guarded(self) -> Iterator[None]:
         """Inside, nothing is compiled any more, as compile.on_recompile says, and running out of memory is explained."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons())
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, explained(self._plan, self._cfg, self._layout):
             yield
 
@@ -190,7 +190,11 @@ class Blocks:
         watch = self.watch
         return EngineReport(
             watch.counts(),
-            [("recompile", watch.recompile_kinds()), ("graph_break", watch.graph_break_reasons())],
+            [
+                ("recompile", watch.recompile_kinds()),
+                ("fallback", watch.fallback_kinds()),
+                ("graph_break", watch.graph_break_reasons()),
+            ],
             compile_checks(self.compiled, watch, error),
         )
 

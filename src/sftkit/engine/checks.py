@@ -71,11 +71,15 @@ def compile_checks(compiled: bool, watch: CompileWatch, error: BaseException | N
     if not compiled:
         return [Check("The step is compiled", None, "eager", "-", how)]
     graphs = int(watch.counts()["compile/graphs"])
-    late, breaks = watch.recompile_kinds(), watch.graph_break_reasons()
+    late, breaks, uncompiled = watch.recompile_kinds(), watch.graph_break_reasons(), watch.fallbacks
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
+    ran = f"{graphs} graphs"
+    if uncompiled:
+        ran += f", and {uncompiled:,} calls ran without one (compile.on_recompile=eager)"
+        late += [f"run uncompiled instead: {reason}" for reason in watch.fallback_kinds()]
     return [
-        Check("The step is compiled", graphs > 0, f"{graphs} graphs", "1 or more", how),
+        Check("The step is compiled", graphs > 0 and not uncompiled, ran, "1 or more, for every call", how),
         Check("No recompiles after the warm-up", not late, "; ".join(late) or "0", "0", how),
         Check("No graph breaks", not breaks, "; ".join(breaks) or "0", "0", how),
         Check(

@@ -127,7 +127,11 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """No graphs."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
-        return EngineReport({"compile/graphs": 0, "compile/recompiles": 0, "compile/graph_breaks": 0}, [], [never])
+        return EngineReport(
+            {"compile/graphs": 0, "compile/recompiles": 0, "compile/fallbacks": 0, "compile/graph_breaks": 0},
+            [],
+            [never],
+        )
 
     def close(self) -> None:
         """Nothing was changed."""
