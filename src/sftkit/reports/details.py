@@ -53,6 +53,7 @@ _EVENTS = {
     "recompile": "compiled after the warm-up",
     "fallback": "ran uncompiled",
     "graph_break": "graph break",
+    "hook": "hook not run",
     "nonfinite": "not finite",
     "spike": "spike",
     "checkpoint_fallback": "older checkpoint used",
