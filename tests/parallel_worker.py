@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
+from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import shape_runner
@@ -109,6 +111,8 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
         run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
         warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
         watch.warm_up_done()
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        same = check_gradients(model, wrapped, trained, layout, rt, "reference", compiled=True)
         for step in batches.steps(0, 6):
             outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-2, 1.0, rt, stop=last)
             sums = over_ranks(rt, outcome.sums)
@@ -122,7 +126,15 @@ def train(rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str) 
         whole = param.full_tensor() if isinstance(param, DTensor) else param
         weights[name] = whole.double().square().sum().item()
     pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters())
-    return {"rows": rows, "flags": flags, "val": values, "weights": weights, "pieces": pieces, **counts}
+    return {
+        "rows": rows,
+        "flags": flags,
+        "val": values,
+        "weights": weights,
+        "pieces": pieces,
+        "same": asdict(same),
+        **counts,
+    }
 
 
 def main(out: str, *names: str) -> None:

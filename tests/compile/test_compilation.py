@@ -221,10 +221,14 @@ def test_a_step_that_needs_another_graph_ends_with_the_guard_or_runs_eagerly_or_
     assert isinstance(raised.value, ConfigError)
     assert watch.counts()["compile/recompiles"] == 0
     run(orig_model.float().train())  # what was compiled still is
-    with step_contract("eager"):
+    with step_contract("eager", fell_back=watch.fell_back):
+        run(orig_model)
+        assert watch.counts()["compile/fallbacks"] == 0
         surprise(orig_model)
     assert watch.counts()["compile/recompiles"] == 0
     assert not watch.recompile_kinds()
+    assert watch.counts()["compile/fallbacks"] in (2, 3), "both blocks; the norm does not look at training"
+    assert any(guard in reason and "modeling_llama.py:" in reason for reason in watch.fallback_kinds())
     with step_contract("warn"):
         surprise(orig_model.float().train())
     assert watch.counts()["compile/recompiles"] >= 1
@@ -244,7 +248,7 @@ def test_reasons_that_differ_only_in_a_size_are_of_one_kind() -> None:
 def test_run_eagerly_takes_any_shape_and_the_contract_holds_again_after_it(on_recompile: str) -> None:
     orig_model, watch = warmed_up()
     graphs = watch.counts()["compile/graphs"]
-    with step_contract(on_recompile):
+    with step_contract(on_recompile, fell_back=watch.fell_back):
         for row_length in (3, 7, 19):
             run(orig_model)
             with torch.no_grad(), run_eagerly():
@@ -254,12 +258,14 @@ def test_run_eagerly_takes_any_shape_and_the_contract_holds_again_after_it(on_re
                 run(orig_model, 1, row_length, backward=False)
             orig_model.train()
         assert watch.counts()["compile/graphs"] == graphs
+        assert watch.counts()["compile/fallbacks"] == 0, "what is meant to be eager is none"
         if on_recompile == "error":
             with pytest.raises(RuntimeError, match="fail_on_recompile"):
                 other_shape(orig_model)
         else:
             other_shape(orig_model)
     assert watch.counts()["compile/recompiles"] == (2 if on_recompile == "warn" else 0)
+    assert watch.counts()["compile/fallbacks"] == (3 if on_recompile == "eager" else 0)
     other_shape(orig_model)  # outside the contract torch compiles as ever
     assert watch.counts()["compile/graphs"] == graphs + 2
 
@@ -317,7 +323,8 @@ def in_a_loop(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("broken", [explicit, data_dependent, host_number, in_a_loop])
 def test_a_graph_break_is_counted_and_refused_with_its_line(broken, caplog) -> None:
     watch = CompileWatch()
-    torch.compile(broken, backend="aot_eager", dynamic=False)(torch.ones(3))
+    compiled = torch.compile(broken, backend="aot_eager", dynamic=False)
+    compiled(torch.ones(3))
     assert watch.counts()["compile/graph_breaks"] == 1
     (reason,) = watch.graph_break_reasons()
     first = broken.__code__.co_firstlineno
@@ -329,6 +336,9 @@ def test_a_graph_break_is_counted_and_refused_with_its_line(broken, caplog) -> N
     with step_contract("warn", watch.graph_break_reasons()):
         pass
     assert reason in caplog.text
+    with step_contract("eager", watch.graph_break_reasons(), watch.fell_back):
+        compiled(torch.ones(3))
+    assert watch.fallback_kinds() == [], "what was left to eager in the warm-up falls back from nothing"
     assert CompileWatch().graph_break_reasons() == []
 
 

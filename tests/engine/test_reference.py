@@ -37,10 +37,10 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
+from sftkit.data.collate import documents
 from sftkit.data.loader import Batches
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine
-from sftkit.engine.reference import documents
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import engine_of

@@ -45,6 +45,8 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert case["weights"] == pytest.approx(whole["weights"], rel=2e-2 if muon else 1e-4)
     assert case["compile/graphs"] == 2  # the block and the final norm
     assert case["compile/recompiles"] == case["compile/graph_breaks"] == 0
+    for side in ("compiled", "eager"):
+        assert 0.0 < case["same"][side]["relative"] < 1e-5, "gradients of the plain model, whatever is cut"
     assert case["flags"] == [[1.0, 0.0]] * 6  # one rank wishes to stop, and all know
 
 

@@ -49,7 +49,7 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
         (replace(GOOD, leak=0.1), "Documents in a row do not see each other"),
         (replace(GOOD, changed=0.0), "Documents in a row do not see each other"),
         (replace(GOOD, loss=2.01), "Loss equals plain cross entropy"),
-        (replace(GOOD, logits_difference=0.5), "Same logits as the plain model"),
+        (replace(GOOD, logits_difference=4.5e-2), "Same logits as the plain model"),
     ],
 )
 def test_each_document_check_fails_on_its_own_fault(found: DocumentCheck, name: str) -> None:

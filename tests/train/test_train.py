@@ -109,6 +109,10 @@ def run(
         )  # fmt: skip
 
 
+def proof_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads((folder / "proof.json").read_text())["rows"]}
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -143,6 +147,15 @@ def test_an_undeclared_shape_is_compiled_and_counted_or_run_eagerly_on_demand(
     trained = run(tmp_path / "run", compile=compile, disturb=True, evaluates=False)
     assert trained.step == 20
     assert bool(trained.metrics["compile/recompiles"]) is counted
+    assert bool(trained.metrics["compile/fallbacks"]) is not counted
+    rows = proof_rows(tmp_path / "run")
+    assert rows["No recompiles after the warm-up"]["ok"] is False
+    assert "size mismatch" in rows["No recompiles after the warm-up"]["found"]
+    assert rows["The step is compiled"]["ok"] is counted
+    if not counted:  # eleven steps of four micro-batches, each through two blocks and a norm
+        assert trained.metrics["compile/fallbacks"] == 11 * 4 * 3
+        assert "132 calls ran without one" in rows["The step is compiled"]["found"]
+        assert "run uncompiled instead" in rows["No recompiles after the warm-up"]["found"]
     eager = run(tmp_path / "eager", compile=replace(compile, enabled=False), disturb=True, evaluates=False)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
     assert eager.step == 20

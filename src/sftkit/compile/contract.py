@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
 
+from sftkit.compile.fallbacks import REFUSED, eager_on_recompile
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import decoder_blocks
 
 log = logging.getLogger(__name__)
 
-STANCES = {"error": "fail_on_recompile", "warn": "default", "eager": "eager_on_recompile"}
-REFUSED = "torch.compile stance is 'fail_on_recompile'"
-"Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -106,13 +104,16 @@ def run_eagerly() -> Iterator[None]:
 
 
 @contextmanager
-def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[None]:
+def step_contract(
+    on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
     """From the end of the warm-up to the end of training: nothing is compiled any more in a step.
 
     Args:
-        on_recompile: error: the step that needs a new graph ends training; eager: that call runs eagerly; warn: it is
-            compiled, and `CompileWatch.recompile_kinds` says why.
+        on_recompile: error: the step that needs a new graph ends training; eager: that call runs uncompiled, and
+            `fell_back` is told; warn: it is compiled, and `CompileWatch.recompile_kinds` says why.
         breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is error.
+        fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
         RecompileError: with the guards that failed, or the graph breaks.
@@ -128,7 +129,7 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_refuse_backward)
     try:
-        with torch.compiler.set_stance(STANCES[on_recompile]):
+        with _stance(on_recompile, fell_back):
             yield
     except RuntimeError as error:
         if REFUSED not in str(error):
@@ -137,6 +138,12 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
     finally:
         if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
             dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
+
+
+def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
+    if on_recompile == "eager":
+        return eager_on_recompile(lambda message: fell_back(_guards(message)))
+    return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
 
 
 def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:

@@ -33,6 +33,9 @@ class CompileWatch:
         self._warm_at: int | None = None
         self.evaluations = self.in_evaluation = 0
         "evaluations, and compiles during them"
+        self.fallbacks = 0
+        "calls of compiled code that ran uncompiled after all"
+        self._fallback_kinds: dict[str, str] = {}
         self._seconds, self._started = 0.0, 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
@@ -53,6 +56,15 @@ class CompileWatch:
         finally:
             self.in_evaluation += len(self._records()) - before
 
+    def fell_back(self, reason: str) -> None:
+        """Count a call of compiled code that runs uncompiled: no record of the framework's has it."""
+        self.fallbacks += 1
+        self._fallback_kinds.setdefault(_kind(reason), reason)
+
+    def fallback_kinds(self) -> list[str]:
+        """Why calls ran uncompiled: place and failed guards, one of each kind, as in `recompile_kinds`."""
+        return list(self._fallback_kinds.values())
+
     def warm_up_done(self) -> None:
         """From here on, every compile is a recompile."""
         self._warm_at = len(self._records())
@@ -68,12 +80,13 @@ class CompileWatch:
         return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
 
     def counts(self) -> dict[str, float]:
-        """compile/graphs, recompiles, graph_breaks, seconds, seconds/<phase>, cache_hits; see docs/metrics.md."""
+        """compile/graphs, recompiles, fallbacks, graph_breaks, seconds, seconds/<phase>, cache_hits: docs/metrics.md."""
         forward = [r for r in self._records() if r.is_forward is True]
         resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
         return {
             "compile/graphs": sum(bool(r.has_guarded_code) and bool(r.graph_op_count) for r in forward),
             "compile/recompiles": len(self._late()),
+            "compile/fallbacks": self.fallbacks,
             "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
             "compile/seconds": round(self._seconds, 3),
             **{f"compile/seconds/{phase}": round(spent, 3) for phase, spent in self.phases().items()},
@@ -93,7 +106,7 @@ class CompileWatch:
         """One reason of each kind: of those that differ in sizes only, the first."""
         kinds: dict[str, str] = {}
         for reason in self.recompile_reasons():
-            kinds.setdefault(re.sub(r"\d+", "0", reason), reason)
+            kinds.setdefault(_kind(reason), reason)
         return list(kinds.values())
 
     def recompile_reasons(self) -> list[str]:
@@ -149,6 +162,11 @@ def _why(record: dynamo_utils.CompilationMetrics) -> str:
     if record.is_forward is False:
         return f"backward pass of graph {record.compile_id}, never run in the warm-up"
     return f"new frame {record.co_name}" + (f": {_first_line(record.fail_reason)}" if record.fail_reason else "")
+
+
+def _kind(reason: str) -> str:
+    """What reasons that differ in sizes only have in common."""
+    return re.sub(r"\d+", "0", reason)
 
 
 def _first_line(text: str) -> str:

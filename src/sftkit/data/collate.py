@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -169,6 +169,18 @@ def collate(
         attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
     )
     return batch if part.kind == "whole" else _part_of(batch, part)
+
+
+def documents(batch: Batch) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
+    of a text alone do, and its targets [L]."""
+    for row, ids in enumerate(batch.doc_ids):
+        for number in ids.unique().tolist():
+            if number < 0:  # padding
+                continue
+            own = ids == number
+            inputs = {name: value[row, own][None] for name, value in batch.inputs.items() if name != "position_ids"}
+            yield inputs, batch.targets[row, own]
 
 
 def _part_of(batch: Batch, part: Part) -> Batch:

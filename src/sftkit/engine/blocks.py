@@ -14,23 +14,26 @@ from transformers import PreTrainedModel
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
+from sftkit.compile.hooks import HookWatch
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check, limits
 from sftkit.engine.engine import EngineReport, Setup, WarmUp
+from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, explained, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
+from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.start import Runtime
@@ -109,6 +112,7 @@ class Blocks:
         "after the warm-up: whether the step is"
         self._at_close, self._write_logs = at_close, write_logs
         self._watch: CompileWatch | None = None
+        self._hooks: HookWatch | None = None
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
@@ -130,7 +134,10 @@ class Blocks:
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(self.compiled)
-        watch.warm_up_done()
+            watch.warm_up_done()
+            self._hooks = HookWatch(orig_model)
+            parameters = list(parameters_of(self.optimizer.param_groups))
+            same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled)
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
         if rt.device.type == "cuda":
@@ -138,8 +145,11 @@ class Blocks:
         if self.compiled:
             compile_cache.keep(cfg, orig_model, layout, rt)
         self._write_logs()
-        checks = document_checks(check, orig_model.dtype, backend if self.compiled else eager)
-        return WarmUp(self.compiled, seconds, [*checks, self._compiled_check(losses, eager)])
+        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
+        used = backend if self.compiled else eager
+        checks = document_checks(check, orig_model.dtype, used, allowed.logits)
+        checks += [gradients_check(same, allowed.gradients), self._compiled_check(losses, eager)]
+        return WarmUp(self.compiled, seconds, checks)
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
         """The warm-up's largest batch again, without the compiler."""
@@ -165,7 +175,7 @@ class Blocks:
     def guarded(self) -> Iterator[None]:
         """Inside, nothing is compiled any more, as compile.on_recompile says, and running out of memory is explained."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons())
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, explained(self._plan, self._cfg, self._layout):
             yield
 
@@ -187,11 +197,17 @@ class Blocks:
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """What the compiler did, from its own records."""
-        watch = self.watch
+        assert self._hooks is not None, "warm_up comes first"
+        watch, unheeded = self.watch, self._hooks.unheeded()
         return EngineReport(
             watch.counts(),
-            [("recompile", watch.recompile_kinds()), ("graph_break", watch.graph_break_reasons())],
-            compile_checks(self.compiled, watch, error),
+            [
+                ("recompile", watch.recompile_kinds()),
+                ("fallback", watch.fallback_kinds()),
+                ("graph_break", watch.graph_break_reasons()),
+                ("hook", unheeded),
+            ],
+            [*compile_checks(self.compiled, watch, error), hooks_check(unheeded)],
         )
 
     def close(self) -> None:

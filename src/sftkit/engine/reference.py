@@ -7,7 +7,7 @@ So it is the other side of what the tests of exactness and `make validate` compa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import Config
-from sftkit.data.collate import Batch
+from sftkit.data.collate import Batch, documents
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_check
@@ -127,7 +127,11 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """No graphs."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
-        return EngineReport({"compile/graphs": 0, "compile/recompiles": 0, "compile/graph_breaks": 0}, [], [never])
+        return EngineReport(
+            {"compile/graphs": 0, "compile/recompiles": 0, "compile/fallbacks": 0, "compile/graph_breaks": 0},
+            [],
+            [never],
+        )
 
     def close(self) -> None:
         """Nothing was changed."""
@@ -143,15 +147,3 @@ class PlainAdamW(FusedAdamW):
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
         self.step()
-
-
-def documents(batch: Batch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
-    of a text alone do, and its targets [L]."""
-    for row, ids in enumerate(batch.doc_ids):
-        for number in ids.unique().tolist():
-            if number < 0:  # padding
-                continue
-            own = ids == number
-            inputs = {name: value[row, own][None] for name, value in batch.inputs.items() if name != "position_ids"}
-            yield inputs, batch.targets[row, own]

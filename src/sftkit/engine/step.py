@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from sftkit.data.loader import StepBatches
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.gradients import clip_coefficient, squared_norm
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import Flags, StepOutcome
@@ -62,6 +62,26 @@ def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Run
     return Totals.of(sums)
 
 
+def gradients(
+    model: torch.nn.Module,
+    parameters: Iterable[torch.nn.Parameter],
+    micro_batches: Sequence[Batch],
+    divisor: int,
+    totals: Totals,
+    rt: Runtime,
+) -> None:
+    """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged between the ranks, and add the
+    sums of each to `totals`. No host sync."""
+    last, earlier = len(micro_batches) - 1, GradientSum(parameters, len(micro_batches))
+    for i, batch in enumerate(micro_batches):
+        if i == last:
+            earlier.put_back()
+        with gradient_sync(model, i == last, rt):
+            totals.add_(forward_backward(model, batch, divisor, rt))
+        if i < last:
+            earlier.take()
+
+
 def optimizer_step(
     model: torch.nn.Module,
     optimizer: Optimizer,
@@ -80,17 +100,9 @@ def optimizer_step(
         step_batches: with micro-batches on the device.
         stop: this rank asks to end training, which all ranks find in the flags.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(objective.measured, rt.device)
-    last = len(step_batches.micro_batches) - 1
-    earlier = GradientSum(parameters, len(step_batches.micro_batches))
-    for i, batch in enumerate(step_batches.micro_batches):
-        if i == last:
-            earlier.put_back()
-        with gradient_sync(model, i == last, rt):
-            totals.add_(forward_backward(model, batch, step_batches.divisor, rt))
-        if i < last:
-            earlier.take()
+    gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
     grad_norm, flags = exchange(squared_norm(parameters, rt.world_size), totals, stop, rt)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)

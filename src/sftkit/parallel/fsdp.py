@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +142,19 @@ def set_gradient_sync(model: torch.nn.Module, last: bool) -> None:
     assert isinstance(sharding, Sharding)
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
+
+
+@contextmanager
+def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the backward pass of a forward pass that is not ours, whose logits read the head, finds its weights."""
+    alone = [module for module in _alone(orig_model) if isinstance(module, FSDPModule)]
+    for piece in alone:
+        piece.set_unshard_in_backward(True)
+    try:
+        yield
+    finally:
+        for piece in alone:
+            piece.set_unshard_in_backward(False)
 
 
 def let_go(orig_model: torch.nn.Module) -> None:

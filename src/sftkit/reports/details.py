@@ -51,7 +51,9 @@ LAYOUTS = {
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
 _EVENTS = {
     "recompile": "compiled after the warm-up",
+    "fallback": "ran uncompiled",
     "graph_break": "graph break",
+    "hook": "hook not run",
     "nonfinite": "not finite",
     "spike": "spike",
     "checkpoint_fallback": "older checkpoint used",
@@ -165,7 +167,7 @@ def _logged_data(report: Report) -> Html | None:
 def compiler(report: Report) -> Html:
     """Graphs, seconds by phase, the shapes that ran and why anything was compiled late."""
     last: dict[str, Any] = report["last"]
-    names = ("graphs", "recompiles", "graph_breaks", "cache_hits", "seconds")
+    names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
     shapes = [
@@ -175,7 +177,7 @@ def compiler(report: Report) -> Html:
     ]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late = [event for event in report["events"] if event.get("kind") in ("recompile", "graph_break")]
+    late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break")]
     reasons = [(el("h3", "Why"), [el("pre", said(event.get("text"))) for event in late[:20]])] if late else None
     return section(
         "compile",

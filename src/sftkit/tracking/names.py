@@ -34,6 +34,7 @@ class Metric:
 METRICS = (
     Metric("compile/graphs", "graphs", "max"),
     Metric("compile/recompiles", "graphs", "max"),
+    Metric("compile/fallbacks", "calls", "max"),
     Metric("compile/graph_breaks", "graphs", "max"),
     Metric("compile/seconds", "s", "max"),
     Metric("compile/seconds/<phase>", "s", "max"),

@@ -35,10 +35,14 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
 
 log = logging.getLogger(__name__)
-Kind = Literal["recompile", "graph_break", "nonfinite", "spike", "checkpoint_fallback", "starvation"]
+Kind = Literal[
+    "recompile", "fallback", "graph_break", "hook", "nonfinite", "spike", "checkpoint_fallback", "starvation"
+]
 ALERTS: dict[Kind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
+    "fallback": ("compiled code ran uncompiled", "WARN"),
     "graph_break": ("graph break", "WARN"),
+    "hook": ("hooks that the step does not run", "WARN"),
     "nonfinite": ("loss or gradient norm not finite", "ERROR"),
     "spike": ("spike of loss or gradient norm", "WARN"),
     "checkpoint_fallback": ("resumed from an older checkpoint", "WARN"),

@@ -30,7 +30,14 @@ TITLES = {
     "data": "Data",
     "ckpt": "Checkpoints",
 }
-MUST_BE_ZERO = ("compile/recompiles", "compile/graph_breaks", "shape/undeclared", "health/nonfinite_steps", "mem/ooms")
+MUST_BE_ZERO = (
+    "compile/recompiles",
+    "compile/fallbacks",
+    "compile/graph_breaks",
+    "shape/undeclared",
+    "health/nonfinite_steps",
+    "mem/ooms",
+)
 "Shown as one number for each run, above the curves."
 DRAWN = {
     # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.

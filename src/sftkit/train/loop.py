@@ -103,6 +103,9 @@ def train(
             proof.mask_check(batches.examples, ends),
             proof.resume_check(step, checkpoints.resumed_from),
         ]
+        for check in checks:
+            if check.ok is False:
+                tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})")
         already_done = step == total_steps  # what proved it when it was trained stays
         if rt.is_main and not already_done:
             proof.write(checkpoints.run_dir, checks)

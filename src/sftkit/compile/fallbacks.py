@@ -1,0 +1,53 @@
+"""Calls of compiled code that run uncompiled because a guard failed: torch's stance for it keeps no count of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+
+REFUSED = "torch.compile stance is 'fail_on_recompile'"
+"Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
+
+
+@contextmanager
+def eager_on_recompile(fell_back: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a call whose guards fail runs uncompiled, as under torch's stance `eager_on_recompile`; what is compiled
+    stays in use, and functions inside that call use it where their own guards hold.
+
+    That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
+    `fail_on_recompile`, whose refusal of a frame is taken as its reason, and the frame runs instead of ending.
+
+    Args:
+        fell_back: called with torch's message, which names the code and the failed guards, at each such call.
+    """
+    ask = eval_frame._callback_from_stance  # what torch asks at each frame; there is no public hook, as of torch 2.13
+
+    def recording(callback: Any) -> Any:
+        refuse: Any = ask(callback)
+        if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
+            return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
+
+        def run_and_tell(frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
+            try:
+                return refuse(frame, *args, **kwargs)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                if REFUSED not in str(error):
+                    raise
+                fell_back(str(error))
+            strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
+            return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+        run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # whose compiled code may be used
+        return run_and_tell
+
+    eval_frame._callback_from_stance = recording
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    finally:
+        eval_frame._callback_from_stance = ask

@@ -1,0 +1,284 @@
+"""What an engine says of its own step before and while it trains: gradients, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
+from made_models import MODELS, tiny_gemma2
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import (
+    AttentionConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from sftkit.data.loader import Batches
+from sftkit.engine import blocks
+from sftkit.engine.checks import gradients_check, limits
+from sftkit.engine.engine import Engine
+from sftkit.engine.gradient_check import Difference, GradientCheck, largest
+from sftkit.objectives.next_token import NextToken
+from sftkit.ops import attention
+from sftkit.tracking.checks import Check
+from sftkit.train.assemble import engine_of
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+COMPILED = CompileConfig(backend="aot_eager", fullgraph=True)
+GRADIENTS, LOGITS = "Same gradients as the plain model", "Same logits as the plain model"
+HOOKS = "The step runs the hooks that the model has"
+
+
+def engine_with(
+    folder: Path,
+    orig_model: PreTrainedModel,
+    kind: str = "packed",
+    compile: CompileConfig = COMPILED,
+    micro: int = 2,
+    loss: LossConfig = LossConfig(),  # noqa: B008
+) -> tuple[Engine, Batches]:
+    """An engine as a recipe makes it, not warm yet."""
+    torch._dynamo.reset()
+    cfg = Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw", lr=1e-2),
+        train=TrainConfig(max_steps=20),
+        loss=loss,
+        attention=AttentionConfig(backend="reference"),
+        compile=compile,
+    )
+    examples = make_examples(LENGTHS, target_share=0.4)
+    layout = make_layout_of(kind, examples.lengths, micro=micro)
+    rt = cpu_runtime()
+    return engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout), Batches(
+        examples, layout, seed=0, rank=0, pad_id=0
+    )
+
+
+def warm(engine: Engine) -> dict[str, Check]:
+    """The checks of its warm-up, after which nothing was compiled."""
+    checks = {check.name: check for check in engine.warm_up(lambda _: None).checks}
+    assert engine.report().metrics["compile/recompiles"] == 0
+    return checks
+
+
+def hook(*_: object) -> None:
+    """Changes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("name", "register", "found"),
+    [
+        ("model.layers.1.mlp", "register_forward_hook", "model.layers.1.mlp: forward hook added after the warm-up"),
+        ("model.layers.0.self_attn.q_proj", "register_forward_pre_hook", "q_proj: forward pre-hook added"),
+        ("model.layers.0.mlp", "register_full_backward_hook", "model.layers.0.mlp: backward hook added"),
+        (
+            "lm_head",
+            "register_forward_hook",
+            "lm_head: forward hook added after the warm-up, and the train step does not",
+        ),
+        (
+            "",
+            "register_forward_hook",
+            "the model itself: forward hook added after the warm-up, and the train step does",
+        ),
+    ],
+)
+def test_a_hook_that_the_step_does_not_run_is_found_with_its_module(
+    tmp_path: Path, name: str, register: str, found: str
+) -> None:
+    orig_model = tiny_llama()
+    engine, batches = engine_with(tmp_path, orig_model)
+    warm(engine)
+    assert row(engine, HOOKS).ok
+    ran: list[object] = []
+    handle = getattr(orig_model.get_submodule(name), register)(lambda *_: ran.append(1))
+    with engine.guarded():
+        engine.step(next(iter(batches.steps(0, 1))), 1e-3)
+    assert not ran, "torch leaves it out without a word"
+    after = row(engine, HOOKS)
+    assert after.ok is False
+    assert found in after.found
+    assert "compile.enabled=false" in after.found
+    assert dict(engine.report().events)["hook"] == [after.found]
+    handle.remove()
+    assert row(engine, HOOKS).ok
+
+
+def test_a_hook_that_runs_is_no_fault_and_one_that_was_compiled_in_and_removed_is(tmp_path: Path) -> None:
+    orig_model = tiny_llama()
+    ran: list[object] = []
+    compiled_in = orig_model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
+    engine, batches = engine_with(tmp_path, orig_model)
+    warm(engine)
+    orig_model.get_input_embeddings().register_forward_hook(lambda *_: ran.append(1))
+    with engine.guarded():
+        engine.step(next(iter(batches.steps(0, 1))), 1e-3)
+    assert len(ran) == 4, "a call for each micro-batch"
+    assert row(engine, HOOKS).ok
+    compiled_in.remove()
+    assert "model.layers.0.mlp: forward hook removed after the warm-up" in row(engine, HOOKS).found
+
+
+def test_hooks_for_all_modules_are_found_and_an_uncompiled_step_runs_its_own(tmp_path: Path) -> None:
+    engine, _ = engine_with(tmp_path, tiny_llama())
+    warm(engine)
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        assert "every module: forward hook added" in row(engine, HOOKS).found
+    finally:
+        handle.remove()
+    orig_model = tiny_llama()
+    engine, _ = engine_with(tmp_path, orig_model, compile=CompileConfig(enabled=False))
+    warm(engine)
+    orig_model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
+    assert row(engine, HOOKS).ok
+    orig_model.register_forward_hook(hook)
+    assert row(engine, HOOKS).ok is False
+
+
+def row(engine: Engine, name: str) -> Check:
+    (found,) = [check for check in engine.report().checks if check.name == name]
+    return found
+
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_llama,
+    "tied": MODELS["qwen3"],
+    "experts": MODELS["qwen3_moe"],
+    "caps and windows": tiny_gemma2,
+    "windows": tiny_qwen3_with_windows,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "windows")) for name in KINDS])
+def test_a_good_model_has_the_gradients_of_the_plain_one_compiled_and_eager(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    orig_model = KINDS[name]()
+    if orig_model._can_set_experts_implementation():
+        orig_model.set_experts_implementation("batched_mm")
+    every_part = LossConfig(z_loss=1e-3, label_smoothing=0.1)
+    engine, _ = engine_with(tmp_path, orig_model, loss=every_part if name == "llama" else LossConfig())
+    checks = warm(engine)
+    assert checks[LOGITS].ok
+    assert checks[GRADIENTS].ok, checks[GRADIENTS]
+    assert checks[GRADIENTS].expected == "below 1.0e-04 in every parameter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro"),
+    [("bucketed", 2), ("fixed", 1), pytest.param("dynamic", 8, marks=pytest.mark.slow), ("packed", 8)],
+)
+def test_gradients_are_compared_in_every_layout_without_a_graph_more(tmp_path: Path, kind: str, micro: int) -> None:
+    engine, _ = engine_with(tmp_path, tiny_llama(), kind=kind, micro=micro)
+    check = warm(engine)[GRADIENTS]
+    assert check.ok
+    assert "compiled: " in check.found
+
+
+def attending(change: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor], scale: float = 1.0) -> Any:
+    """Our attention with another scale, or another output."""
+    right = attention.attend
+
+    def wrong(module: torch.nn.Module, *args: Any, scaling: float, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        out, weights = right(module, *args, scaling=scaling * scale, **kwargs)
+        return change(module, out), weights
+
+    return wrong
+
+
+def test_a_wrong_attention_scale_fails_in_fp32_what_5_percent_would_let_pass(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "attend", attending(lambda _, out: out, scale=1.2))
+    orig_model = tiny_llama()
+    with torch.no_grad():
+        for block in orig_model.model.layers:
+            block.self_attn.q_proj.weight.mul_(10)  # scores that differ, as those of a trained model
+    engine, _ = engine_with(tmp_path, orig_model)
+    checks = warm(engine)
+    assert checks[LOGITS].ok is False
+    assert 1e-4 < float(checks[LOGITS].found.split()[-1]) < 0.05
+    assert checks[GRADIENTS].ok is False
+
+
+def detached(module: torch.nn.Module, out: torch.Tensor) -> torch.Tensor:
+    """Of the second block."""
+    return out.detach() if module.layer_idx == 1 else out
+
+
+def detached_in_graphs(module: torch.nn.Module, out: torch.Tensor) -> torch.Tensor:
+    return detached(module, out) if torch.compiler.is_compiling() else out
+
+
+@pytest.mark.parametrize("change", [detached, detached_in_graphs])
+def test_a_gradient_that_is_lost_on_the_way_fails_beside_right_logits(tmp_path: Path, monkeypatch, change) -> None:
+    monkeypatch.setattr(attention, "attend", attending(change))
+    engine, _ = engine_with(tmp_path, tiny_llama())
+    checks = warm(engine)
+    assert [name for name, check in checks.items() if check.ok is False] == [GRADIENTS]
+    compiled, eager = checks[GRADIENTS].found.split("; ")
+    assert "compiled: 1.0e+00 at most (model.layers.1.self_attn." in compiled
+    assert ("model.layers.1.self_attn." in eager and "1.0e+00" in eager) is (change is detached)
+
+
+def test_without_the_compiler_or_with_dropout_the_compiled_half_is_not_checked_and_says_why(tmp_path: Path) -> None:
+    engine, _ = engine_with(tmp_path, tiny_llama(), compile=CompileConfig(enabled=False))
+    plain = warm(engine)[GRADIENTS]
+    assert plain.ok is None
+    assert "compiled: not checked, not compiled; eager: " in plain.found
+    engine, _ = engine_with(tmp_path, tiny_llama(dropout=0.1))
+    dropping = warm(engine)[GRADIENTS]
+    assert dropping.ok is None
+    assert "compiled: not checked, dropout; eager: " in dropping.found
+
+
+def test_a_run_computes_the_same_bits_whether_its_gradients_were_checked_or_not(tmp_path: Path, monkeypatch) -> None:
+    results, nothing = [], GradientCheck(Difference(0.0, ""), None, "left out")
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr(blocks, "check_gradients", lambda *_: nothing)
+        torch.manual_seed(7)
+        orig_model = tiny_llama()
+        engine, batches = engine_with(tmp_path, orig_model)
+        before = torch.get_rng_state()
+        warm(engine)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(p.grad is None for p in orig_model.parameters())
+        assert not any(engine.optimizer.state.values())
+        with engine.guarded():
+            norms = [float(engine.step(step, 1e-2).grad_norm) for step in batches.steps(0, 4)]
+        results.append((norms, [p.detach().clone() for p in orig_model.parameters()]))
+    (norms, weights), (others, other_weights) = results
+    assert norms == others
+    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+
+
+def test_what_rounding_may_do_grows_with_the_blocks_and_with_the_dtype() -> None:
+    assert limits(torch.float32, 80) == (1e-4, 1e-4)
+    bf16, deep, fp16 = limits(torch.bfloat16, 16), limits(torch.bfloat16, 80), limits(torch.float16, 16)
+    assert bf16.logits == pytest.approx(4 * 2**-7)
+    assert bf16.gradients == pytest.approx(16 * 2**-7)
+    assert deep == (0.05, 0.2)
+    assert fp16.logits == pytest.approx(4 * 2**-10)
+    assert limits(torch.bfloat16, 16, fp8=True) == (0.05, None)
+    eager = Difference(0.3, "x")
+    assert gradients_check(GradientCheck(eager, eager), None).ok is None
+
+
+def test_a_parameter_without_a_gradient_of_its_own_is_measured_against_its_block() -> None:
+    blocks_of = {"a.bias": "a", "a.weight": "a", "b.weight": "b"}
+    rounding = {"a.bias": (1e-14, 1e-14), "a.weight": (1e-13, 1.0), "b.weight": (0.0, 0.0)}
+    assert largest(rounding, blocks_of).relative == pytest.approx(1e-6)
+    assert largest({"b.weight": (1e-9, 0.0)}, blocks_of).relative == float("inf")
+    assert not largest({"a.weight": (float("nan"), 1.0), "b.weight": (0.0, 1.0)}, blocks_of).relative < 1.0
