@@ -40,6 +40,7 @@ def run(speed: float = 100.0, off: float = 0.0, compiled: bool = False, world_si
             "step": step,
             "train/loss": (5.0 - step / 30) * (1 + off),
             "perf/tok_per_sec": speed + step,
+            "perf/step_seconds": 10.0 / speed,
             "perf/step_p50_seconds": 0.1,
             "perf/mfu": None,
             "mem/peak_gib": 2.0,
@@ -123,6 +124,34 @@ def test_a_good_pair_of_runs_passes_every_criterion() -> None:
 )
 def test_each_criterion_fails_on_its_own_fault(change: Callable[[], dict[str, Any]], failed: list[str]) -> None:
     assert [v.criterion for v in judge(trio(**change())) if not v.ok] == failed
+
+
+def ratio_row(one: Trio) -> str:
+    return next(v.found for v in judge(one) if v.criterion == "tokens/s ratio")
+
+
+def test_the_ratio_says_what_it_means_in_time() -> None:
+    # 0.1 s a step against 10 / 150 s, and 30 s of compiling: 30 / (0.1 - 0.0667) = 900 steps of 0.1 s.
+    words = "1,000 steps take 3.3 s less with 30 s of compiling; compiling pays from 900 steps on (1 min 30 s)"
+    assert words in ratio_row(trio())
+    assert "1,000 steps take 30 s longer" in ratio_row(trio(eager=run(150.0)))
+    assert "compiling never pays" in ratio_row(trio(eager=run(150.0)))
+    assert "compiling" not in ratio_row(trio(eager=replace(run(), lines=without_seconds(run()))))
+
+
+def without_seconds(run: Measured) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "perf/step_seconds"} for line in run.lines]
+
+
+def test_the_time_is_in_the_pages_and_in_the_data() -> None:
+    result = judged(result_of(trio()))
+    assert "pays from 900 steps on" in html(result)
+    assert "pays from 900 steps on" in markdown(result)
+    (found,) = result["times"]
+    assert (found["layout"], found["processes"], found["steps"]) == ("packed", 1, 900)
+    assert found["minutes"] == pytest.approx(1.5)
+    assert found["saved_seconds_per_1000_steps"] == pytest.approx(100 - 1000 * 10 / 150 - 30)
+    assert judged(result_of(trio(), error="out of memory"))["times"] == []
 
 
 def test_losses_are_compared_with_the_reference_and_with_the_eager_run_where_there_is_none() -> None:

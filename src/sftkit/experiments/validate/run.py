@@ -14,7 +14,7 @@ from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
-from sftkit.experiments.validate.judge import Trio, Verdict, judge, scaling
+from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure, read, spread
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.launch.launch import find_hardware
@@ -66,11 +66,13 @@ def judge_again(path: Path) -> dict[str, Any]:
 
 def judged(result: dict[str, Any]) -> dict[str, Any]:
     """The result with its verdicts."""
-    found = [asdict(verdict) for verdict in verdicts(result)]
+    layouts = trios(result)
+    found = [asdict(verdict) for verdict in verdicts(layouts)]
     environment: dict[str, Any] = next(
         (run["measured"]["environment"] for run in result["runs"] if run["measured"]["environment"]), {}
     )
-    return {**result, "verdicts": found, "environment": environment, "passed": all(v["ok"] for v in found)}
+    judged_by = {"verdicts": found, "times": times(layouts), "passed": all(v["ok"] for v in found)}
+    return {**result, **judged_by, "environment": environment}
 
 
 def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -111,9 +113,10 @@ def logits_row(case: Case) -> dict[str, Any]:
     return read(out) or {"ok": False, "found": ended or "nothing was written"}
 
 
-def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """Every criterion of every layout and number of processes that was run."""
-    plan, found = result["plan"], []
+def trios(result: dict[str, Any]) -> list[list[Trio]]:
+    """The runs that are compared, layout by layout, the fewest processes first."""
+    plan = result["plan"]
+    found = []
     for layout in plan["layouts"]:
         runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
 
@@ -125,23 +128,38 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
         other_seed = measured(fewest, "eager, other seed")
         # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
         reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
-        trios = [
-            Trio(
-                layout,
-                count,
-                eager=measured(count, "eager"),
-                compiled=measured(count, "compiled"),
-                other_seed=other_seed,
-                reference=reference,
-                logits=runs.get((count, "compiled"), {}).get("logits", {}),
-                warm_up=plan["warm_up"],
-            )
-            for count in plan["processes"]
-        ]
-        for trio in trios:
-            found += judge(trio)
-        found += scaling(trios)
+        found.append(
+            [
+                Trio(
+                    layout,
+                    count,
+                    eager=measured(count, "eager"),
+                    compiled=measured(count, "compiled"),
+                    other_seed=other_seed,
+                    reference=reference,
+                    logits=runs.get((count, "compiled"), {}).get("logits", {}),
+                    warm_up=plan["warm_up"],
+                )
+                for count in plan["processes"]
+            ]
+        )
     return found
+
+
+def verdicts(layouts: list[list[Trio]]) -> list[Verdict]:
+    """Every criterion of every layout and number of processes that was run."""
+    found = []
+    for of_layout in layouts:
+        for trio in of_layout:
+            found += judge(trio)
+        found += scaling(of_layout)
+    return found
+
+
+def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:
+    """What each tokens/s ratio means in time, as data; none of runs that failed."""
+    every = ((trio, in_time(trio)) for of_layout in layouts for trio in of_layout)
+    return [{"layout": t.layout, "processes": t.processes, **asdict(time)} for t, time in every if time is not None]
 
 
 def run_line(run: dict[str, Any], warm_up: int) -> str:
