@@ -165,6 +165,14 @@ def test_the_order_of_settings_makes_no_other_key_and_the_last_of_two_counts(tmp
     assert verdict(result(LATER, plan={"overrides": ("optim.lr=3", "a.b=2")}), path)["ok"] is True
 
 
+def test_runs_of_several_commits_are_not_recorded(ledger: Path) -> None:
+    found, before = result(LATER), ledger.read_text()
+    found["runs"][0]["measured"]["environment"] = HERE | {"git": "ba9876543210", "world_size": 1}
+    with pytest.raises(ConfigError, match="several commits, ba9876543210, 0123456789ab"):
+        record(judged(found), ledger)
+    assert ledger.read_text() == before
+
+
 def test_any_cpu_is_one_hardware(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     record(judged(result(environment={"device": "CPU (2 cores)"})), path)

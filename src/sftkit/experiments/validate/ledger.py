@@ -188,12 +188,14 @@ def record(result: Mapping[str, Any], path: Path) -> str:
     """Append a validation that passed, an entry for each layout and number of processes. Returns what was done, in words.
 
     Raises:
-        ConfigError: a path of this machine or a secret would be in it, it lacks something, or the file cannot be written.
+        ConfigError: a path of this machine or a secret would be in it, its runs are of several commits, it lacks something, or
+            the file cannot be written.
     """
     failed = [f"{v['criterion']} ({v['layout']}, {v['processes']})" for v in result["verdicts"] if v["ok"] is False]
     if failed:
         return f"--record: nothing was recorded in {path}: failed: {', '.join(failed)}"
     check_portable(key_words(result["plan"]))
+    check_one_commit(result)
     found = [entry_of(trio, result) for of_layout in trios(result) for trio in of_layout]
     for entry in found:
         if problem := problem_of(entry):
@@ -210,6 +212,21 @@ def record(result: Mapping[str, Any], path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"--record: {path} cannot be written: {error}") from error
     return f"recorded: {len(new)} in {path}"
+
+
+def check_one_commit(result: Mapping[str, Any]) -> None:
+    """Refuse runs between which the checkout was changed: no commit would be the entry's.
+
+    Raises:
+        ConfigError: the commits.
+    """
+    environments = [run["measured"]["environment"] for run in result["runs"]]
+    commits = dict.fromkeys(str(known["git"] or "unknown") for known in environments if "git" in known)
+    if len(commits) > 1:
+        raise ConfigError(
+            f"--record: the runs are of several commits, {', '.join(commits)}: nothing was recorded; leave the checkout as it "
+            "is while they run"
+        )
 
 
 def entry_of(trio: Trio, result: Mapping[str, Any]) -> Line:
