@@ -38,7 +38,7 @@ ROOMS = {
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
     ),
     "launch": ("config", "runtime", "models"),
-    "experiments": ("config", "runtime", "data", "models", "objectives", "tracking", "train", "launch"),
+    "experiments": ("config", "runtime", "data", "models", "objectives", "tracking", "reports", "train", "launch"),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 

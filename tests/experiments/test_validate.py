@@ -6,74 +6,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import ROOT
+from made_validation import GOOD_PROOF, PLAN, RECIPE, result_of, run, trio
 
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
-from sftkit.experiments.validate.cases import Plan, cases, check_plan
+from sftkit.experiments.validate.cases import cases, check_plan
 from sftkit.experiments.validate.judge import Trio, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.experiments.validate.run import judged
 from sftkit.launch.launch import Hardware
 from sftkit.models.size import Replica
-
-RECIPE = "recipes/smoke/base.yaml"
-PLAN = Plan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
-GOOD_PROOF = {
-    "rows": [
-        {"name": "Only declared shapes", "ok": True, "found": "8 x 64: 30; 0 undeclared", "expected": "8 x 64"},
-        {"name": "No recompiles after the warm-up", "ok": True, "found": "0", "expected": "0"},
-        {"name": "Evaluation compiles nothing", "ok": True, "found": "0", "expected": "0"},
-    ]
-}
-
-
-def run(speed: float = 100.0, off: float = 0.0, compiled: bool = False, world_size: int = 1) -> Measured:
-    lines = [
-        {
-            "step": step,
-            "train/loss": (5.0 - step / 30) * (1 + off),
-            "perf/tok_per_sec": speed + step,
-            "perf/step_p50_seconds": 0.1,
-            "perf/mfu": None,
-            "mem/peak_gib": 2.0,
-            "compile/graphs": 3 * compiled,
-            "compile/recompiles": 0,
-            "compile/seconds": 20.0 * compiled,
-        }
-        for step in range(5, 35, 5)
-    ]
-    return Measured(
-        error=None,
-        lines=lines,
-        evals={"val/loss": 4.0 * (1 + off), "eval/piqa/acc": 0.5, "eval/centred_mean": 0.0},
-        results=[{"task": "piqa", "metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "settings": {}}],
-        summary={"compiled": compiled, "warm_up_seconds": 30.0 * compiled},
-        status={"status": "finished"},
-        proof=GOOD_PROOF if compiled else {"rows": []},
-        environment={"world_size": world_size},
-        rank_errors=[],
-    )
-
-
-def trio(processes: int = 1, **changes: Any) -> Trio:
-    good = Trio(
-        "packed",
-        processes,
-        eager=run(world_size=processes),
-        compiled=run(150.0, 1e-4, compiled=True, world_size=processes),
-        other_seed=run(off=1e-2),
-        reference=run(2.0, off=2e-4),
-        logits={"ok": True, "found": "the same bits"},
-        warm_up=10,
-    )
-    return replace(good, **changes)
 
 
 def compiled(**changes: Any) -> dict[str, Any]:
@@ -125,6 +74,34 @@ def test_each_criterion_fails_on_its_own_fault(change: Callable[[], dict[str, An
     assert [v.criterion for v in judge(trio(**change())) if not v.ok] == failed
 
 
+def ratio_row(one: Trio) -> str:
+    return next(v.found for v in judge(one) if v.criterion == "tokens/s ratio")
+
+
+def test_the_ratio_says_what_it_means_in_time() -> None:
+    # 0.1 s a step against 10 / 150 s, and 30 s of compiling: 30 / (0.1 - 0.0667) = 900 steps of 0.1 s.
+    words = "1,000 steps take 3.3 s less with 30 s of compiling; compiling pays from 900 steps on (1 min 30 s)"
+    assert words in ratio_row(trio())
+    assert "1,000 steps take 30 s longer" in ratio_row(trio(eager=run(150.0)))
+    assert "compiling never pays" in ratio_row(trio(eager=run(150.0)))
+    assert "compiling" not in ratio_row(trio(eager=replace(run(), lines=without_seconds(run()))))
+
+
+def without_seconds(run: Measured) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "perf/step_seconds"} for line in run.lines]
+
+
+def test_the_time_is_in_the_pages_and_in_the_data() -> None:
+    result = judged(result_of(trio()))
+    assert "pays from 900 steps on" in html(result)
+    assert "pays from 900 steps on" in markdown(result)
+    (found,) = result["times"]
+    assert (found["layout"], found["processes"], found["steps"]) == ("packed", 1, 900)
+    assert found["minutes"] == pytest.approx(1.5)
+    assert found["saved_seconds_per_1000_steps"] == pytest.approx(100 - 1000 * 10 / 150 - 30)
+    assert judged(result_of(trio(), error="out of memory"))["times"] == []
+
+
 def test_losses_are_compared_with_the_reference_and_with_the_eager_run_where_there_is_none() -> None:
     with_it = {v.criterion: v.found for v in judge(trio())}
     assert "(reference)" in with_it["loss at the last step"]
@@ -158,20 +135,6 @@ def test_a_run_that_failed_fails_all_that_needs_it_and_says_why() -> None:
 def test_the_ratio_on_several_processes_must_be_similar() -> None:
     assert [v.ok for v in scaling([trio(), trio(4)])] == [True]
     assert [v.ok for v in scaling([trio(), trio(4, compiled=run(118.0, compiled=True, world_size=4))])] == [False]
-
-
-def result_of(one: Trio, error: str | None = None) -> dict[str, Any]:
-    """A result as it is written before it is judged."""
-    runs = {"eager": one.eager, "eager, other seed": one.other_seed, "compiled": replace(one.compiled, error=error)}
-    runs |= {} if one.reference is None else {"reference": one.reference}
-    return {
-        "plan": vars(PLAN),
-        "runs": [
-            {"name": kind, "layout": "packed", "processes": 1, "kind": kind, "command": "accelerate launch <x>"}
-            | {"measured": asdict(found), "logits": dict(one.logits)}
-            for kind, found in runs.items()
-        ],
-    }
 
 
 def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) -> None:
@@ -291,6 +254,6 @@ def test_the_whole_validation_runs_on_a_cpu_with_one_and_two_processes(tmp_path:
     result = json.loads((tmp_path / "out/validation.json").read_text())
     by_name = {(v["processes"], v["criterion"]): v for v in result["verdicts"]}
     about_speed = {"tokens/s ratio", "ratio on several processes", "first compile", "peak memory"}
-    failed = [key for key, v in by_name.items() if not v["ok"] and key[1] not in about_speed]
+    failed = [key for key, v in by_name.items() if v["ok"] is False and key[1] not in about_speed]
     assert failed == [], done.stdout
     assert done.returncode == (0 if result["passed"] else 1)

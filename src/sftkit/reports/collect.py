@@ -11,6 +11,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
 from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
 from sftkit.reports.numbers import show
+from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
 from sftkit.runtime.rundir import (
     CONFIG,
@@ -37,6 +38,8 @@ Curve = list[list[float | None]]
 Found = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS)
+RESUMED = "Resumed from a verified checkpoint"
+"The check of proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
 _MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
@@ -124,6 +127,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
         },
         "status": status,
         "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
+        "compiling": compiling(summary, full, dicts(proof.get("rows"))),
         "command": _command(status.get("resume")),
         "headline": headline(full, last, on_cpu=str(environment.get("device", "")).startswith("CPU")),
         "proof": dicts(proof.get("rows")),
@@ -150,6 +154,16 @@ def model_name(settings: dict[str, Any]) -> str | None:
     if scratch:
         return f"{scratch.get('model_type', 'model')} from scratch"
     return str(model["path"]) if model.get("path") else None
+
+
+def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -> str | None:
+    """What the compile of the run's newest start costs in steps; None of a run that is not compiled, or has not ended."""
+    if summary.get("compiled") is not True:
+        return None
+    windows = [value for _, value in curves.get("perf/step_seconds", []) if value is not None]
+    hits = [value for _, value in curves.get("compile/cache_hits", []) if value is not None]
+    resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
+    return own_words(number(summary.get("warm_up_seconds")), windows, hits[-1] if hits else 0, resumed)
 
 
 def _command(resume: Any) -> str | None:

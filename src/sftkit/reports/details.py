@@ -193,6 +193,7 @@ def compiler(report: Report) -> Html:
             class_="two",
         ),
         reasons,
+        lead=report["compiling"],
     )
 
 

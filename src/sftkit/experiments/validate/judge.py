@@ -9,6 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from sftkit.experiments.validate.measure import Measured, spread
+from sftkit.reports.pays import Pays, pays
 from sftkit.runtime.rundir import latest
 
 SPEEDUP = 1.3
@@ -27,7 +28,8 @@ class Verdict:
     layout: str
     processes: int
     criterion: str
-    ok: bool
+    ok: bool | None
+    "None: not checked, which fails nothing"
     found: str
     wanted: str
 
@@ -55,6 +57,39 @@ class Trio:
         return ("eager", self.eager) if self.reference is None else ("reference", self.reference)
 
 
+def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
+    """The runs that are compared, layout by layout, the fewest processes first."""
+    plan = result["plan"]
+    found = []
+    for layout in plan["layouts"]:
+        runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
+
+        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
+            missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
+            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
+
+        fewest = plan["processes"][0]
+        other_seed = measured(fewest, "eager, other seed")
+        # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
+        reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
+        found.append(
+            [
+                Trio(
+                    layout,
+                    count,
+                    eager=measured(count, "eager"),
+                    compiled=measured(count, "compiled"),
+                    other_seed=other_seed,
+                    reference=reference,
+                    logits=runs.get((count, "compiled"), {}).get("logits", {}),
+                    warm_up=plan["warm_up"],
+                )
+                for count in plan["processes"]
+            ]
+        )
+    return found
+
+
 def judge(trio: Trio) -> list[Verdict]:
     """All criteria; a run that did not finish fails those that need it."""
     verdicts = [trio_verdict(trio, "runs finish on all ranks", *finished(trio))]
@@ -68,7 +103,7 @@ def judge(trio: Trio) -> list[Verdict]:
     return verdicts
 
 
-def trio_verdict(trio: Trio, criterion: str, ok: bool, found: str, wanted: str) -> Verdict:
+def trio_verdict(trio: Trio, criterion: str, ok: bool | None, found: str, wanted: str) -> Verdict:
     return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
 
 
@@ -115,7 +150,18 @@ def speedup(trio: Trio) -> float:
 def faster(trio: Trio) -> tuple[bool, str]:
     ratio = speedup(trio)
     eager, compiled = (spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
-    return ratio >= SPEEDUP, f"{ratio:.2f}: {compiled} against {eager} tokens/s"
+    found, time = f"{ratio:.2f}: {compiled} against {eager} tokens/s", in_time(trio)
+    return ratio >= SPEEDUP, f"{found}; {time.words}" if time else found
+
+
+def in_time(trio: Trio) -> Pays | None:
+    """What the ratio means in time, from the medians of the windows and the warm-up of the compiled step; None where a run
+    failed or logged no seconds."""
+    eager, compiled = (run.step_seconds(trio.warm_up) for run in (trio.eager, trio.compiled))
+    spent = trio.compiled.summary.get("warm_up_seconds")
+    if trio.eager.error or trio.compiled.error or not eager or not compiled or spent is None:
+        return None
+    return pays(median(eager), median(compiled), spent)
 
 
 def first_compile(trio: Trio) -> tuple[bool, str]:
@@ -164,15 +210,17 @@ def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 def evaluations(trio: Trio) -> tuple[bool, str]:
     """Validation losses within the difference of two seeds; task scores within the baseline's 95 % interval."""
-    wanted = {
-        name: limits(name, trio)
-        for name, value in trio.eager.evals.items()
-        if name.startswith("val/") and value is not None
-    }
+    values = {name: value for name, value in trio.eager.evals.items() if name.startswith("val/") and value is not None}
+    wanted = {name: around(value, name, trio) for name, value in values.items()}
     got = dict(trio.compiled.evals)
     for result in trio.eager.results:
         wanted[result["task"]] = (result["value"], result["low"], result["high"])
     got |= {result["task"]: result["value"] for result in trio.compiled.results}
+    return within(wanted, got)
+
+
+def within(wanted: Mapping[str, tuple[float, float, float]], got: Mapping[str, float | None]) -> tuple[bool, str]:
+    """Whether each value, by its name, is within (the expected one, the lowest, the highest), and what was found."""
     problems, shown = [], []
     for name, (value, low, high) in wanted.items():
         found = got.get(name)
@@ -183,10 +231,11 @@ def evaluations(trio: Trio) -> tuple[bool, str]:
     return bool(shown) and not problems, "; ".join(problems or shown) or "nothing was evaluated"
 
 
-def limits(name: str, trio: Trio) -> tuple[float, float, float]:
-    """(the baseline's value, the lowest and highest that a validation loss of the compiled run may be)."""
-    value, other = trio.eager.evals[name], trio.other_seed.evals.get(name)
-    room = max(abs(other - value) if other is not None else 0.0, EVALUATION * abs(value))
+def around(value: float, name: str, trio: Trio) -> tuple[float, float, float]:
+    """(a validation loss, the lowest and highest that the compiled run's may be): as far apart as the two baseline seeds."""
+    first, other = trio.eager.evals.get(name), trio.other_seed.evals.get(name)
+    seeds = abs(other - first) if first is not None and other is not None else 0.0
+    room = max(seeds, EVALUATION * abs(value))
     return value, value - room, value + room
 
 

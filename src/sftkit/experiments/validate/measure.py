@@ -50,6 +50,10 @@ class Measured:
         """Useful tokens/s of each timed window."""
         return [line["perf/tok_per_sec"] for line in self.timed(warm_up)]
 
+    def step_seconds(self, warm_up: int) -> list[float]:
+        """Seconds per step of each timed window."""
+        return [found for line in self.timed(warm_up) if (found := line.get("perf/step_seconds")) is not None]
+
     def losses(self, warm_up: int) -> dict[int, float]:
         """Step -> training loss of the window that ends there, after the warm-up."""
         return {line["step"]: line["train/loss"] for line in self.timed(warm_up) if line["train/loss"] is not None}

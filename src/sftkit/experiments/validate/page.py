@@ -18,6 +18,7 @@ body { margin: 0 auto; max-width: 1080px; padding: 28px 20px 60px; background: v
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 10px; }
 p { margin: 6px 0; } .soft { color: var(--soft); }
+.not-checked { color: var(--soft); background: var(--card); }
 .verdict { display: inline-block; white-space: nowrap; font-weight: 650; padding: 2px 10px; border-radius: 5px; }
 .PASS { color: var(--good); background: var(--good-back); } .FAIL { color: var(--bad); background: var(--bad-back); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -42,14 +43,15 @@ def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
         yield f"{layout} rows, {processes} process{'es' * (processes > 1)}", rows
 
 
-def mark(ok: bool) -> str:
-    return "PASS" if ok else "FAIL"
+def mark(ok: bool | None) -> str:
+    return {True: "PASS", False: "FAIL", None: "not checked"}[ok]
 
 
 def headline(result: dict[str, Any]) -> str:
     """How many criteria passed."""
-    passed = sum(verdict["ok"] for verdict in result["verdicts"])
-    return f"{mark(result['passed'])}: {passed} of {len(result['verdicts'])} criteria"
+    states = [verdict["ok"] for verdict in result["verdicts"]]
+    unknown = f", {states.count(None)} not checked" if None in states else ""
+    return f"{mark(result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
 
 
 def facts(result: dict[str, Any]) -> list[str]:
@@ -126,7 +128,7 @@ def html(result: dict[str, Any]) -> str:
         )
         parts.append("</thead><tbody>")
         parts += [
-            f"<tr><td><span class='verdict {mark(v['ok'])}'>{mark(v['ok'])}</span><td><b>{escape(v['criterion'])}</b>"
+            f"<tr><td><span class='verdict {mark(v['ok']).replace(' ', '-')}'>{mark(v['ok'])}</span><td><b>{escape(v['criterion'])}</b>"
             f"<td>{escape(v['found'])}<td class=soft>{escape(v['wanted'])}"
             for v in rows
         ]

@@ -14,7 +14,8 @@ from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
-from sftkit.experiments.validate.judge import Trio, Verdict, judge, scaling
+from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
+from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words
 from sftkit.experiments.validate.measure import Measured, measure, read, spread
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.launch.launch import find_hardware
@@ -23,14 +24,16 @@ from sftkit.models.size import replica_of
 LOGITS_TIMEOUT_SECONDS = 600
 
 
-def validate(plan: Plan, out: Path) -> dict[str, Any]:
-    """All runs, in processes of their own, judged; out/validation.json, .md and .html.
+def validate(plan: Plan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
+    """All runs, in processes of their own, judged, also by what the ledger has; out/validation.json, .md and .html.
 
     Raises:
         ConfigError: what is wrong with the recipe or the plan, before anything is run.
     """
     cfg, hardware = read_config(plan.recipe, plan.overrides, world_size=1), find_hardware()
     check_plan(plan, cfg, hardware)
+    if ledger and ledger.records:
+        check_portable(key_words(asdict(plan)))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: {out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -49,10 +52,10 @@ def validate(plan: Plan, out: Path) -> dict[str, Any]:
         (out / "validation.json").write_text(json.dumps(result, indent=1))
         print(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}", flush=True)
     shutil.rmtree(out / "caches", ignore_errors=True)
-    return write(judged(result), out)
+    return write(judged(result, ledger), out)
 
 
-def judge_again(path: Path) -> dict[str, Any]:
+def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
     """Judge the runs of an earlier validation.json by today's criteria, and write the pages beside it anew.
 
     Raises:
@@ -61,16 +64,18 @@ def judge_again(path: Path) -> dict[str, Any]:
     result = read(path)
     if not result.get("runs") or not result.get("plan"):
         raise ConfigError(f"--judge: {path} is no validation.json with runs")
-    return write(judged(result), path.parent)
+    return write(judged(result, ledger), path.parent)
 
 
-def judged(result: dict[str, Any]) -> dict[str, Any]:
+def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, Any]:
     """The result with its verdicts."""
-    found = [asdict(verdict) for verdict in verdicts(result)]
+    layouts = trios(result)
+    found = [asdict(verdict) for verdict in verdicts(result, layouts, ledger)]
     environment: dict[str, Any] = next(
         (run["measured"]["environment"] for run in result["runs"] if run["measured"]["environment"]), {}
     )
-    return {**result, "verdicts": found, "environment": environment, "passed": all(v["ok"] for v in found)}
+    judged_by = {"verdicts": found, "times": times(layouts), "passed": all(v["ok"] is not False for v in found)}
+    return {**result, **judged_by, "environment": environment}
 
 
 def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -111,37 +116,21 @@ def logits_row(case: Case) -> dict[str, Any]:
     return read(out) or {"ok": False, "found": ended or "nothing was written"}
 
 
-def verdicts(result: dict[str, Any]) -> list[Verdict]:
+def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
     """Every criterion of every layout and number of processes that was run."""
-    plan, found = result["plan"], []
-    for layout in plan["layouts"]:
-        runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
-
-        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
-            missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
-            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
-
-        fewest = plan["processes"][0]
-        other_seed = measured(fewest, "eager, other seed")
-        # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
-        reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
-        trios = [
-            Trio(
-                layout,
-                count,
-                eager=measured(count, "eager"),
-                compiled=measured(count, "compiled"),
-                other_seed=other_seed,
-                reference=reference,
-                logits=runs.get((count, "compiled"), {}).get("logits", {}),
-                warm_up=plan["warm_up"],
-            )
-            for count in plan["processes"]
-        ]
-        for trio in trios:
+    found = []
+    for of_layout in layouts:
+        for trio in of_layout:
             found += judge(trio)
-        found += scaling(trios)
+            found += [as_in_ledger(trio, result, ledger)] if ledger else []
+        found += scaling(of_layout)
     return found
+
+
+def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:
+    """What each tokens/s ratio means in time, as data; none of runs that failed."""
+    every = ((trio, in_time(trio)) for of_layout in layouts for trio in of_layout)
+    return [{"layout": t.layout, "processes": t.processes, **asdict(time)} for t, time in every if time is not None]
 
 
 def run_line(run: dict[str, Any], warm_up: int) -> str:

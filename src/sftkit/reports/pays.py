@@ -1,0 +1,80 @@
+"""What compiling costs in time, and from which length of a run on it pays. Functions of seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from sftkit.reports.numbers import duration, show
+
+LITTLE = 1.3
+"Times as long as a compiled step that an eager one takes where compiling pays a little; twice is the other example."
+
+
+@dataclass(frozen=True)
+class Pays:
+    """What a compiled run saves over the same run without the compiler."""
+
+    eager_step_seconds: float
+    compiled_step_seconds: float
+    compile_seconds: float
+    saved_seconds_per_1000_steps: float
+    "less the compile; below 0: they take longer"
+    steps: int | None
+    "from which on compiling pays; None: never"
+    minutes: float | None
+    "that a run of so many steps takes, either way"
+
+    @property
+    def words(self) -> str:
+        """As people read it."""
+        saved = self.saved_seconds_per_1000_steps
+        total = f"1,000 steps take {duration(abs(saved))} {'less' if saved >= 0 else 'longer'}"
+        total += f" with {duration(self.compile_seconds)} of compiling"
+        each = f"{show(self.compiled_step_seconds)} against {show(self.eager_step_seconds)} s a step"
+        if self.steps is None or self.minutes is None:
+            return f"{total}; compiling never pays: {each}"
+        return f"{total}; compiling pays from {self.steps:,} steps on ({duration(60 * self.minutes)}): {each}"
+
+
+def pays(eager_step_seconds: float, compiled_step_seconds: float, compile_seconds: float) -> Pays:
+    """Return what compiling saves over 1,000 steps, and how long a run must be to pay for it."""
+    saved = 1000 * (eager_step_seconds - compiled_step_seconds) - compile_seconds
+    steps = pays_from(eager_step_seconds, compiled_step_seconds, compile_seconds)
+    minutes = None if steps is None else steps * eager_step_seconds / 60
+    return Pays(eager_step_seconds, compiled_step_seconds, compile_seconds, saved, steps, minutes)
+
+
+def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_seconds: float) -> int | None:
+    """Return the fewest steps (1 or more) that take no longer compiled, compile included, than eager; None: never."""
+    gain = eager_step_seconds - compiled_step_seconds
+    steps = compile_seconds / gain if gain > 0 else math.inf
+    # What rounding leaves of a whole number is no further step.
+    return max(1, math.ceil(round(steps, 6))) if math.isfinite(steps) else None
+
+
+def own_words(
+    compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, resumed: bool
+) -> str | None:
+    """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when that pays
+    for two speeds that an eager step may have. None where seconds are not known.
+
+    Args:
+        compile_seconds: of the newest start.
+        step_seconds: of every logged window; the first, which holds one-time costs, does not count if there are others.
+    """
+    step = median(step_seconds[1:] or step_seconds) if step_seconds else 0.0
+    if compile_seconds is None or compile_seconds <= 0 or step <= 0:
+        return None
+    twice, little = (pays_from(times * step, step, compile_seconds) for times in (2.0, LITTLE))
+    if twice is None or little is None:
+        return None
+    when = " when the run was resumed" if resumed else ""
+    cached = f" with {show(cache_hits)} hits in caches" if cache_hits > 0 else ""
+    return (
+        f"Compiling took {show(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of {show(step)} s: it pays "
+        f"after {twice:,} steps where an eager step takes twice as long, after {little:,} where it takes {LITTLE} times as long "
+        "(make validate measures that)."
+    )
