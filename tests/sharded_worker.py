@@ -213,9 +213,10 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
     values, answers = suite.evaluate()
     whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
     # Batches of one, so that ranks are done after different tokens.
-    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices_task()))
+    choices = choices_task()
+    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices))
     given, scored = one_by_one.run_tasks()
-    together = replace(one_by_one, config=replace(config, batch_size=8)).run_tasks()[1]
+    (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
     fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
     hook.remove()
     let_go(job.orig_model)

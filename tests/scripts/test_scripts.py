@@ -1,4 +1,4 @@
-"""What users type: each script, two ranks under `accelerate launch`, the hand-over between stages, errors, chat, inspection."""
+"""What users type: each script, the hand-over between stages, errors, chat, inspection, a run that is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -43,28 +43,24 @@ HELD_OUT = "data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]"
 OF_SFT = (f"data.train=[{TASKS}]", HELD_OUT)
 
 
-def accelerate(config: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}", *words)
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """A script with these arguments, in a process of its own."""
-    return preloaded.run(words, env=ENV)
+def run(*words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """A script with these arguments, in a process of its own, or several."""
+    return preloaded.run(words, ranks, ENV)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """base -> mid -> sft of the smoke recipes, 3 steps each, all of fewer texts; sft on two launched ranks."""
+    """base -> mid -> sft of the smoke recipes, 3 steps each, all of fewer texts; sft on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     cache = f"data.cache_dir={folder}/cache"
     docs = "data.val=[{path: 'builtin:docs', split: heldout, max_rows: 2}]"
-    for stage, script, start, own in (
-        ("base", "base_train.py", run, (TEXTS, f"data.train=[{DOCS}]", docs)),
-        ("mid", "mid_train.py", run, (f"model.path={folder}/base", f"data.train=[{DOCS}, {TASKS}]", HELD_OUT)),
-        ("sft", "chat_sft.py", partial(accelerate, "cpu_ddp.yaml"), (f"model.path={folder}/mid", *OF_SFT)),
+    for stage, script, ranks, own in (
+        ("base", "base_train.py", 1, (TEXTS, f"data.train=[{DOCS}]", docs)),
+        ("mid", "mid_train.py", 1, (f"model.path={folder}/base", f"data.train=[{DOCS}, {TASKS}]", HELD_OUT)),
+        ("sft", "chat_sft.py", 2, (f"model.path={folder}/mid", *OF_SFT)),
     ):
         settings = [*TINY, f"run.dir={folder}/{stage}", cache, "log.wandb=off", *own]
-        done = start(f"scripts/{script}", f"recipes/smoke/{stage}.yaml", *settings)
+        done = run(f"scripts/{script}", f"recipes/smoke/{stage}.yaml", *settings, ranks=ranks)
         assert done.returncode == 0, f"{stage}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         (folder / f"{stage}.log").write_text(done.stdout)
     return folder
