@@ -21,7 +21,7 @@ install: .venv/.installed ## .venv with the tested versions; runs by itself when
 	$(PY) -m pip install -e '.[dev]' -c constraints.txt
 	@touch $@
 
-test: install ## the tests (slow and GPU tests: pytest -m slow, -m gpu)
+test: install ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install ## ruff and mypy

@@ -1,4 +1,4 @@
-"""A small training loop around Checkpoints, for this process, for ranks under torchrun and for processes that are killed."""
+"""A small training loop around Checkpoints, for this process, for ranks and for processes that are killed."""
 
 from __future__ import annotations
 

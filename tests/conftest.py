@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Several test processes share the cores, so each takes one, and Inductor compiles in the process that asks for it:
-# a pool of compilers of its own would import torch again. Read by torch when it is imported, here and in subprocesses.
+# a pool of compilers of its own would import torch again. The vector instructions that the processor names are used without
+# a trial of each in a new process. Read by torch when it is imported, here and in subprocesses.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py under a launcher: a few steps on this rank's share; rank 0 writes what came out."""
+"""Run on ranks by test_distributed.py: a few steps on this rank's share; rank 0 writes what came out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from helpers import make_examples, make_layout_of, over_ranks, tiny_llama
 
-from sftkit.compile.contract import compile_model, warm_up
-from sftkit.compile.switches import compiler_switches
-from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.step import optimizer_step
-from sftkit.engine.warmup import shape_runner
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
@@ -27,24 +24,18 @@ from sftkit.runtime.script import script
 
 def train(rt: runtime.Runtime) -> dict[str, Any]:
     """Loss and norm of the gradients of six steps, and how far the replicas are apart in the end."""
-    torch._dynamo.reset()
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
     batches = Batches(examples, layout, seed=0, rank=rt.rank, pad_id=0)
     orig_model = tiny_llama().to(torch.bfloat16)
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
-    compile = CompileConfig(backend="aot_eager", fullgraph=True)
-    modules = compile_model(orig_model, compile)
     wrapped = replicate(model, rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
-    run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
     rows = []
-    with compiler_switches(compile, graphs=modules * len(layout.shapes)):
-        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
-        for step in batches.steps(0, 6):
-            outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-3, 1.0, rt)
-            sums = over_ranks(rt, outcome.sums)
-            rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+    for step in batches.steps(0, 6):
+        outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-3, 1.0, rt)
+        sums = over_ranks(rt, outcome.sums)
+        rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
     values = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])
     apart = float((rt.sum(values) - rt.world_size * values).abs().max())
     return {"rows": rows, "apart": apart}

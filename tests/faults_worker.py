@@ -1,4 +1,4 @@
-"""Run by test_faults.py under a launcher: a run of a tiny model with a fault put into one rank.
+"""Run by test_faults.py and test_signals.py: a run of a tiny model with a fault put into one rank.
 
 faults_worker.py RUN_DIR FAULT [key=value ...]
 """

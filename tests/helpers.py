@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
@@ -115,18 +114,8 @@ def cpu_runtime() -> Runtime:
 
 
 def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
-    """Run a file of tests/ on so many gloo ranks. Ranks that wait for one another for good are ended and fail."""
-    path = os.pathsep.join(
-        str(ROOT / folder) for folder in ("src", "tests")
-    )  # of this checkout, not of the one installed
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    env["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # memory that is freed goes back at once, so what is measured is in use
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*launcher, f"tests/{file}", *args]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # not kill, which would leave the ranks
-            _, errors = process.communicate()
-    assert process.returncode == 0, errors[-6000:]
+    """Run a file of tests/ on so many gloo ranks, as under torchrun. Ranks that wait for one another for good fail."""
+    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this checkout
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = preloaded.run([f"tests/{file}", *args], processes, env, timeout)
+    assert done.returncode == 0, done.stderr[-6000:]

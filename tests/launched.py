@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import psutil
 import pytest
 
@@ -29,19 +30,29 @@ WORKER = "tests/faults_worker.py"
 class LaunchedRun:
     """A process tree: a launcher, its ranks and theirs, in a session of its own; ranks and torch's compilers leave it."""
 
-    def __init__(self, dir: Path, words: list[str], **env: str) -> None:
+    process: subprocess.Popen[str] | preloaded.Process
+
+    def __init__(self, dir: Path, words: list[str], forked: int = 0, **env: str) -> None:
+        """Args:
+        words: a launcher's command line; with `forked`, a script's, of which so many ranks are forked without one.
+        """
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
-        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": "tests"}
+        paths = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": paths}
+        env = {**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+        if forked:
+            self.process = preloaded.Process(words, forked, env)
+            return
         self.process = subprocess.Popen(
-            words, cwd=ROOT, env={**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
+            words, cwd=ROOT, env=env,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
     def until(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 100
         while not ready():
-            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
+            assert self.process.poll() is None, self._written(10)[-3000:]
             assert time.monotonic() < deadline, "not ready in time"
             self._look()
             time.sleep(0.1)
@@ -67,12 +78,16 @@ class LaunchedRun:
 
     def end(self, timeout: float = 100) -> int:
         """Wait for the launcher and check that nothing of the session is left. Returns its exit code."""
-        self.output = self.process.communicate(timeout=timeout)[0]
+        self.output = self._written(timeout)
         deadline = time.monotonic() + 10
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left == [], f"left behind: {left}\n{self.output[-3000:]}"
         return self.process.returncode
+
+    def _written(self, timeout: float) -> str:
+        """Everything it wrote, when it has ended."""
+        return "".join(filter(None, self.process.communicate(timeout=timeout)))
 
     def _look(self) -> None:
         with suppress(psutil.Error):
@@ -112,17 +127,21 @@ class LaunchedRun:
 
 
 class Launcher:
-    """Starts runs of the worker, two ranks unless told otherwise, in subfolders of one folder."""
+    """Starts runs of the worker, two ranks unless told otherwise, in subfolders of one folder. A run that is `forked` has
+    no launcher: for tests in which none has a part."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: list[LaunchedRun] = []
 
     def __call__(
-        self, fault: str, *settings: str, name: str = "run", processes: int = 2, torchrun: tuple[str, ...] = (),
-        accelerate: tuple[str, ...] = (), **env: str,
+        self, fault: str, *settings: str, name: str = "run", processes: int = 2, forked: bool = False,
+        torchrun: tuple[str, ...] = (), accelerate: tuple[str, ...] = (), **env: str,
     ) -> LaunchedRun:  # fmt: skip
         worker = [WORKER, str(self.folder / name), fault, *settings]
+        env = {"FAULT_TOKENIZER": str(self.folder / "tokenizer.json"), **env}
+        if forked:
+            return self.watch(LaunchedRun(self.folder / name, worker, processes, **env))
         if torchrun:
             words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *torchrun, *worker]
         elif accelerate:
@@ -131,7 +150,6 @@ class Launcher:
         else:
             config_file = CONFIGS / ("cpu_ddp.yaml" if processes > 1 else "cpu.yaml")
             words = command(Launch(config_file, processes, ""), worker[0], worker[1:])
-        env = {"FAULT_TOKENIZER": str(self.folder / "tokenizer.json"), **env}
         return self.watch(LaunchedRun(self.folder / name, words, **env))
 
     def watch(self, run: LaunchedRun) -> LaunchedRun:

@@ -1,4 +1,4 @@
-"""Run by engine/test_reference.py under a launcher: the reference engine on ranks of which one has padding only."""
+"""Run on ranks by engine/test_reference.py: the reference engine on ranks of which one has padding only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_sharded_checkpoint.py: every topology saves, resumes its own checkpoints and those of others."""
+"""Run on ranks by test_sharded_checkpoint.py: every topology saves, resumes its own checkpoints and those of others."""
 
 from __future__ import annotations
 

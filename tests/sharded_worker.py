@@ -1,4 +1,4 @@
-"""Run under torchrun by the tests of sharded models: several topologies in one launch, what came out as files."""
+"""Run on ranks by the tests of sharded models: several topologies in one launch, what came out as files."""
 
 from __future__ import annotations
 
@@ -169,6 +169,8 @@ def resident() -> float:
     return float(line.split()[1]) * 1024
 
 
+TOKENS = 7
+"A limit of answers."
 SAMPLES = [
     Row("here", messages=[{"role": "user", "content": text}, {"role": "assistant", "content": "?"}])
     for text in ("seven days", "Berlin", "one two")
@@ -205,15 +207,16 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         counts[0] += 1
 
     plain = job.again().steps(0, 4)
-    config = EvalConfig(tasks=("families",), batch_size=2, max_new_tokens=12, max_examples=1)
+    config = EvalConfig(tasks=("families",), batch_size=2, max_new_tokens=TOKENS, max_examples=1)
     suite = job.suite(tokenizer, config, SAMPLES)
     hook = job.orig_model.model.register_forward_pre_hook(count)
     values, answers = suite.evaluate()
     whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
     # Batches of one, so that ranks are done after different tokens.
-    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, 12), choices_task()))
+    choices = choices_task()
+    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices))
     given, scored = one_by_one.run_tasks()
-    together = replace(one_by_one, config=replace(config, batch_size=8)).run_tasks()[1]
+    (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
     fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
     hook.remove()
     let_go(job.orig_model)

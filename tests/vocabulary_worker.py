@@ -1,4 +1,4 @@
-"""Run under torchrun by test_vocabulary.py: ranks load a model whose vocabulary grows, train, save and resume."""
+"""Run on ranks by test_vocabulary.py: ranks load a model whose vocabulary grows, train, save and resume."""
 
 from __future__ import annotations
 

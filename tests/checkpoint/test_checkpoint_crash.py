@@ -8,13 +8,13 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from checkpoint_worker import Run
@@ -113,16 +113,8 @@ def monkey(module: Any, name: str, count: Iterator[int]) -> None:
 
 def forking(function: str, *args: str) -> None:
     """Call a function of this file in a process that has imported everything and has no threads, so that it may fork."""
-    code = f"import sys; from pathlib import Path; from test_checkpoint_crash import {function} as f;"
-    code += "f(*map(Path, sys.argv[1:3]), *map(int, sys.argv[3:]))"
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/checkpoint",
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    command = [sys.executable, "-c", code, *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    env = {"PYTHONPATH": f"{ROOT}/tests:{ROOT}/src", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = preloaded.run([__file__, function, *args], env={**os.environ, **env}, timeout=400)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
@@ -324,3 +316,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path, toke
     (folder / "manifest.json").write_text(content.replace('"config.json"', f'"{name}"'))
     with pytest.raises(ConfigError, match=r"leads out of the folder|symbolic link"):
         resumed_step(tmp_path / "run", tokenizer, str(folder))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*map(Path, sys.argv[2:4]), *map(int, sys.argv[4:]))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
-from helpers import ROOT, cpu_runtime, torchrun
+from helpers import cpu_runtime, torchrun
 from made_models import MODELS, SIZES
 from safetensors import safe_open
 from sharded_checkpoint_worker import resumed, save_and_go_on
@@ -95,15 +94,13 @@ def test_scripts_take_what_ranks_with_tensor_parallelism_have_saved(folder: Path
     check(folder, 2, [("chat", "tensor", "fp32")], [])
     check_alone(folder, "chat tensor")
     run = str(folder / "chat tensor fp32")
-    commands = (
+    for command in (
         ["scripts/evaluate.py", run, "--max-examples", "1", "--max-new-tokens", "4"],
         ["scripts/chat.py", run, "--prompt", "Hello", "--max-new-tokens", "4"],
-    )
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for process in [subprocess.Popen([sys.executable, *command], cwd=ROOT, **pipes) for command in commands]:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err[-3000:]
-        assert out.strip()
+    ):
+        done = preloaded.run(command)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip()
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import preloaded
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import ROOT, tiny_llama
 
 from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import AttentionConfig, CompileConfig, LossConfig, TrainConfig
@@ -19,7 +19,7 @@ from sftkit.config.topology import Topology
 
 KEY, OTHER = "a" * 64, "b" * 64
 WORKER = """
-import sys, torch
+import sys, torch, torch._inductor.config
 from helpers import tiny_llama
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, warm_up
@@ -31,6 +31,8 @@ def run_shape(rows, row_length):
     block = orig_model.get_decoder().norm
     block(torch.randn(rows, row_length, 32, requires_grad=True)).sum().backward()
 
+# No headers compiled ahead and no trials of vector instructions: they take longer than the kernels themselves.
+torch._inductor.config.cpp_cache_precompile_headers = torch._inductor.config.cpp.vec_isa_ok = False
 where, device = sys.argv[1:]
 torch.set_default_device(device)
 orig_model, compile, watch = tiny_llama().to(device), CompileConfig(), CompileWatch()
@@ -46,12 +48,11 @@ print(int(counts["compile/graphs"]), int(counts["compile/cache_hits"]), misses)
 
 def compile_elsewhere(where: str, own_cache: Path, device: str = "cpu") -> list[str]:
     """What a process with an empty cache of its own prints."""
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(own_cache), "PYTHONPATH": os.pathsep.join(paths)}
-    env |= {"TRITON_CACHE_DIR": str(own_cache / "triton"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    # No headers compiled ahead and no trials of vector instructions: they take longer than the kernels themselves.
-    env |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    done = subprocess.run([sys.executable, "-c", WORKER, where, device], env=env, capture_output=True, text=True)
+    script = own_cache.with_suffix(".py")
+    script.write_text(WORKER)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(own_cache), "TRITON_CACHE_DIR": str(own_cache / "triton")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])}
+    done = preloaded.run([script, where, device], env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

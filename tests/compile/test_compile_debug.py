@@ -25,7 +25,9 @@ def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     dynamo_utils.clear_compilation_metrics()
     caches = {"fx_graph_cache": True}, {"enable_autograd_cache": True}
-    with torch._inductor.config.patch(caches[0]), torch._functorch.config.patch(caches[1]):
+    # No headers compiled ahead and no trials of vector instructions: they take longer than the kernels themselves.
+    plain = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with torch._inductor.config.patch(caches[0] | plain), torch._functorch.config.patch(caches[1]):
         yield
     torch._dynamo.reset()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cpu_runtime, torchrun
-from sharded_worker import SAMPLES, Job, evaluation
+from sharded_worker import SAMPLES, TOKENS, Job, evaluation
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftkit.data import chat
@@ -34,9 +34,9 @@ def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     for messages in prompts:
         ids = torch.tensor([chat.render_prompt(messages, tokenizer)])
         rows.append(
-            model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+            model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
         )
-    firsts = {token: [row.index(token) if token in row else 12 for row in rows] for row in rows for token in row}
+    firsts = {token: [row.index(token) if token in row else TOKENS for row in rows] for row in rows for token in row}
     best = max(firsts, key=lambda token: len(set(firsts[token])))
     (end,) = chat.end_of_turn_ids(tokenizer)
     with torch.no_grad():

@@ -465,6 +465,7 @@ def test_every_run_has_empty_caches_and_warm_ones_the_code_that_another_saved(tm
     assert said == ["True cold.compiled m", "True None None", "True cold.compiled None"]
 
 
+@pytest.mark.slow
 def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "sftkit.experiments.bench", "benchmarks/smoke_plan.yaml", "--out", str(out)]

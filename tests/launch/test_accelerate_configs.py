@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -122,6 +121,6 @@ def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: s
         "a.end_training()\n"
     )
     config = next(file for file in FILES if file.stem == name)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=True)
+    command = ["-m", "accelerate.commands.launch", "--config_file", config, script]
+    done = preloaded.run(command, env=os.environ | env)
     assert sorted(done.stdout.split()) == [f"{rank}/{world_size}/cpu" for rank in range(world_size)]

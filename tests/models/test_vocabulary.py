@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from helpers import ROOT, torchrun
@@ -267,10 +266,7 @@ def run_stage(script: str, folder: Path, *settings: str) -> str:
         *("data.val=[]", "eval.tasks=[]", "eval.at_start=false", "log.wandb=off", f"data.cache_dir={folder}/cache"),
         "data.train=[{path: 'builtin:tasks', max_rows: 100}]",
     ]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command, *settings], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+    done = preloaded.run([*command, *settings], env={**os.environ, "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -307,8 +303,7 @@ def test_sft_goes_on_from_the_mid_training_that_added_the_tokens(save: Save, tmp
     assert before.get_vocab() == after.get_vocab()
     assert before.chat_template == after.chat_template
     folder = str(tmp_path / "sft")
-    command = [sys.executable, "scripts/chat.py", folder, "--prompt", "Hello", "--max-new-tokens", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = preloaded.run(["scripts/chat.py", folder, "--prompt", "Hello", "--max-new-tokens", "4"])
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -16,7 +16,7 @@ from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, R
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import engine_of
 
-SLOW = ("llama fsdp2, lean", "qwen3 fsdp2")
+SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2")
 "Cases of two ranks whose model and topology are each in another case."
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
 
@@ -84,7 +84,7 @@ def test_four_ranks_compute_what_one_does_compiled_and_without_recompiles(name: 
 
 
 def test_a_sharded_rank_holds_its_pieces_only() -> None:
-    two, one = results(2, *QUICK), alone("llama whole")["pieces"]
-    assert two["llama ddp"]["pieces"] == one
-    assert two["llama fsdp2"]["pieces"] == one / 2
-    assert two["llama tensor"]["pieces"] < 0.51 * one  # norms of the blocks are whole
+    two, llama, qwen3 = results(2, *QUICK), alone("llama whole")["pieces"], alone("qwen3 whole")["pieces"]
+    assert two["llama ddp"]["pieces"] == llama
+    assert two["llama fsdp2"]["pieces"] == llama / 2
+    assert two["qwen3 tensor"]["pieces"] < 0.51 * qwen3  # norms of the blocks are whole

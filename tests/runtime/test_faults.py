@@ -1,4 +1,5 @@
-"""A run in which something breaks: the ranks end together, and the cause is named. Two ranks, real launchers and kills."""
+"""A run in which something breaks: the ranks end together, and the cause is named. Two ranks, real kills, and real
+launchers where one has a part."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def start(tmp_path: Path, small_bpe: str) -> Iterator[Launcher]:
 
 
 def test_a_rank_that_raises_ends_all_within_seconds_and_is_named_with_step_and_cause(start) -> None:
-    run = start("raise")
+    run = start("raise", forked=True)
     assert run.end() != 0
     found = run.status()
     assert (found["status"], found["first_failing_rank"], found["step"]) == ("failed", 1, 4), run.output[-3000:]
@@ -38,7 +39,7 @@ def test_a_rank_that_raises_ends_all_within_seconds_and_is_named_with_step_and_c
 
 
 def test_ranks_with_different_recipes_are_refused_by_key_value_and_rank(start) -> None:
-    run = start("differs")
+    run = start("differs", forked=True)
     assert run.end() != 0
     assert "optim.lr: 2e-05 on rank 0; 0.5 on rank 1" in run.output
     assert not (run.dir / "config.yaml").exists()
@@ -46,7 +47,7 @@ def test_ranks_with_different_recipes_are_refused_by_key_value_and_rank(start) -
 
 @pytest.mark.slow
 def test_ranks_with_different_documents_are_refused_before_the_first_step(start) -> None:
-    run = start("other data")
+    run = start("other data", forked=True)
     assert run.end() != 0
     assert "the ranks of this run differ" in run.output
     assert "training documents: 560 (sha256 of their lengths" in run.output
@@ -96,7 +97,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named_with_phase_and_stack(start)
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_training_and_names_step_rank_and_documents(start) -> None:
-    run = start("nan")
+    run = start("nan", forked=True)
     assert run.end() != 0
     found = run.status()
     assert (found["status"], found["step"], found["first_failing_rank"]) == ("failed", 3, 1), run.output[-3000:]
@@ -111,7 +112,7 @@ def test_a_loss_that_is_not_finite_ends_training_and_names_step_rank_and_documen
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_can_be_left_out_and_counted(start) -> None:
-    run = start("nan", "numerics.on_nonfinite=skip")
+    run = start("nan", "numerics.on_nonfinite=skip", forked=True)
     assert run.end() == 0, run.output[-3000:]
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] is None for row in rows] == [row["step"] == 3 for row in rows]

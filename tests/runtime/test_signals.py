@@ -26,7 +26,7 @@ def start(tmp_path: Path, small_bpe: str) -> Iterator[Launcher]:
 
 
 def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resumes(start) -> None:
-    run = start("slow", "train.max_steps=1000", "data.num_workers=1")
+    run = start("slow", "train.max_steps=1000", "data.num_workers=1", forked=True)
     run.until_step(2)
     os.kill(run.rank(1), signal.SIGUSR1)
     assert run.end() == 0, run.output[-3000:]
@@ -34,7 +34,7 @@ def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resume
     weights = run.weights()
     assert weights[0] == weights[1]
     assert run.status()["resume"].endswith("train.resume=auto")
-    again = start("none", f"train.max_steps={step + 2}", "train.resume=auto", processes=1)
+    again = start("none", f"train.max_steps={step + 2}", "train.resume=auto", processes=1, forked=True)
     assert again.end() == 0, again.output[-3000:]
     assert again.status()["status"] == "finished"
     assert run.steps() == list(range(1, step + 3))

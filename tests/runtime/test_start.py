@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import preloaded
 import pytest
 from helpers import ROOT, cpu_runtime
 
@@ -213,7 +214,7 @@ script(main)
 
 def test_a_signal_after_a_run_has_ended_does_not_make_a_failure_of_it() -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, env=env)
+    done = preloaded.run(["-c", LATE], env=env)
     assert (done.returncode, done.stdout.strip()) == (0, "still here"), done.stderr
 
 
@@ -228,7 +229,10 @@ def test_a_signal_after_a_run_has_ended_does_not_make_a_failure_of_it() -> None:
     ],
 )
 def test_a_script_tells_what_goes_wrong_outside_a_run_and_closes_the_group_it_has_joined(words, code, out, error):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120)
+    if words[1:]:  # with torch, which is there already
+        done = preloaded.run(["-c", SCRIPT, *words])
+    else:
+        done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (code, out), done.stderr
     assert error in done.stderr
     assert ("Traceback" in done.stderr) == (words[0] == "own")

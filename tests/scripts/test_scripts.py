@@ -1,4 +1,4 @@
-"""What users type: each script under `accelerate launch`, the hand-over between stages, errors, chat, inspection."""
+"""What users type: each script, the hand-over between stages, errors, chat, inspection, a run that is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from helpers import SHARED_DATA
@@ -28,7 +29,7 @@ TINY = (
     "train.max_steps=3",
     "train.global_batch_size=4",
     "train.micro_batch_size=2",
-    "compile.backend=aot_eager",
+    "compile.backend=eager",
     "log.every=1",
     "eval.max_examples=1",
     "eval.samples=1",
@@ -36,37 +37,37 @@ TINY = (
 )
 
 
-TEXTS = "model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}, {path: 'builtin:tasks', max_rows: 200}]"
+DOCS, TASKS = "{path: 'builtin:docs', max_rows: 20}", "{path: 'builtin:tasks', max_rows: 200}"
+TEXTS = f"model.train_tokenizer.sources=[{DOCS}, {TASKS}]"
+HELD_OUT = "data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]"
+OF_SFT = (f"data.train=[{TASKS}]", HELD_OUT)
 
 
-def accelerate(config: str, script: str, recipe: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
-    return run([*command, f"scripts/{script}", recipe, *TINY, *overrides])
-
-
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+def run(*words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """A script with these arguments, in a process of its own, or several."""
+    return preloaded.run(words, ranks, ENV)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """base -> mid -> sft of the smoke recipes, 3 steps each, the tokenizer of fewer texts; sft on two ranks."""
+    """base -> mid -> sft of the smoke recipes, 3 steps each, all of fewer texts; sft on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     cache = f"data.cache_dir={folder}/cache"
-    for stage, script, config, start in (
-        ("base", "base_train.py", "cpu.yaml", (TEXTS,)),
-        ("mid", "mid_train.py", "cpu.yaml", (f"model.path={folder}/base",)),
-        ("sft", "chat_sft.py", "cpu_ddp.yaml", (f"model.path={folder}/mid",)),
+    docs = "data.val=[{path: 'builtin:docs', split: heldout, max_rows: 2}]"
+    for stage, script, ranks, own in (
+        ("base", "base_train.py", 1, (TEXTS, f"data.train=[{DOCS}]", docs)),
+        ("mid", "mid_train.py", 1, (f"model.path={folder}/base", f"data.train=[{DOCS}, {TASKS}]", HELD_OUT)),
+        ("sft", "chat_sft.py", 2, (f"model.path={folder}/mid", *OF_SFT)),
     ):
-        dir = f"run.dir={folder}/{stage}"
-        done = accelerate(config, script, f"recipes/smoke/{stage}.yaml", dir, cache, "log.wandb=off", *start)
+        settings = [*TINY, f"run.dir={folder}/{stage}", cache, "log.wandb=off", *own]
+        done = run(f"scripts/{script}", f"recipes/smoke/{stage}.yaml", *settings, ranks=ranks)
         assert done.returncode == 0, f"{stage}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         (folder / f"{stage}.log").write_text(done.stdout)
     return folder
 
 
 @pytest.mark.parametrize("stage", ["base", "mid", "sft"])
-def test_each_script_trains_under_accelerate_launch_and_leaves_a_whole_run_directory(runs: Path, stage: str) -> None:
+def test_each_script_trains_and_leaves_a_whole_run_directory(runs: Path, stage: str) -> None:
     folder = runs / stage
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 3
@@ -105,7 +106,7 @@ def test_the_exported_folder_answers_in_plain_transformers(runs: Path) -> None:
 def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
     path = str(runs / "sft")
     prompt = "Which is larger, 3 or 5?"
-    done = run([sys.executable, "scripts/chat.py", path, "--prompt", prompt, "--max-new-tokens", "5"])
+    done = run("scripts/chat.py", path, "--prompt", prompt, "--max-new-tokens", "5")
     assert done.returncode == 0, done.stderr[-2000:]
     folder = runs / "sft" / "step-000003"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -121,7 +122,7 @@ def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
 @pytest.mark.slow
 def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
     command = ["scripts/evaluate.py", str(runs / "sft"), "--max-examples", "1", "--max-new-tokens", "4"]
-    done = run([sys.executable, *command, "--out", str(tmp_path)])
+    done = run(*command, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     (families,) = json.loads((tmp_path / "results.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
@@ -131,8 +132,8 @@ def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs: Path) -> None:
-    command = ["scripts/inspect_data.py", "recipes/smoke/sft.yaml", f"model.path={runs}/base"]
-    done = run([sys.executable, *command, f"data.cache_dir={runs}/cache"])
+    command = ["scripts/inspect_data.py", "recipes/smoke/sft.yaml", f"model.path={runs}/base", *OF_SFT]
+    done = run(*command, f"data.cache_dir={runs}/cache")
     assert done.returncode == 0, done.stderr[-2000:]
     for expected in ("% targets", "median", "packed *", "bucketed", "fixed", "<<|im_start|>>assistant"):
         assert expected in done.stdout
@@ -146,7 +147,7 @@ def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs
     ],
 )
 def test_a_model_that_cannot_be_had_is_an_error_in_seconds_that_says_what_to_do(tmp_path, overrides, message) -> None:
-    done = run([sys.executable, "scripts/chat_sft.py", "recipes/smoke/sft.yaml", f"run.dir={tmp_path}/x", *overrides])
+    done = run("scripts/chat_sft.py", "recipes/smoke/sft.yaml", f"run.dir={tmp_path}/x", *overrides)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -177,12 +178,12 @@ data:
   on_bad_row: skip
 optim: {{lr: 3.0e-3}}
 train: {{max_steps: 12, global_batch_size: 8, micro_batch_size: 4}}
-compile: {{backend: aot_eager}}
+compile: {{backend: eager}}
 eval: {{at_start: true, samples: 1, max_new_tokens: 8}}
 log: {{every: 4, wandb: "off"}}
 """
     )
-    done = run([sys.executable, "scripts/chat_sft.py", str(recipe)])
+    done = run("scripts/chat_sft.py", str(recipe))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     evals = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evals] == [0, 12]
@@ -217,7 +218,7 @@ def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_a
 ) -> None:
     recipe = ["scripts/chat_sft.py", "recipes/smoke/sft.yaml"]
     paths = [f"run.dir={tmp_path}/sft", f"model.path={runs}/mid", f"data.cache_dir={runs}/cache", "log.wandb=off"]
-    settings = [*TINY, "compile.enabled=false", "eval.at_start=false", *paths]
+    settings = [*TINY, *OF_SFT, "compile.enabled=false", "eval.at_start=false", *paths]
     shutil.copytree(runs / "sft", tmp_path / "sft")
     child = subprocess.Popen(
         [sys.executable, "-m", "sftkit.launch", *recipe, *settings, "train.max_steps=100000"],
@@ -236,7 +237,7 @@ def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_a
     assert (tmp_path / "sft" / "LATEST").read_text().strip() == f"step-{step:06d}"
     assert "saving and stopping" in output
 
-    done = run([sys.executable, *recipe, *settings, f"train.max_steps={step + 2}", "train.resume=auto"])
+    done = run(*recipe, *settings, f"train.max_steps={step + 2}", "train.resume=auto")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed" in done.stdout
     assert (tmp_path / "sft" / "LATEST").read_text() == f"step-{step + 2:06d}\n"

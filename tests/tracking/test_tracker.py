@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from accelerate import Accelerator
 from helpers import cpu_runtime
@@ -416,10 +417,7 @@ def test_a_wandb_server_that_is_down_costs_seconds_and_no_row(tmp_path: Path, se
             "WANDB_API_KEY": "0" * 40,
             "PYTHONPATH": "tests:tests/tracking",
         }
-        done = subprocess.run(
-            [sys.executable, "-c", ONLINE, str(tmp_path)],
-            env={**os.environ, **home}, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = preloaded.run(["-c", ONLINE, tmp_path], env={**os.environ, **home}, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained" in done.stdout
     assert "wandb online does not start" in done.stderr
@@ -456,11 +454,8 @@ def test_a_wandb_whose_own_process_dies_in_the_middle_costs_no_row_and_no_failur
 ) -> None:
     without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}  # of an earlier test
     key = "c0ffee" * 6 + "beef"
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_SERVICE, str(tmp_path)],
-        env={**without_a_service, "HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking", "WANDB_API_KEY": key},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    home = {"HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking", "WANDB_API_KEY": key}
+    done = preloaded.run(["-c", WITHOUT_A_SERVICE, tmp_path], env={**without_a_service, **home}, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained" in done.stdout
     assert done.stderr.count("wandb does not take a row") == 1
@@ -502,11 +497,8 @@ print("trained", flush=True)
 @pytest.mark.slow
 def test_a_wandb_process_that_is_stopped_costs_no_row_and_does_not_hold_the_end_of_python(tmp_path: Path) -> None:
     without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", STOPPED_SERVICE, str(tmp_path)],
-        env={**without_a_service, "HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking"},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    home = {"HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking"}
+    done = preloaded.run(["-c", STOPPED_SERVICE, tmp_path], env={**without_a_service, **home}, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained" in done.stdout
     assert done.stderr.count("wandb has not answered for 1000 rows") == 1

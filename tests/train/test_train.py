@@ -117,7 +117,9 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["packed", "bucketed", "dynamic", pytest.param("fixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["packed", "bucketed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fixed", "dynamic"))]
+)
 def test_twenty_varied_steps_with_evaluation_and_generation_compile_nothing_and_equal_eager(
     tmp_path: Path, tokenizer, kind: str
 ) -> None:

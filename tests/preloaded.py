@@ -1,0 +1,251 @@
+"""Processes that begin with everything imported, for tests of what ranks and scripts do and not of how they are started.
+
+A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them and
+forks the others, each in a session of its own, with arguments, environment, standard streams and an end like those of
+`python script.py`, or of so many ranks under torchrun. Where forking is not safe once torch is loaded, each starts anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FORKS = sys.platform == "linux"
+PRELOADED = (
+    *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
+    *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.train.loop", "sftkit.evals.suite"),
+)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+# ---- for tests -------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A script, or several ranks of one, as subprocess.Popen shows them. Its id is also that of its session."""
+
+    returncode: int | None = None
+
+    def __init__(self, words: Sequence[str | Path], ranks: int = 1, env: Mapping[str, str] | None = None) -> None:
+        """Args:
+        words: what comes after `python`: a script, -m and a module, or -c and code; then its arguments.
+        ranks: how many processes; one is told nothing of ranks.
+        env: the whole environment; None: that of this process.
+        """
+        self.words = [str(word) for word in words]
+        self._streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        order = {"words": self.words, "ranks": ranks, "env": dict(os.environ if env is None else env)}
+        if FORKS:
+            streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._streams]
+            self.pid = server().start({**order, "streams": streams})
+            return
+        out, err = self._streams
+        command = [sys.executable, __file__, json.dumps(order)]
+        self._own = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
+        self.pid = self._own.pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = server().code(self.pid) if FORKS else self._own.poll()
+        return self.returncode
+
+    def communicate(self, timeout: float = 200) -> tuple[str, str]:
+        """Wait until it has ended. Returns what it wrote to stdout and to stderr; after the timeout it is killed."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self.words, timeout, *self._read())
+            time.sleep(0.02)
+        return self._read()
+
+    def _read(self) -> tuple[str, str]:
+        for file in self._streams:
+            file.seek(0)
+        return self._streams[0].read(), self._streams[1].read()
+
+
+def run(
+    words: Sequence[str | Path], ranks: int = 1, env: Mapping[str, str] | None = None, timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, as subprocess.run does."""
+    process = Process(words, ranks, env)
+    out, err = process.communicate(timeout)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(process.words, process.returncode, out, err)
+
+
+class Server:
+    """The process that has imported everything, seen from the one that runs tests."""
+
+    def __init__(self) -> None:
+        # Both are read once: memory that is freed goes back at once, so what a test measures is in use; no hub is there.
+        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "HF_ENDPOINT": "http://127.0.0.1:9"}
+        self._codes: dict[int, int] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        atexit.register(self.close)
+
+    def start(self, order: dict[str, Any]) -> int:
+        """Returns the id of the process that does it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        while (pid := self._hear()) is None:
+            pass
+        return pid
+
+    def code(self, pid: int) -> int | None:
+        """Exit code of one that has ended."""
+        while pid not in self._codes and select.select([self._process.stdout], [], [], 0)[0]:
+            self._hear()
+        return self._codes.get(pid)
+
+    def _hear(self) -> int | None:
+        """Read a line: the id of a process that was started, or the exit code of one that has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the server of processes has ended"
+        told = json.loads(line)
+        if "code" in told:
+            self._codes[told["pid"]] = told["code"]
+            return None
+        return told["pid"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@cache
+def server() -> Server:
+    return Server()
+
+
+# ---- the server and what it starts -----------------------------------------------------------------------------------
+
+
+def serve() -> dict[str, Any]:
+    """Import, then fork a process for each line of stdin. Returns in these alone, with what they have to do."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is shared with the processes that are forked stays where it is
+    running: set[int] = set()
+    heard = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], 0.02 if running else None)
+        if ready:
+            read = os.read(0, 1 << 20)
+            if not read:
+                break
+            heard += read
+            *lines, heard = heard.split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    os.setsid()
+                    return json.loads(line)
+                running.add(pid)
+                tell({"pid": pid})
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    sys.exit()
+
+
+def tell(what: dict[str, int]) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def launch(order: dict[str, Any]) -> dict[str, str]:
+    """As a launcher: fork the ranks, pass signals on, end all if one fails. Returns in these, with their variables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks, count = {}, order["ranks"]
+    for rank in range(count):
+        pid = os.fork()
+        if pid == 0:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            return {name: str(value) for name, value in places.items()} | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        ranks[pid] = rank
+
+    def send(number: int, _: object = None) -> None:
+        for pid in ranks:
+            os.kill(pid, number)
+
+    for number in PASSED_ON:
+        signal.signal(number, send)
+    failed, deadline = False, float("inf")
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(0.02)
+        else:
+            del ranks[pid]
+            if status and not failed:
+                failed, deadline = True, time.monotonic() + 60
+                send(signal.SIGTERM)
+        if time.monotonic() > deadline:
+            send(signal.SIGKILL)
+    os._exit(1 if failed else 0)
+
+
+def become(order: dict[str, Any]) -> None:
+    """Be the script of the order, with its arguments, environment and streams."""
+    if order.get("streams"):
+        for number, path in zip((0, 1, 2), (os.devnull, *order["streams"]), strict=True):
+            file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, number)
+            os.close(file)
+    places = launch(order) if order["ranks"] > 1 else {}
+    os.environ.clear()
+    os.environ.update(order["env"] | places)
+    sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + sys.path[1:]
+    words = order["words"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    become(json.loads(sys.argv[1]) if sys.argv[1:] else serve())
