@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
