@@ -65,6 +65,23 @@ def test_no_warm_up_starts_at_the_peak() -> None:
     assert learning_rate(1, 10, OptimConfig(lr=1.0, warmup_ratio=0.0, schedule="constant")) == 1.0
 
 
+def test_the_warm_up_ends_at_the_first_whole_step_of_the_decimal_ratio() -> None:
+    """Floats say 0.07 x 100 = 7.000000000000001, which is not 8 steps."""
+    optim = [OptimConfig(lr=1.0, warmup_ratio=percent / 100, schedule="constant") for percent in range(1, 101)]
+    for percent, one in enumerate(optim, start=1):
+        for total in (50, 100, 300, 1000, 1700):
+            ramp = [learning_rate(step, total, one) for step in range(1, total + 1)].index(1.0) + 1
+            assert ramp == -(-percent * total // 100), (percent, total)
+
+
+def test_the_decay_of_wsd_takes_the_decimal_ratio_rounded_half_to_even() -> None:
+    """Floats put 0.41 x 150 a little below 61.5, and 0.07 x 150 a little above 10.5."""
+    for ratio, expected in ((0.41, 62), (0.07, 10)):
+        optim = OptimConfig(lr=1.0, warmup_ratio=0.0, schedule="wsd", decay_ratio=ratio)
+        lrs = [learning_rate(step, 150, optim) for step in range(1, 151)]
+        assert sum(lr == 1.0 for lr in lrs) == 150 - expected + 1  # the first of the decay is at the peak too
+
+
 def test_norms_and_embeddings_are_not_decayed() -> None:
     model = tiny_llama()
     optimizer = build_optimizer(model, OptimConfig(name="adamw", weight_decay=0.3))
