@@ -116,7 +116,7 @@ def cpu_runtime() -> Runtime:
 
 def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
     """Run a file of tests/ on so many gloo ranks. Ranks that wait for one another for good are ended and fail."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/src", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     env["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # memory that is freed goes back at once, so what is measured is in use
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*launcher, f"tests/{file}", *args]

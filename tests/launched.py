@@ -32,7 +32,7 @@ class LaunchedRun:
     def __init__(self, dir: Path, words: list[str], **env: str) -> None:
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
-        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": "tests"}
+        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": "tests:src"}
         self.process = subprocess.Popen(
             words, cwd=ROOT, env={**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

@@ -117,7 +117,7 @@ def forking(function: str, *args: str) -> None:
     code += "f(*map(Path, sys.argv[1:3]), *map(int, sys.argv[3:]))"
     env = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/checkpoint",
+        "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/checkpoint:{ROOT}/src",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
     }
