@@ -101,12 +101,13 @@ def exchange(squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime) -> 
     """Gradient norm and flags of a step: one small exchange between the ranks, no host sync.
 
     Args:
-        squared: this rank's share of the squared norm of all gradients, 0-d.
+        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64: the precision of the sum over
+            ranks. The norm is its root in fp32.
     """
     share = squared.to(rt.device)
     asked = torch.full_like(share, float(stop))
-    broken = (~totals[LOSS].isfinite()).float()
+    broken = (~totals[LOSS].isfinite()).to(share.dtype)
     norm, stops, losses = rt.sum(torch.stack([share, asked, broken]))
-    grad_norm = norm.sqrt()
+    grad_norm = norm.sqrt().float()
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
-    return grad_norm, Flags(torch.stack([stops, nonfinite]))
+    return grad_norm, Flags(torch.stack([stops, nonfinite]).float())
