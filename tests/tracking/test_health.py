@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.step import optimizer_step
 from sftkit.errors import NonFiniteError
+from sftkit.models.structure import train_flops
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
@@ -156,6 +159,25 @@ def test_a_step_that_was_left_out_is_in_no_mean() -> None:
     meter.left_out(targets)
     values = meter.read()
     assert (values["train/loss"], values["train/grad_norm"]) == (None, None)
+
+
+def test_model_flops_count_what_the_windows_of_packed_documents_let_through() -> None:
+    """Against masks of each document and layer, counted one by one."""
+    model, batches = tiny_qwen3_with_windows(), some_batches()
+    meter = Meter(model, OBJECTIVE, batches, cpu_runtime())
+    meter._peak = 1e9
+    steps = list(batches.steps(0, 2))
+    pairs = 0
+    for step_batches in steps:
+        meter.add(step_batches, outcome())
+        documents = [batches.examples.lengths[i] for i in step_batches.documents]  # one rank has them all
+        for length, window in itertools.product(documents, (1000, 1000, 5, 5)):
+            i, j = np.indices((length, length))
+            pairs += int(((j <= i) & (i - j < window)).sum())
+    values = meter.read()
+    tokens, targets = (sum(getattr(step, name) for step in steps) for name in ("num_tokens", "num_targets"))
+    flops = values["perf/mfu"] * 1e9 * tokens / values["perf/tok_per_sec"]
+    assert flops == pytest.approx(train_flops(model, tokens, targets, 0) + 12 * 4 * 8 * pairs, rel=1e-9)
 
 
 def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:

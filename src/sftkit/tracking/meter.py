@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.data.balance import causal_pairs
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import attention_windows, train_flops
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
@@ -29,6 +30,7 @@ class Meter:
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self._examples = batches.examples
+        self._windows = attention_windows(orig_model)
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
@@ -76,12 +78,17 @@ class Meter:
         self._targets += step_batches.num_targets
         self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
-        self._pairs += step_batches.attention_pairs
+        self._pairs += self._layer_pairs(step_batches)
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
         usable = torch.where(outcome.flags.nonfinite > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
+
+    def _layer_pairs(self, step_batches: StepBatches) -> int:
+        """(query, key) pairs that the windows of the layers let through, summed over layers."""
+        lengths = np.asarray(step_batches.document_lengths, np.int64)
+        return sum(layers * int(causal_pairs(lengths, window).sum()) for window, layers in self._windows.items())
 
     def left_out(self, divisor: int) -> None:
         """A step of this window turned out not to be finite: its share of the divisor is in no mean."""
