@@ -22,6 +22,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.window import Window, by_rank, own_values
 
 WINDOW = 128
 "steps that a spike is measured against"
@@ -119,6 +120,27 @@ class Spikes:
         self._steps.clear()
         return lines
 
+    def window(self) -> Window:
+        """The steps not judged yet and those before; every rank must call it. Waits for the device."""
+        count = len(self._steps)
+        return {
+            "steps": self._steps,
+            "by_rank": by_rank(self._rt, self._sums[:count]),
+            "grad_norms": by_rank(self._rt, self._grad_norms[:count])[0],
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+        }
+
+    def go_on(self, window: Window, same_ranks: bool) -> None:
+        """Go on from a checkpoint, before the first step. `same_ranks`: see window.own_values."""
+        self._steps = [(step, divisor) for step, divisor in window["steps"]]
+        self._losses.extend(window["losses"])
+        self._norms.extend(window["norms"])
+        norms = torch.tensor([math.nan if norm is None else norm for norm in window["grad_norms"]])
+        device = self._sums.device  # with room for a whole window more: log.every may be another now
+        self._sums = torch.cat([own_values(self._rt, window["by_rank"], same_ranks).to(self._sums), self._sums])
+        self._grad_norms = torch.cat([norms.to(device), self._grad_norms])
+
 
 def is_spike(value: float, history: deque[float]) -> bool:
     """More than 6 standard deviations above the mean of the last 128 steps; a deviation counts as 1 % of the mean at least."""
@@ -126,6 +148,10 @@ def is_spike(value: float, history: deque[float]) -> bool:
         return False
     mean = statistics.fmean(history)
     return value > mean + SIGMAS * max(statistics.pstdev(history), 0.01 * abs(mean))
+
+
+COUNTS = ("nonfinite", "in_a_row", "in_window")
+"Steps that were not finite, the same on every rank."
 
 
 class Health:
@@ -190,6 +216,17 @@ class Health:
         }
         self._in_window = 0
         return values, lines
+
+    def window(self) -> Window:
+        """The counts so far and what was not judged yet; every rank must call it. Waits for the device."""
+        counts = {name: getattr(self, f"_{name}") for name in COUNTS}
+        return {**counts, "spikes": self._spikes.window()}
+
+    def go_on(self, window: Window, same_ranks: bool) -> None:
+        """Go on from a checkpoint, before the first step. `same_ranks`: see window.own_values."""
+        for name in COUNTS:
+            setattr(self, f"_{name}", window[name])
+        self._spikes.go_on(window["spikes"], same_ranks)
 
     def _write_documents(self, known: Known) -> None:
         """This rank's documents of a step that is not finite, as a file."""
