@@ -42,6 +42,8 @@ class StepBatches:
     "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
     documents: tuple[int, ...] = ()
     "indices of the documents in this rank's rows"
+    documents_in: tuple[int, ...] = ()
+    "how many of them each micro-batch has, one after the other"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
@@ -76,6 +78,7 @@ class _Steps(Dataset[StepBatches]):
             attention_pairs=int(causal_pairs(lengths).sum()),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
+            documents_in=tuple(sum(map(len, rows)) for rows in mine),
             source_tokens=tuple(self._source_tokens(docs, lengths)),
             document_lengths=tuple(lengths.tolist()),
         )

@@ -81,20 +81,22 @@ def optimizer_step(
         stop: this rank asks to end training, which all ranks find in the flags.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    totals = Totals.zeros(objective.measured, rt.device)
+    totals, losses = Totals.zeros(objective.measured, rt.device), []
     last = len(step_batches.micro_batches) - 1
     earlier = GradientSum(parameters, len(step_batches.micro_batches))
     for i, batch in enumerate(step_batches.micro_batches):
         if i == last:
             earlier.put_back()
         with gradient_sync(model, i == last, rt):
-            totals.add_(forward_backward(model, batch, step_batches.divisor, rt))
+            sums = forward_backward(model, batch, step_batches.divisor, rt)
+        totals.add_(sums)
+        losses.append(sums[LOSS])
         if i < last:
             earlier.take()
     grad_norm, flags = exchange(squared_norm(parameters, rt.world_size), totals, stop, rt)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(totals, grad_norm, flags)
+    return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 
 
 def exchange(squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime) -> tuple[torch.Tensor, Flags]:
