@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from helpers import make_examples, make_layout_of, over_ranks, tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import exchange, optimizer_step
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import Totals
 from sftkit.optim.build import build_optimizer
+from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -41,9 +45,26 @@ def train(rt: runtime.Runtime) -> dict[str, Any]:
     return {"rows": rows, "apart": apart}
 
 
+def large_norms(rt: runtime.Runtime) -> dict[str, float]:
+    """The norm of a gradient of 4 million elements as a step logs it: of replicas, and of shards where there are ranks."""
+    gradient = torch.randn(1 << 11, 1 << 11, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1e-3
+    replica = torch.nn.Parameter(torch.zeros_like(gradient))
+    replica.grad = gradient
+    parameters = {"replicas": replica}
+    if rt.world_size > 1:
+        mesh = init_device_mesh("cpu", (rt.world_size,))
+        shard = torch.nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)]))
+        shard.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        parameters["shards"] = shard
+    return {
+        name: float(exchange(squared_norm([p], rt.world_size), Totals.zeros((), rt.device), False, rt)[0])
+        for name, p in parameters.items()
+    }
+
+
 def main(out: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
-    found = train(rt)
+    found = {**train(rt), "norms": large_norms(rt)}
     if rt.is_main:
         Path(out).write_text(json.dumps(found))
 

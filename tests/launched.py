@@ -38,7 +38,7 @@ class LaunchedRun:
         """
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
-        paths = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join(["tests", "src", *filter(None, [os.environ.get("PYTHONPATH")])])
         inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": paths}
         env = {**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
         if forked:

@@ -10,7 +10,7 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.balance import deal, skew
+from sftkit.data.balance import causal_pairs, deal, skew
 from sftkit.data.loader import Batches
 from sftkit.data.pack import GlobalBatch, Layout, make_layout, plan_epoch
 
@@ -125,6 +125,18 @@ def test_padding_costs_what_kernels_compute_for_it() -> None:
     assert (first.rows[0], first.rows[-1]) == ((0, 1, 2, 3, 4, 5), ())
     assert first.pairs[0] == 6 * 30 * 31 // 2 + 20 * 21 // 2
     assert first.pairs[-1] == 128 * 129 // 2 + 72 * 73 // 2
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 31, 32, 1000])
+def test_the_pairs_of_a_document_are_those_that_its_mask_lets_through(window: int | None) -> None:
+    lengths = np.array([0, 1, 2, 4, 5, 6, 31, 32, 33, 64], np.int32)
+    expected = []
+    for length in lengths.tolist():
+        i, j = np.indices((length, length))
+        mask = (j <= i) if window is None else (j <= i) & (i - j < window)
+        expected.append(int(mask.sum()))
+    assert causal_pairs(lengths, window).tolist() == expected
+    assert causal_pairs(np.array([200_000]), 3000)[0] == 3000 * 3001 // 2 + 197_000 * 3000
 
 
 def test_one_rank_takes_the_rows_in_the_order_of_the_plan() -> None:

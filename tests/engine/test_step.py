@@ -93,7 +93,7 @@ def step_of(micro_batch_size: int, layout_kind: str = "packed") -> tuple[dict[st
     model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-2, eps=1e-4))
     (step,) = Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 1)
-    sums, grad_norm, _ = optimizer_step(model, optimizer, model.objective, step, 1e-2, 1.0, rt)
+    sums, grad_norm, *_ = optimizer_step(model, optimizer, model.objective, step, 1e-2, 1.0, rt)
     return model.state_dict(), float(sums["nll"]), float(grad_norm)
 
 
@@ -143,7 +143,7 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     empty = make_batch(make_examples([4]), ((), ()), 16)
     step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32, attention_pairs=0)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
-    sums, grad_norm, _ = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+    sums, grad_norm, *_ = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
     assert sums.vector.tolist() == [0.0] * 4
     assert float(grad_norm) == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import tiny_llama, tiny_qwen3_with_windows
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import stream
 from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
-from sftkit.models.structure import count_parameters, positions, train_flops
+from sftkit.models.structure import attention_windows, count_parameters, positions, train_flops
 from sftkit.runtime.hardware import peak_flops_by_name
 
 FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -89,9 +90,34 @@ def test_model_flops_are_those_that_torch_counts_for_one_document() -> None:
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     # The counter sees the whole square of attention scores, of which we count the causal half, and no norms; beyond
     # that only the outer product of the rotary angles, 0.01 %.
-    counted = train_flops(model, length, length, length * length) - 6.0 * norms * length
+    counted = train_flops(model, length, length, 2 * length * length) - 6.0 * norms * length
     assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
     assert train_flops(model, length, 5, 0) == counted_without(model, length, 5)
+
+
+def test_learned_positions_are_read_and_not_multiplied_so_they_are_no_flops() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, attn_implementation="eager", **sizes))
+    length = 16
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)  # norms and biases
+    counted = train_flops(model, length, length, 2 * length * length) - 6.0 * vectors * length
+    assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
+    table = model.transformer.wpe.weight.numel()
+    counts = count_parameters(model)
+    assert counts.total == counts.body + counts.head + table
+
+
+def test_layers_are_counted_by_their_windows() -> None:
+    assert attention_windows(tiny_llama()) == {None: 2}
+    assert attention_windows(tiny_qwen3_with_windows()) == {None: 2, 5: 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    every = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=7, **sizes))
+    assert attention_windows(every) == {7: 3}
 
 
 def counted_without(model: torch.nn.Module, tokens: int, targets: int) -> float:

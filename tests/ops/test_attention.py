@@ -34,7 +34,7 @@ def make_batch(rows: Sequence[Sequence[int]], row_length: int = 256, slots: int 
     lengths = [n for row in rows for n in row]
     numbers = iter(range(len(lengths)))
     recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
-    return collate(make_examples(lengths), recipe, row_length, 0, slots * len(rows), 256)
+    return collate(make_examples(lengths), recipe, row_length, 0, slots * len(rows), max(256, row_length))
 
 
 def by_document(

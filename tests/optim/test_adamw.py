@@ -13,16 +13,8 @@ from torch._dynamo import utils as dynamo_utils
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.optim.adamw import (
-    compiled,
-    flat,
-    int32,
-    noise16,
-    scalars,
-    stochastic_round,
-    update_exact,
-    update_stochastic,
-)
+from sftkit.ops.rounding import int32, noise16, stochastic_round
+from sftkit.optim.adamw import compiled, corrections, flat, scalars, update_exact, update_stochastic
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer
@@ -297,13 +289,14 @@ def update_arguments(update, shape: tuple[int, ...], seed: int, device: str) -> 
     param, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for _ in range(2))
     moments = [(torch.rand(param.numel(), generator=generator) * 0.1).to(device) for _ in range(2)]
     clip = torch.tensor(0.5 + 0.01 * seed, device=device)
-    s = scalars(1e-3 * (seed + 1), (0.9, 0.95), 1e-8, 0.1 * seed, seed + 1)
+    s = scalars(1e-3 * (seed + 1), (0.9, 0.95), 1e-8, 0.1 * seed)
+    corrected = corrections(torch.tensor([seed, seed + 1.0], device=device), 1e-3 * (seed + 1), (0.9, 0.95))[1]
     param = torch.nn.Parameter(param)
     key = random_key(seed)
     keys = (int32(7 * seed), int32(key), int32(key >> 32))
     if update is update_exact:
-        return (flat(param).float(), flat(param), flat(grad), *moments, clip, s, *keys)
-    return (flat(param), flat(grad), *(m.bfloat16() for m in moments), clip, s, *keys)
+        return (flat(param).float(), flat(param), flat(grad), *moments, clip, s, corrected, *keys)
+    return (flat(param), flat(grad), *(m.bfloat16() for m in moments), clip, s, corrected, *keys)
 
 
 def check_compiled_update(update, device: str) -> None:

@@ -65,6 +65,23 @@ def test_no_warm_up_starts_at_the_peak() -> None:
     assert learning_rate(1, 10, OptimConfig(lr=1.0, warmup_ratio=0.0, schedule="constant")) == 1.0
 
 
+def test_the_warm_up_ends_at_the_first_whole_step_of_the_decimal_ratio() -> None:
+    """Floats say 0.07 x 100 = 7.000000000000001, which is not 8 steps."""
+    optim = [OptimConfig(lr=1.0, warmup_ratio=percent / 100, schedule="constant") for percent in range(1, 101)]
+    for percent, one in enumerate(optim, start=1):
+        for total in (50, 100, 300, 1000, 1700):
+            ramp = [learning_rate(step, total, one) for step in range(1, total + 1)].index(1.0) + 1
+            assert ramp == -(-percent * total // 100), (percent, total)
+
+
+def test_the_decay_of_wsd_takes_the_decimal_ratio_rounded_half_to_even() -> None:
+    """Floats put 0.41 x 150 a little below 61.5, and 0.07 x 150 a little above 10.5."""
+    for ratio, expected in ((0.41, 62), (0.07, 10)):
+        optim = OptimConfig(lr=1.0, warmup_ratio=0.0, schedule="wsd", decay_ratio=ratio)
+        lrs = [learning_rate(step, 150, optim) for step in range(1, 151)]
+        assert sum(lr == 1.0 for lr in lrs) == 150 - expected + 1  # the first of the decay is at the peak too
+
+
 def test_norms_and_embeddings_are_not_decayed() -> None:
     model = tiny_llama()
     optimizer = build_optimizer(model, OptimConfig(name="adamw", weight_decay=0.3))
@@ -100,7 +117,7 @@ def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def norm_and_coefficient(model: torch.nn.Module, max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = squared_norm(model.parameters(), world_size=1).sqrt()
+    norm = squared_norm(model.parameters(), world_size=1).sqrt().float()
     return norm, clip_coefficient(norm, norm.isfinite(), max_norm)
 
 
@@ -153,6 +170,32 @@ def test_the_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
     norm, _ = norm_and_coefficient(model, 1.0)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_large_gradient_is_exact_to_fp32_and_the_same_on_one_process_and_on_two(
+    dtype: torch.dtype,
+) -> None:
+    """torch's sum in fp32 on a CPU loses 6e-4 here."""
+    weight = torch.nn.Parameter(torch.zeros(1 << 12, 1 << 12, dtype=dtype))
+    odd = torch.nn.Parameter(torch.zeros(7, (1 << 16) + 3, dtype=dtype).t())  # not contiguous, no multiple of a chunk
+    for seed, p in enumerate((weight, odd)):
+        p.grad = (torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 1e-3 + 1e-3).to(dtype)
+    exact = float(sum(p.grad.double().square().sum() for p in (weight, odd)).sqrt())
+    share = squared_norm([weight, odd], world_size=1)
+    assert share.sqrt().item() == pytest.approx(exact, rel=1e-12)
+    halves = sum(squared_norm([weight, odd], world_size=2) for _ in range(2))
+    assert halves.sqrt().float() == share.sqrt().float()
+
+
+def test_the_norm_of_no_gradient_and_of_empty_ones_is_zero_and_of_nan_nan() -> None:
+    empty, small = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(3))
+    assert squared_norm([empty, small], world_size=1) == 0.0
+    empty.grad, small.grad = torch.zeros(0, 4), torch.zeros(3)
+    assert squared_norm([empty, small], world_size=1) == 0.0
+    assert squared_norm([empty], world_size=1) == 0.0
+    small.grad[1] = float("nan")
+    assert squared_norm([empty, small], world_size=1).isnan()
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:

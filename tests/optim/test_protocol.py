@@ -19,9 +19,10 @@ from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer
-from sftkit.optim.state import named_states
+from sftkit.optim.state import named_states, states_loaded
 
 BF16, FP32 = torch.bfloat16, torch.float32
+NAN = float("nan")
 KINDS = {  # in state.json of checkpoints: they must never change
     ("adamw", BF16): "AdamW bfloat16",
     ("adamw", FP32): "AdamW float32",
@@ -112,6 +113,98 @@ def test_a_coefficient_of_nan_leaves_weights_and_states_bitwise(name: str, dtype
     set_gradients(model, 2)
     optimizer.step()  # type: ignore[attr-defined]  # nothing of the nan is left
     assert not same(before, everything(model, optimizer))
+
+
+def run_steps(model: PreTrainedModel, optimizer: Optimizer, steps: list[int | None], device: str = "cpu") -> None:
+    """Updates with the gradients of these seeds; None: a gradient of nan, whose update is left out."""
+    for seed in steps:
+        set_gradients(model, seed or 0, 1.0 if seed is not None else NAN)
+        optimizer.update(1e-2, torch.tensor(0.5 if seed is not None else NAN, device=device))
+
+
+def ask(optimizer: Optimizer) -> None:
+    """Count an update that nobody makes, for those who draw random bits by them."""
+    for group in optimizer.param_groups:
+        if "attempts" in group:
+            group["attempts"] += 1
+
+
+@every_optimizer
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_step_that_is_left_out_counts_in_no_bias_correction(name: str, dtype: torch.dtype, left_out: int) -> None:
+    """After it, weights and states are those of a run in which it never was; the first step may be such a one."""
+    skipping, plain = small_model(dtype), small_model(dtype)
+    ours, theirs = make(name, skipping), make(name, plain)
+    run_steps(skipping, ours, [*range(left_out), None, left_out, left_out + 1])
+    run_steps(plain, theirs, [*range(left_out)])
+    ask(theirs)
+    run_steps(plain, theirs, [left_out, left_out + 1])
+    steps = {int(ours.state[p]["step"]) for p in skipping.parameters()}
+    assert steps == {left_out + 2}
+    assert same(everything(skipping, ours), everything(plain, theirs))
+
+
+@every_optimizer
+def test_a_parameter_without_a_gradient_counts_no_update(name: str, dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    optimizer = make(name, model)
+    run_steps(model, optimizer, [0])
+    set_gradients(model, 1)
+    first, *others = model.parameters()
+    first.grad = None
+    optimizer.update(1e-2, torch.tensor(1.0))
+    assert int(optimizer.state[first]["step"]) == 1
+    assert {int(optimizer.state[p]["step"]) for p in others} == {2}
+
+
+@every_optimizer
+def test_a_resume_after_a_step_that_was_left_out_is_bitwise(name: str, dtype: torch.dtype) -> None:
+    """Through the tensors of a checkpoint and the step of the run, which counts what was left out."""
+    straight = small_model(dtype)
+    optimizer = make(name, straight)
+    run_steps(straight, optimizer, [0, None, 1])
+    resumed = copy.deepcopy(straight)
+    saved = {key: value.clone() for key, value in named_states(optimizer, straight).items()}
+    assert {int(value) for key, value in saved.items() if key.startswith("step.")} == {2}
+    run_steps(straight, optimizer, [2, None, 3])
+
+    fresh = make(name, resumed)
+    tensors = named_states(fresh, resumed)
+    for key, value in saved.items():
+        tensors[key].copy_(value)
+    states_loaded(fresh, resumed, tensors, steps=3)
+    run_steps(resumed, fresh, [2, None, 3])
+    assert same(everything(straight, optimizer), everything(resumed, fresh))
+    assert same(states(straight, optimizer, step=True), states(resumed, fresh, step=True))
+
+
+@pytest.mark.gpu
+@every_optimizer
+def test_an_update_makes_the_host_wait_for_no_gpu_whether_it_is_left_out_or_not(name: str, dtype: torch.dtype) -> None:
+    if OPTIMIZERS[name].extra is not None:
+        pytest.skip("torchao counts on the host, so that one is read there")
+    model, on_cpu = small_model(dtype).cuda(), small_model(dtype)
+    optimizer, reference = make(name, model), make(name, on_cpu)
+    optimizer.warm_up(compiled=True)
+    for seed in (0, None, 1, 2):
+        set_gradients(on_cpu, seed or 0, 1.0 if seed is not None else NAN)
+        for p, q in zip(model.parameters(), on_cpu.parameters(), strict=True):
+            p.grad = q.grad.cuda()
+        coefficient = torch.tensor(0.5 if seed is not None else NAN)
+        there = coefficient.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.update(1e-2, there)
+            named_states(optimizer, model)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        reference.update(1e-2, coefficient)
+    assert {int(optimizer.state[p]["step"]) for p in model.parameters()} == {3}
+    for ours, theirs in zip(model.parameters(), on_cpu.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.cpu(), theirs, rtol=2**-5 if dtype == BF16 else 1e-4, atol=5e-3 if name == "muon" else 1e-3
+        )
 
 
 @every_optimizer

@@ -101,7 +101,9 @@ def test_a_loss_that_is_not_finite_ends_training_and_names_step_rank_and_documen
     assert run.end() != 0
     found = run.status()
     assert (found["status"], found["step"], found["first_failing_rank"]) == ("failed", 3, 1), run.output[-3000:]
-    assert "step 3: the loss of rank 1 is not finite" in found["error"]
+    assert (
+        "step 3: the loss of rank 1 is not finite (rank 1, micro-batch 1 of 2, with documents test #" in found["error"]
+    )
     for rank in (0, 1):
         dump = json.loads((run.dir / f"nonfinite-step-000003-rank{rank:03d}.json").read_text())
         assert dump["step"] == 3

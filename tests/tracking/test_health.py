@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.step import optimizer_step
 from sftkit.errors import NonFiniteError
+from sftkit.models.structure import train_flops
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
@@ -32,10 +35,11 @@ NAMES = (LOSS, *NextToken.measured)
 OBJECTIVE = NextToken(LossConfig())
 
 
-def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0) -> StepOutcome:
+def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0, losses: torch.Tensor | None = None) -> StepOutcome:
     broken = float(nll != nll or norm != norm)
     flags = Flags(torch.tensor([float(stop), broken]))
-    return StepOutcome(Totals(NAMES, torch.full((4,), nll)), torch.tensor(norm), flags)
+    losses = torch.tensor([1.0, nll - 1.0]) if losses is None else losses
+    return StepOutcome(Totals(NAMES, torch.full((4,), nll)), torch.tensor(norm), flags, losses)
 
 
 def some_batches() -> Batches:
@@ -67,8 +71,51 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_step_and_keeps_its
 def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
     health.add(1, step_batches, outcome(norm=float("inf") - float("inf")))
-    with pytest.raises(NonFiniteError, match="step 1: the gradient norm is not finite"):
+    innocent = r"step 1: the gradient norm is not finite, though the loss of every micro-batch.*backward pass or its"
+    with pytest.raises(NonFiniteError, match=innocent):
         health.settle(wait=False)
+    dump = json.loads((tmp_path / "nonfinite-step-000001-rank000.json").read_text())
+    assert all(document["loss_is_finite"] for document in dump["documents"])
+
+
+def test_the_documents_of_the_micro_batch_whose_loss_is_not_finite_are_named_and_the_others_are_not(
+    tmp_path: Path,
+) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig())
+    numbers = step_batches.documents_in
+    assert len(numbers) == 4
+    assert sum(numbers) == len(step_batches.documents)
+    health.add(1, step_batches, outcome(nll=NAN, losses=torch.tensor([1.0, 2.0, float("inf"), 3.0])))
+    guilty = list(step_batches.documents[sum(numbers[:2]) : sum(numbers[:3])])
+    named = ", ".join(f"test #{i}" for i in guilty[:5])
+    with pytest.raises(
+        NonFiniteError, match=f"loss of rank 0 is not finite .rank 0, micro-batch 3 of 4, with documents {named}"
+    ):
+        health.settle(wait=False)
+    dump = json.loads((tmp_path / "nonfinite-step-000001-rank000.json").read_text())
+    assert [d["index"] for d in dump["documents"] if not d["loss_is_finite"]] == guilty
+    assert {d["micro_batch"] for d in dump["documents"] if not d["loss_is_finite"]} == {3}
+
+
+def test_a_step_that_is_left_out_says_whether_the_loss_is_innocent(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip"))
+    health.add(1, step_batches, outcome(norm=NAN))
+    health.add(2, step_batches, outcome(nll=NAN))
+    health.settle(wait=True)
+    told = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert "loss and documents are innocent" in told[0]
+    assert "micro-batch 2 of 2" in told[1]
+
+
+def test_a_step_tells_the_loss_of_each_of_its_micro_batches() -> None:
+    rt, orig_model = cpu_runtime(), tiny_llama()
+    model = ModelWithLoss(orig_model, "reference", OBJECTIVE)
+    optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
+    (step_batches,) = some_batches().steps(0, 1)
+    with torch.no_grad():
+        expected = torch.stack([model(batch).loss for batch in step_batches.micro_batches])
+    found = optimizer_step(model, optimizer, OBJECTIVE, step_batches, 1e-2, 1.0, rt).losses
+    assert torch.equal(found, expected)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finite(monkeypatch) -> None:
@@ -130,7 +177,9 @@ def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     flags = LateFlags(device, late=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
     values = [torch.tensor([0.0, float(step == 3)], device=device) for step in range(1, 6)]
-    done = StepOutcome(Totals.zeros(NextToken.measured, device), torch.zeros((), device=device), Flags(values[0]))
+    done = StepOutcome(
+        Totals.zeros(NextToken.measured, device), torch.zeros((), device=device), Flags(values[0]), torch.zeros(1)
+    )
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     seen = []
@@ -156,6 +205,25 @@ def test_a_step_that_was_left_out_is_in_no_mean() -> None:
     meter.left_out(targets)
     values = meter.read()
     assert (values["train/loss"], values["train/grad_norm"]) == (None, None)
+
+
+def test_model_flops_count_what_the_windows_of_packed_documents_let_through() -> None:
+    """Against masks of each document and layer, counted one by one."""
+    model, batches = tiny_qwen3_with_windows(), some_batches()
+    meter = Meter(model, OBJECTIVE, batches, cpu_runtime())
+    meter._peak = 1e9
+    steps = list(batches.steps(0, 2))
+    pairs = 0
+    for step_batches in steps:
+        meter.add(step_batches, outcome())
+        documents = [batches.examples.lengths[i] for i in step_batches.documents]  # one rank has them all
+        for length, window in itertools.product(documents, (1000, 1000, 5, 5)):
+            i, j = np.indices((length, length))
+            pairs += int(((j <= i) & (i - j < window)).sum())
+    values = meter.read()
+    tokens, targets = (sum(getattr(step, name) for step in steps) for name in ("num_tokens", "num_targets"))
+    flops = values["perf/mfu"] * 1e9 * tokens / values["perf/tok_per_sec"]
+    assert flops == pytest.approx(train_flops(model, tokens, targets, 0) + 12 * 4 * 8 * pairs, rel=1e-9)
 
 
 def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:

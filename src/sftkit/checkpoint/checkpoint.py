@@ -218,7 +218,7 @@ class Checkpoints:
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         load_states(tensors, folder / OPTIMIZER)
-        states_loaded(self.optimizer, self.orig_model, tensors)
+        states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)
         for line in lines:

@@ -172,7 +172,7 @@ class OptimConfig:
     schedule: Literal["wsd", "cosine", "linear", "constant"] = "cosine"
     "wsd: warm-up, constant, linear decay over the last decay_ratio; cosine and linear decay after warm-up."
     warmup_ratio: Fraction = 0.03
-    "Share of the steps in which the learning rate rises from 0."
+    "Share of the steps in which the learning rate rises from 0, rounded up to whole steps."
     decay_ratio: Fraction = 0.2
     "wsd: share of the steps in which it falls."
     min_lr_ratio: Fraction = 0.0

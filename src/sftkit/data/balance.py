@@ -80,6 +80,21 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     return np.array(dealt)
 
 
+def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
+    """(query, key) pairs of causal attention in each document: the sum of min(i + 1, window) over its positions i.
+
+    Args:
+        lengths: int [D], positions of each document. window: most keys a query sees, itself included; None: all.
+
+    Returns:
+        int64 [D].
+    """
+    if window is None:
+        return _pairs(lengths)
+    ramp = np.minimum(lengths, window)
+    return _pairs(ramp) + (lengths - ramp).astype(np.int64) * window
+
+
 def _pairs(lengths: np.ndarray | int) -> np.ndarray:
     wide = np.asarray(lengths, np.int64)
     return wide * (wide + 1) // 2

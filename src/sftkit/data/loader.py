@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
+from sftkit.data.balance import causal_pairs
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
@@ -36,13 +37,17 @@ class StepBatches:
     num_positions: int
     "row positions of the global batch, padding included"
     attention_pairs: int
-    "of the global batch"
+    "of the global batch, without windows"
     rank_skew: float = 1.0
     "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
     documents: tuple[int, ...] = ()
     "indices of the documents in this rank's rows"
+    documents_in: tuple[int, ...] = ()
+    "how many of them each micro-batch has, one after the other"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
+    document_lengths: tuple[int, ...] = ()
+    "positions of each document of the global batch"
 
     def pin_memory(self) -> StepBatches:
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
@@ -70,10 +75,12 @@ class _Steps(Dataset[StepBatches]):
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
-            attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
+            attention_pairs=int(causal_pairs(lengths).sum()),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
+            documents_in=tuple(sum(map(len, rows)) for rows in mine),
             source_tokens=tuple(self._source_tokens(docs, lengths)),
+            document_lengths=tuple(lengths.tolist()),
         )
 
     def _source_tokens(self, docs: list[int], lengths: np.ndarray) -> list[int]:

@@ -27,7 +27,7 @@ from sftkit.engine.warmup import heaviest
 from sftkit.errors import ConfigError
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
-from sftkit.objectives.sums import Totals
+from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention import plain_attention
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.build import parameter_groups
@@ -93,9 +93,11 @@ class Reference:
 
     def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
         """Gradients of the mean over the global batch, document by document; one exchange; one update."""
-        totals = self._nothing()
+        totals, losses = self._nothing(), []
         for batch in batches.micro_batches:
-            totals.add_(self._forward_backward(batch, batches.divisor))
+            sums = self._forward_backward(batch, batches.divisor)
+            totals.add_(sums)
+            losses.append(sums[LOSS])
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
         for parameter in parameters_of(self.optimizer.param_groups):
             if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, and the others wait for it
@@ -103,10 +105,10 @@ class Reference:
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
-        grad_norm, flags = exchange((squared / self._rt.world_size).float(), totals, stop, self._rt)
+        grad_norm, flags = exchange(squared / self._rt.world_size, totals, stop, self._rt)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(totals, grad_norm, flags)
+        return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 
     def _nothing(self) -> Totals:
         return Totals.zeros(self.model.objective.measured, self._rt.device, self.model.orig_model.dtype)

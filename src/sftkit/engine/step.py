@@ -69,17 +69,25 @@ def gradients(
     divisor: int,
     totals: Totals,
     rt: Runtime,
-) -> None:
+) -> torch.Tensor:
     """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged between the ranks, and add the
-    sums of each to `totals`. No host sync."""
+    sums of each to `totals`. No host sync.
+
+    Returns:
+        the minimised sum of each micro-batch, 1-d, on the device
+    """
+    losses = []
     last, earlier = len(micro_batches) - 1, GradientSum(parameters, len(micro_batches))
     for i, batch in enumerate(micro_batches):
         if i == last:
             earlier.put_back()
         with gradient_sync(model, i == last, rt):
-            totals.add_(forward_backward(model, batch, divisor, rt))
+            sums = forward_backward(model, batch, divisor, rt)
+        totals.add_(sums)
+        losses.append(sums[LOSS])
         if i < last:
             earlier.take()
+    return torch.stack(losses)
 
 
 def optimizer_step(
@@ -102,23 +110,24 @@ def optimizer_step(
     """
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(objective.measured, rt.device)
-    gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
+    losses = gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
     grad_norm, flags = exchange(squared_norm(parameters, rt.world_size), totals, stop, rt)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(totals, grad_norm, flags)
+    return StepOutcome(totals, grad_norm, flags, losses)
 
 
 def exchange(squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime) -> tuple[torch.Tensor, Flags]:
     """Gradient norm and flags of a step: one small exchange between the ranks, no host sync.
 
     Args:
-        squared: this rank's share of the squared norm of all gradients, 0-d.
+        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64: the precision of the sum over
+            ranks. The norm is its root in fp32.
     """
     share = squared.to(rt.device)
     asked = torch.full_like(share, float(stop))
-    broken = (~totals[LOSS].isfinite()).float()
+    broken = (~totals[LOSS].isfinite()).to(share.dtype)
     norm, stops, losses = rt.sum(torch.stack([share, asked, broken]))
-    grad_norm = norm.sqrt()
+    grad_norm = norm.sqrt().float()
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
-    return grad_norm, Flags(torch.stack([stops, nonfinite]))
+    return grad_norm, Flags(torch.stack([stops, nonfinite]).float())

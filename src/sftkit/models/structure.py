@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +82,17 @@ class ParameterCount:
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
-    """Parameters by the work they take per token."""
+    """Parameters by the work they take per token. Tables of which a token reads a row, of tokens or positions, take none."""
     total = sum(p.numel() for p in orig_model.parameters())
-    embedding, projection = embedding_of(orig_model), head(orig_model)
-    tied = projection.weight is embedding
-    in_head = sum(p.numel() for p in projection.parameters())
-    body = total - in_head - (0 if tied else embedding.numel())
+    projection = list(head(orig_model).parameters())
+    in_head = sum(p.numel() for p in projection)
+    tables: dict[int, torch.Tensor] = {
+        id(p): p for m in orig_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
+    }
+    tables[id(embedding_of(orig_model))] = embedding_of(orig_model)
+    for p in projection:
+        tables.pop(id(p), None)  # tied: as the head it is a product
+    body = total - in_head - sum(p.numel() for p in tables.values())
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
     if experts:
@@ -96,14 +102,27 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     return ParameterCount(total, body, in_head)
 
 
-def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, attention_pairs: int) -> float:
+def attention_windows(orig_model: PreTrainedModel) -> Counter[int | None]:
+    """Numbers of layers by the most keys that a query of theirs sees, itself included; None: all before it."""
+    config = orig_model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return Counter({window: config.num_hidden_layers})
+    return Counter(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int) -> float:
     """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
-    token, 6 per parameter of the head and target, 6 x layers x heads x (query head + value head
-    size) per (query, key) pair (PaLM,
-    appendix B, counted per document instead of per row). Layers that slide a window count as if it were never reached."""
+    token, 6 per parameter of the head and target, 6 x heads x (query head + value head size) per (query, key) pair of a
+    layer (PaLM, appendix B, counted per document and window instead of per row).
+
+    Args:
+        layer_pairs: pairs that a query may look at, summed over the layers (`attention_windows`, `balance.causal_pairs`).
+    """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
-    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * sizes
+    per_pair = 6 * config.num_attention_heads * sizes
     counted = count_parameters(orig_model)
-    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * attention_pairs
+    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * layer_pairs

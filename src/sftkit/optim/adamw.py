@@ -4,6 +4,9 @@ An update of a learning rate of 1e-5 is smaller than half the distance between n
 the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
 function on flat tensors: eager on CPU, one compiled graph for all sizes on CUDA. Everything that varies comes in as a 0-d
 tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
+
+An update that is left out does not count in the bias corrections. Only the device knows of it in time, so the counts and
+what follows from them stay there.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.dtensor import contiguous_strides, local, local_region
+from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.protocol import Groups, Optimizer, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
@@ -28,40 +32,59 @@ WARM_UP_ELEMENTS = 1 << 20
 
 
 class Scalars(NamedTuple):
-    """What the update of a group and step needs besides tensors: 0-d fp32 tensors on the CPU."""
+    """What the update of a group needs besides tensors: 0-d fp32 tensors on the CPU."""
 
     decay: torch.Tensor
     "learning rate times weight decay"
-    step_size: torch.Tensor
-    "learning rate over the bias correction of exp_avg"
     rate1: torch.Tensor
     "1 - beta1"
     rate2: torch.Tensor
     "1 - beta2"
-    root2: torch.Tensor
-    "square root of the bias correction of exp_avg_sq"
     eps: torch.Tensor
 
 
 @functools.lru_cache(maxsize=32)
-def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> Scalars:
-    """The scalars of update number `step`, counted from 1."""
+def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Scalars:
     beta1, beta2 = betas
-    corrections = (lr / (1 - beta1**step), 1 - beta1, 1 - beta2, (1 - beta2**step) ** 0.5)
-    return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, *corrections, eps)))
+    return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, 1 - beta1, 1 - beta2, eps)))
+
+
+def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
+    """What bias correction makes of the learning rate and of the root of exp_avg_sq, after so many updates.
+
+    Args:
+        counts: [P], update numbers from 1, on any device; of 0 the result is not finite.
+
+    Returns:
+        fp64 [P, 2] there: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of beta2=0.999 would
+        be off by 6e-5. A row has the 16 bytes to which Inductor wants its inputs aligned.
+    """
+    counts = counts.double()
+    beta1, beta2 = betas
+    return torch.stack((lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()), dim=1)
 
 
 Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def adamw(
-    weight: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, s: Scalars
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    s: Scalars,
+    corrected: torch.Tensor,
 ) -> Moments:
-    """The formula (Loshchilov & Hutter 2019, algorithm 2): new weight, exp_avg and exp_avg_sq; all fp32, one shape."""
+    """The formula (Loshchilov & Hutter 2019, algorithm 2): new weight, exp_avg and exp_avg_sq; all fp32, one shape.
+
+    Args:
+        corrected: fp64 [2], a row of `corrections`.
+    """
+    step_size, root2 = corrected.float().unbind()
     exp_avg = exp_avg + (grad - exp_avg) * s.rate1
     exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * s.rate2
-    direction = exp_avg / (exp_avg_sq.sqrt() / s.root2 + s.eps)
-    return weight - (s.decay * weight + s.step_size * direction), exp_avg, exp_avg_sq
+    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + s.eps)
+    return weight - (s.decay * weight + step_size * direction), exp_avg, exp_avg_sq
 
 
 def update_exact(
@@ -72,6 +95,7 @@ def update_exact(
     exp_avg_sq: torch.Tensor,
     clip: torch.Tensor,
     s: Scalars,
+    corrected: torch.Tensor,
     offset: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
@@ -83,7 +107,7 @@ def update_exact(
     It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
     has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
     """
-    new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s)
+    new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s, corrected)
     usable = ~clip.isnan()
     if rounded is not None:
         bits = noise16(elements(rounded) + offset, key0, key1)[0]
@@ -99,6 +123,7 @@ def update_stochastic(
     exp_avg_sq: torch.Tensor,
     clip: torch.Tensor,
     s: Scalars,
+    corrected: torch.Tensor,
     offset: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
@@ -107,53 +132,11 @@ def update_stochastic(
 
     A `clip` of nan leaves everything as it is.
     """
-    new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s)
+    new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s, corrected)
     usable = ~clip.isnan()
     noise = noise16(elements(param) + offset, key0, key1)
     for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
         stored.copy_(torch.where(usable, stochastic_round(value, bits), stored))
-
-
-def elements(flat: torch.Tensor) -> torch.Tensor:
-    """The number of each element, int32."""
-    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
-
-
-def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
-
-    Args:
-        noise: integers in [0, 65536), uniform: added to the 16 bits that bf16 drops, the carry rounds up.
-    """
-    bits = value.view(torch.int32) + noise.to(torch.int32)
-    kept = (bits & -65536).view(torch.float32)
-    return torch.where(value.isfinite(), kept, value).to(torch.bfloat16)
-
-
-def noise16(index: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor) -> Moments:
-    """Three draws of 16 bits per element: a stateless hash of (keys, element), the same in eager, compiled, on any device.
-
-    Args:
-        index: int32, the element. key0, key1: int32 0-d.
-    """
-    first = mix32(index ^ key0)
-    second = mix32(first ^ key1)
-    return second & 0xFFFF, (second >> 16) & 0xFFFF, first & 0xFFFF
-
-
-def mix32(x: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 32-bit numbers that looks random: lowbias32 with the constants of hash-prospector's issue 19.
-
-    int32 in and out, products wrap around. Masks take away the sign that a right shift of int32 brings in.
-    """
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
-    return x ^ ((x >> 15) & 0x1FFFF)
-
-
-def int32(bits: int) -> torch.Tensor:
-    """The lowest 32 bits as a signed number, 0-d."""
-    return torch.tensor((bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1), dtype=torch.int32)
 
 
 @functools.cache
@@ -180,11 +163,18 @@ def first_element(param: torch.Tensor) -> int:
     return sum(start * stride for (start, _), stride in zip(region, contiguous_strides(param.shape), strict=True))
 
 
+def no_updates(param: torch.Tensor) -> torch.Tensor:
+    """A count of updates before the first one."""
+    return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW whose states are exact, or unbiased, whatever the dtype of the parameter.
 
     States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for bf16
-    parameters unless stochastic), `step` (int). They are made at the parameter's first update.
+    parameters unless stochastic), `step` (fp32 0-d on the device, as torch's fused AdamW has it: updates that were not
+    left out). They are made at the parameter's first update. A group has `attempts` (int), the updates that were asked
+    for: the random bits of an update follow from it, as the host knows it.
     """
 
     label = "AdamW"
@@ -200,7 +190,7 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         compile: bool = True,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "attempts": 0})
         self.stochastic, self.seed, self.compile = stochastic, seed, compile
 
     @property
@@ -216,11 +206,25 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Update at the rates of the groups every parameter that has a gradient; None: gradients as they are."""
         assert closure is None
-        for index, (param, group) in enumerate(self._parameters()):
+        index = 0
+        for group in self.param_groups:
+            group["attempts"] += 1
             # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
-            if param.grad is not None:
-                clip = torch.ones((), device=param.device) if clip is None else clip
-                self._update(param, group, index, clip)
+            numbered = [(i, p) for i, p in enumerate(group["params"], start=index) if p.grad is not None]
+            index += len(group["params"])
+            if not numbered:
+                continue
+            clip = torch.ones((), device=numbered[0][1].device) if clip is None else clip
+            counts = self._counted([self._state_of(p, group)["step"] for _, p in numbered], clip)
+            rows = corrections(counts, group["lr"], tuple(group["betas"]))
+            for (number, param), row in zip(numbered, rows, strict=True):
+                self._update(param, group, number, clip, row)
+
+    def _counted(self, steps: list[torch.Tensor], clip: torch.Tensor) -> torch.Tensor:
+        """Count an update, unless it is left out, of so many parameters; the new counts, [P] on the device."""
+        taken = (~clip.isnan()).to(steps[0].dtype)
+        torch._foreach_add_(steps, [taken] * len(steps))
+        return torch.stack(steps)
 
     def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:
@@ -237,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
         """States before the first update; their names are also what load_state_dict asks for."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
-        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+        return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """States of a parameter before its first update."""
@@ -245,19 +249,26 @@ class AdamW(torch.optim.Optimizer):
         master = {"master": flat(param).float()} if self._has_master(param) else {}
         return {**self._zero_states(param, group), **master}
 
-    def _next_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
             state.update(self.new_state(param, group))
-        state["step"] += 1
         return state
 
-    def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
-        state = self._next_state(param, group)
-        s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], state["step"])
+    def _update(
+        self,
+        param: torch.nn.Parameter,
+        group: dict[str, Any],
+        index: int,
+        clip: torch.Tensor,
+        corrected: torch.Tensor,
+    ) -> None:
+        """One parameter: the one of number `index`, with its row of `corrections`."""
+        state = self.state[param]
+        s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
         assert param.grad is not None
-        rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s)
-        key = random_key(self.seed, state["step"], index)
+        rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s, corrected)
+        key = random_key(self.seed, group["attempts"], index)
         self._run(flat(param), state.get("master"), rest, first_element(param), key)
 
     def _run(
@@ -283,8 +294,10 @@ class AdamW(torch.optim.Optimizer):
             param = torch.zeros(WARM_UP_ELEMENTS if device.type == "cuda" else 2, dtype=dtype, device=device)
             state = AdamW._zero_states(self, param, group)
             master = param.float() if self._has_master(param) else None
-            s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], 1)
-            rest = (torch.zeros_like(param), state["exp_avg"], state["exp_avg_sq"], torch.ones((), device=device), s)
+            s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
+            row = corrections(torch.ones(1, device=device), group["lr"], tuple(group["betas"]))[0]
+            ones = torch.ones((), device=device)
+            rest = (torch.zeros_like(param), state["exp_avg"], state["exp_avg_sq"], ones, s, row)
             self._run(param, master, rest, offset=0, key=0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,15 +312,12 @@ class AdamW(torch.optim.Optimizer):
         for saved_id, (param, group) in zip(saved_ids, self._parameters(), strict=True):
             if saved := state_dict["state"].get(saved_id):
                 self._check_states(saved, param, group)
-                self.state[param] = {
-                    name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
-                    for name, value in saved.items()
-                }
+                self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
     def _check_states(self, saved: dict[str, Any], param: torch.Tensor, group: dict[str, Any]) -> None:
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
-        same = {value.dtype for value in saved.values() if isinstance(value, torch.Tensor)} == {dtype}
+        same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}
         if set(saved) != expected or not same:
             raise ConfigError(
                 f"optimizer state {sorted(saved)} does not fit {type(self).__name__}, which keeps {sorted(expected)} "

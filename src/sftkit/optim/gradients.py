@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.ops.dtensor import local
 
+CHUNK = 1 << 16
+"Elements whose squares are added up at once on a CPU: their copy in fp64 stays in the cache."
+
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Tensor:
@@ -18,7 +21,7 @@ def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.T
     What several ranks hold, a replica or an unsharded weight, each counts for one part of that many.
 
     Returns:
-        fp32 0-d on the device, no host sync.
+        0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for p in parameters:
@@ -30,7 +33,11 @@ def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.T
 
 
 def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
+    if grads[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
+    # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
+    chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(CHUNK))
+    return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
 
 
 def _copies(param: torch.Tensor, world_size: int) -> int:

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import local, local_region
-from sftkit.optim.adamw import AdamW, elements, first_element, flat, int32, noise16, stochastic_round
+from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
+from sftkit.optim.adamw import AdamW, first_element, flat, no_updates
 from sftkit.optim.protocol import Groups
 from sftkit.runtime.rng import random_key
 
@@ -76,7 +77,7 @@ def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 class Muon(AdamW):
     """Groups of `block_matrices` take Muon, the others this package's AdamW.
 
-    States of a matrix: `momentum_buffer` (fp32, flat), `step` (int), and for a bf16 matrix `master` (fp32, flat).
+    States of a matrix: `momentum_buffer` (fp32, flat), `step` as there, and for a bf16 matrix `master` (fp32, flat).
     """
 
     label = "Muon"
@@ -84,12 +85,19 @@ class Muon(AdamW):
     def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if not group["block_matrices"]:
             return super()._zero_states(param, group)
-        return {"step": 0, "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
+        return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
-    def _update(self, param: torch.nn.Parameter, group: dict[str, Any], index: int, clip: torch.Tensor) -> None:
+    def _update(
+        self,
+        param: torch.nn.Parameter,
+        group: dict[str, Any],
+        index: int,
+        clip: torch.Tensor,
+        corrected: torch.Tensor,
+    ) -> None:
         if not group["block_matrices"]:
-            return super()._update(param, group, index, clip)
-        state = self._next_state(param, group)
+            return super()._update(param, group, index, clip, corrected)
+        state = self.state[param]
         assert param.grad is not None
         piece = local(param)
         weight = state.get("master", flat(param)).view(piece.shape)
@@ -97,7 +105,7 @@ class Muon(AdamW):
         grad = local(param.grad).float() * clip
         update_muon(param, weight, grad, momentum_buffer, group["lr"], group["weight_decay"], ~clip.isnan())
         if "master" in state:
-            key = random_key(self.seed, state["step"], index)
+            key = random_key(self.seed, group["attempts"], index)
             numbers = elements(state["master"]) + first_element(param)
             noise = noise16(numbers, int32(key), int32(key >> 32))[0]
             rounded = stochastic_round(state["master"], noise).view(piece.shape)

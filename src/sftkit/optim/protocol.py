@@ -20,7 +20,7 @@ class Optimizer(Protocol):
 
     param_groups: Groups
     state: defaultdict[torch.Tensor, Any]
-    "States of each parameter by name, with `step`, its number of updates; empty before the first one."
+    "States of each parameter by name, with `step`, a 0-d tensor: its updates, without those left out. Empty before the first."
 
     @property
     def kind(self) -> str:
@@ -40,7 +40,8 @@ class Optimizer(Protocol):
         The product may be taken inside the update, so the gradients are good for nothing afterwards.
 
         Args:
-            coefficient: fp32 0-d on the device; nan: weights and states stay, but for counts of updates.
+            coefficient: fp32 0-d on the device; nan: the update is left out, and weights, states and their counts of
+                updates stay. Only a group's `attempts`, where there is one, counts it.
         """
 
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -11,33 +11,38 @@ from transformers import PreTrainedModel
 from sftkit.ops.dtensor import local
 from sftkit.optim.protocol import Optimizer
 
-STEP = "step"
+STEP, ATTEMPTS = "step", "attempts"
 
 
 def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`exp_avg.<parameter>` -> tensor of the parameter's shape, a view of the live state (of this rank's piece, as a
-    DTensor, where the parameter is sharded); `step.<parameter>` -> int64 0-d.
+    DTensor, where the parameter is sharded); `step.<parameter>` -> its updates, int64 0-d, a copy. No host sync.
 
     States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
     """
     found: dict[str, torch.Tensor] = {}
     for name, param in _named(optimizer, orig_model):
         state = _state(optimizer, param)
-        found[f"{STEP}.{name}"] = torch.tensor(int(state[STEP]), dtype=torch.int64)
+        found[f"{STEP}.{name}"] = state[STEP].to(torch.int64)
         for key, value in state.items():
             if key != STEP:
                 found |= _as_parameter(f"{key}.{name}", value, param)
     return found
 
 
-def states_loaded(optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """After a checkpoint was loaded into the tensors of `named_states`: take over the numbers of updates."""
+def states_loaded(
+    optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor], steps: int
+) -> None:
+    """After a checkpoint was loaded into the tensors of `named_states`: take over the numbers of updates.
+
+    Args:
+        steps: of the run so far, those that were left out too: an update was asked for in each.
+    """
     for name, param in _named(optimizer, orig_model):
-        state, step = optimizer.state[param], int(tensors[f"{STEP}.{name}"])
-        if isinstance(state[STEP], torch.Tensor):
-            state[STEP].fill_(step)
-        else:
-            state[STEP] = step
+        optimizer.state[param][STEP].copy_(tensors[f"{STEP}.{name}"])
+    for group in optimizer.param_groups:
+        if ATTEMPTS in group:
+            group[ATTEMPTS] = steps
 
 
 def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:

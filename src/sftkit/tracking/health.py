@@ -22,12 +22,29 @@ from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.window import Window, by_rank, own_values
 
 WINDOW = 128
 "steps that a spike is measured against"
 ENOUGH = 32
 "steps before which nothing is called a spike"
 SIGMAS = 6.0
+SHOWN = 5
+"Documents named in a message; the file has all."
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """What a rank tells the others of its loss in a step that is not finite."""
+
+    loss: float
+    "per target"
+    micro_batches: list[int]
+    "whose loss is not finite, from 1"
+    of: int
+    "micro-batches of a step"
+    documents: list[str]
+    "in those"
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,27 @@ class Spikes:
         self._steps.clear()
         return lines
 
+    def window(self) -> Window:
+        """The steps not judged yet and those before; every rank must call it. Waits for the device."""
+        count = len(self._steps)
+        return {
+            "steps": self._steps,
+            "by_rank": by_rank(self._rt, self._sums[:count]),
+            "grad_norms": by_rank(self._rt, self._grad_norms[:count])[0],
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+        }
+
+    def go_on(self, window: Window, same_ranks: bool) -> None:
+        """Go on from a checkpoint, before the first step. `same_ranks`: see window.own_values."""
+        self._steps = [(step, divisor) for step, divisor in window["steps"]]
+        self._losses.extend(window["losses"])
+        self._norms.extend(window["norms"])
+        norms = torch.tensor([math.nan if norm is None else norm for norm in window["grad_norms"]])
+        device = self._sums.device  # with room for a whole window more: log.every may be another now
+        self._sums = torch.cat([own_values(self._rt, window["by_rank"], same_ranks).to(self._sums), self._sums])
+        self._grad_norms = torch.cat([norms.to(device), self._grad_norms])
+
 
 def is_spike(value: float, history: deque[float]) -> bool:
     """More than 6 standard deviations above the mean of the last 128 steps; a deviation counts as 1 % of the mean at least."""
@@ -126,6 +164,10 @@ def is_spike(value: float, history: deque[float]) -> bool:
         return False
     mean = statistics.fmean(history)
     return value > mean + SIGMAS * max(statistics.pstdev(history), 0.01 * abs(mean))
+
+
+COUNTS = ("nonfinite", "in_a_row", "in_window")
+"Steps that were not finite, the same on every rank."
 
 
 class Health:
@@ -174,9 +216,10 @@ class Health:
             self._in_window += 1
             left_out += known.step_batches.divisor
             self._write_documents(known)
+            found = self._of_all_ranks(known)
             if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
-                raise self._error(known)
-            text = f"step {known.step}: the loss or gradient norm is not finite; left out"
+                raise self._error(known, found)
+            text = f"step {known.step}: {cause(found)}; left out"
             self._tracker.event("nonfinite", known.step, text)
         return stop, left_out
 
@@ -191,6 +234,17 @@ class Health:
         self._in_window = 0
         return values, lines
 
+    def window(self) -> Window:
+        """The counts so far and what was not judged yet; every rank must call it. Waits for the device."""
+        counts = {name: getattr(self, f"_{name}") for name in COUNTS}
+        return {**counts, "spikes": self._spikes.window()}
+
+    def go_on(self, window: Window, same_ranks: bool) -> None:
+        """Go on from a checkpoint, before the first step. `same_ranks`: see window.own_values."""
+        for name in COUNTS:
+            setattr(self, f"_{name}", window[name])
+        self._spikes.go_on(window["spikes"], same_ranks)
+
     def _write_documents(self, known: Known) -> None:
         """This rank's documents of a step that is not finite, as a file."""
         found = {
@@ -198,31 +252,35 @@ class Health:
             "epoch": known.step_batches.epoch,
             "loss": float(known.outcome.sums[self._watched]) / max(known.own_divisor, 1),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": documents_of(self._batches, known.step_batches),
+            "documents": documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
         }
         file = nonfinite_file(self._status.run_dir, known.step, self._rt.rank)
         with suppress(OSError):  # on a full disk the error itself is what must be told
             file.write_text(json.dumps(found, indent=1))
 
-    def _error(self, known: Known) -> NonFiniteError:
-        """With the loss of every rank."""
-        own = float(known.outcome.sums[self._watched]) / max(known.own_divisor, 1)
-        losses = [0.0] * self._rt.world_size
-        if self._rt.world_size > 1:
-            torch.distributed.all_gather_object(losses, own)
-        else:
-            losses = [own]
-        norm = float(known.outcome.grad_norm)
-        broken = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        who = (
-            f"the loss of rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
-            if broken
-            else "the gradient norm"
+    def _of_all_ranks(self, known: Known) -> list[RankLoss]:
+        """What each rank knows of its loss in a step that is not finite; every rank must call it."""
+        broken = broken_micro_batches(known.outcome)
+        documents = documents_of(self._batches, known.step_batches, broken)
+        own = RankLoss(
+            loss=float(known.outcome.sums[self._watched]) / max(known.own_divisor, 1),
+            micro_batches=[number + 1 for number in broken],
+            of=len(known.outcome.losses),
+            documents=[f"{one['source']} #{one['index']}" for one in documents if not one["loss_is_finite"]],
         )
-        values = ", ".join(f"rank {rank}: {loss:.4g}" for rank, loss in enumerate(losses))
+        found = [own] * self._rt.world_size
+        if self._rt.world_size > 1:
+            torch.distributed.all_gather_object(found, own)
+        return found
+
+    def _error(self, known: Known, found: list[RankLoss]) -> NonFiniteError:
+        """With the loss of every rank."""
+        norm = float(known.outcome.grad_norm)
+        broken = [rank for rank, one in enumerate(found) if one.micro_batches]
+        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         error = NonFiniteError(
-            f"step {known.step}: {who} is not finite{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
+            f"step {known.step}: {cause(found)}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
             f"was left out. The documents of that step are in {nonfinite_file(self._status.run_dir, known.step, None)}. "
             "Look at them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out "
             "with numerics.on_nonfinite=skip"
@@ -231,10 +289,51 @@ class Health:
         return error
 
 
-def documents_of(batches: Batches, step_batches: StepBatches) -> list[dict[str, object]]:
-    """This rank's documents of a step: index, source and token ids."""
+def broken_micro_batches(outcome: StepOutcome) -> list[int]:
+    """The micro-batches of this rank whose loss is not finite, from 0. Waits for the device."""
+    return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
+
+
+def cause(found: list[RankLoss]) -> str:
+    """Which losses of a step that is not finite are to blame, and their documents; or that none is."""
+    broken = [rank for rank, one in enumerate(found) if one.micro_batches]
+    if not broken:
+        return (
+            "the gradient norm is not finite, though the loss of every micro-batch of every rank is: loss and documents "
+            "are innocent, the fault is in the backward pass or its precision"
+        )
+    places = [
+        f"rank {rank}, micro-batch {', '.join(map(str, found[rank].micro_batches))} of {found[rank].of}, with "
+        f"{listed(found[rank].documents)}"
+        for rank in broken
+    ]
+    names = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
+    return f"the loss of {names} is not finite ({'; '.join(places)})"
+
+
+def listed(documents: list[str]) -> str:
+    """The first few documents, and how many more there are."""
+    if not documents:
+        return "padding only"
+    more = f" and {len(documents) - SHOWN} more" if len(documents) > SHOWN else ""
+    return f"documents {', '.join(documents[:SHOWN])}{more}"
+
+
+def documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
+    """This rank's documents of a step: index, source, micro-batch from 1, whether the loss of that is finite, token ids.
+
+    Args:
+        broken: micro-batches whose loss is not finite, from 0.
+    """
     examples = batches.examples
+    numbers = [number for number, count in enumerate(step_batches.documents_in) for _ in range(count)]
     return [
-        {"index": i, "source": examples.source_names[int(examples.source[i])], "ids": examples[i].ids.tolist()}
-        for i in step_batches.documents
+        {
+            "index": i,
+            "source": examples.source_names[int(examples.source[i])],
+            "micro_batch": number + 1,
+            "loss_is_finite": number not in broken,
+            "ids": examples[i].ids.tolist(),
+        }
+        for i, number in zip(step_batches.documents, numbers, strict=True)
     ]

@@ -10,16 +10,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.data.balance import causal_pairs
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import attention_windows, train_flops
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
+from sftkit.tracking.window import Window, by_rank, own_values
+
+COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "left_out", "divisor", "skew")
+"Of a window, the same on every rank."
 
 
 class Meter:
@@ -29,6 +34,7 @@ class Meter:
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self._examples = batches.examples
+        self._windows = attention_windows(orig_model)
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
@@ -41,7 +47,7 @@ class Meter:
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._left_out = 0
         self._own_divisor = self._divisor = 0
-        self._wait_seconds = self._paused_seconds = self._skew = 0.0
+        self._wait_seconds = self._paused_seconds = self._earlier_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
         self._grad_norm = torch.zeros((), device=self._rt.device)
@@ -76,12 +82,17 @@ class Meter:
         self._targets += step_batches.num_targets
         self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
-        self._pairs += step_batches.attention_pairs
+        self._pairs += self._layer_pairs(step_batches)
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
         usable = torch.where(outcome.flags.nonfinite > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
+
+    def _layer_pairs(self, step_batches: StepBatches) -> int:
+        """(query, key) pairs that the windows of the layers let through, summed over layers."""
+        lengths = np.asarray(step_batches.document_lengths, np.int64)
+        return sum(layers * int(causal_pairs(lengths, window).sum()) for window, layers in self._windows.items())
 
     def left_out(self, divisor: int) -> None:
         """A step of this window turned out not to be finite: its share of the divisor is in no mean."""
@@ -92,9 +103,9 @@ class Meter:
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._left_out)
         self.planned_targets += self._divisor
-        seconds = time.perf_counter() - self._start - self._paused_seconds
+        seconds = self._seconds()
         self.total_tokens += self._tokens
-        self.total_step_seconds += seconds
+        self.total_step_seconds += seconds - self._earlier_seconds
         flops = train_flops(self._orig_model, self._tokens, self._targets, self._pairs)
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
@@ -122,6 +133,46 @@ class Meter:
         }
         self._reset()
         return values
+
+    def _seconds(self) -> float:
+        """Of the window so far."""
+        return time.perf_counter() - self._start - self._paused_seconds + self._earlier_seconds
+
+    def window(self) -> Window:
+        """The open window and the counts since the start of the run; every rank must call it. Waits for the device."""
+        vector = self._sums.vector
+        own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
+        return {
+            **{name: getattr(self, f"_{name}") for name in COUNTS},
+            "source_tokens": self._source_tokens.tolist(),
+            "seconds": self._seconds(),
+            "step_seconds": self._clock.so_far(),
+            "sums": list(self._sums.names),
+            "by_rank": by_rank(self._rt, torch.cat([vector.double(), own])),
+            "shapes": [[*shape, count] for shape, count in sorted(self.shapes.seen.items())],
+        }
+
+    def go_on(self, window: Window, same_ranks: bool) -> bool:
+        """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
+
+        Returns:
+            False, and nothing but the shapes is taken over, where other sums were measured.
+        """
+        for *shape, count in window["shapes"]:
+            if self.shapes.layout.declares(*shape):
+                self.shapes.seen[shape[0], shape[1]] += count
+        if window["sums"] != list(self._sums.names):
+            return False
+        for name in COUNTS:
+            setattr(self, f"_{name}", window[name])
+        self.total_tokens -= self._tokens  # `read` adds them
+        self._source_tokens += np.asarray(window["source_tokens"], np.int64)
+        self._earlier_seconds = window["seconds"]
+        self._clock.go_on(window["step_seconds"])
+        *sums, own_divisor, self._wait_seconds = own_values(self._rt, window["by_rank"], same_ranks).tolist()
+        self._own_divisor = round(own_divisor)
+        self._sums.vector.copy_(torch.tensor(sums, dtype=torch.float64))
+        return True
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """(sums over ranks, in the order of their names; each rank's seconds of waiting for data; each rank's peak in GiB)."""
@@ -151,9 +202,9 @@ class ShapeCounts:
 
     def __init__(self, layout: Layout, parts: int) -> None:
         """`parts`: processes that share a row."""
-        self._layout, self._parts = layout, parts
+        self.layout, self._parts = layout, parts
         self.seen: Counter[tuple[int, int]] = Counter()
-        "(rows, row length) -> micro-batches of this rank"
+        "(rows, row length) -> micro-batches of this rank since the start of the run"
         self._last = (0, 0)
 
     def add(self, step_batches: StepBatches) -> None:
@@ -166,11 +217,11 @@ class ShapeCounts:
     @property
     def undeclared(self) -> int:
         """Micro-batches of a shape that was not declared."""
-        return sum(count for shape, count in self.seen.items() if not self._layout.declares(*shape))
+        return sum(count for shape, count in self.seen.items() if not self.layout.declares(*shape))
 
     def values(self) -> dict[str, float | None]:
         """shape/*: the counts of every declared shape; of symbolic ones only those that were not declared."""
-        declared = () if self._layout.dynamic else self._layout.shapes
+        declared = () if self.layout.dynamic else self.layout.shapes
         known = declared.index(self._last) if self._last in declared else None
         counts: dict[str, float | None] = {
             f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared

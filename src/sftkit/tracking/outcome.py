@@ -36,3 +36,5 @@ class StepOutcome(NamedTuple):
     grad_norm: Tensor
     "fp32 0-d, global gradient norm before clipping, the same on every rank"
     flags: Flags
+    losses: Tensor
+    "fp32 (float64 of a model in float64) [A], this rank's sum that is minimised, of each micro-batch"

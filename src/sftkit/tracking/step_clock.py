@@ -38,6 +38,16 @@ class StepClock:
         seconds, self._seconds = self._seconds, []
         return seconds
 
+    def so_far(self) -> list[float]:
+        """The same without beginning anew."""
+        self._settle()
+        self._marks = self._marks[-1:]
+        return list(self._seconds)
+
+    def go_on(self, seconds: list[float]) -> None:
+        """Steps of an earlier start of the run come first."""
+        self._seconds = [*seconds, *self._seconds]
+
     def _now(self) -> torch.cuda.Event | float:
         if not self._cuda:
             return time.perf_counter()

@@ -68,9 +68,10 @@ class Tracker:
         config: dict[str, Any],
         first_step: int = 0,
         run_id: str | None = None,
+        open_window: bool = False,
     ) -> None:
         """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
-        continued."""
+        continued. `open_window`: the line of its step too, which told of a stop the steps that the next one tells."""
         self._rt, self._run_dir, self._step = rt, run_dir, first_step
         self.run_id = run_id
         "of the run on the dashboard, None without one; on the main rank"
@@ -81,7 +82,8 @@ class Tracker:
         self._told: set[tuple[Kind, str]] = set()
         if not rt.is_main:
             return
-        for name in (METRICS, EVALS, SAMPLES):
+        drop_rows_after(run_dir / METRICS, first_step - open_window)
+        for name in (EVALS, SAMPLES):
             drop_rows_after(run_dir / name, first_step)
         drop_evals_after(run_dir / EVALUATIONS, first_step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes

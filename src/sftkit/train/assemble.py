@@ -39,6 +39,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.window import is_open
 from sftkit.train.loop import train
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
@@ -198,7 +199,8 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         data.samples,
         run.dir,
     )
-    with Tracker(run.dir, cfg.log, rt, asdict(cfg), resumed["step"], resumed.get("tracker")) as tracker:
+    there = (resumed["step"], resumed.get("tracker"), is_open(resumed))
+    with Tracker(run.dir, cfg.log, rt, asdict(cfg), *there) as tracker:
         trained = train(
             cfg,
             rt,

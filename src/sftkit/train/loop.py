@@ -24,6 +24,7 @@ from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.tracker import Tracker, has_row
+from sftkit.tracking.window import WINDOW, go_on, open_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
 from sftkit.train.summary import Trained
@@ -124,8 +125,9 @@ def train(
 
         orig_model.train()
         meter = Meter(orig_model, objective, batches, rt)
-        meter.total_tokens = resumed.get("tokens", 0)
         health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every, objective)
+        if line := go_on(resumed, meter, health, rt, cfg.log.every):
+            rt.say(line)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
@@ -161,25 +163,23 @@ def train(
                 meter.left_out(left_out)
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
+                seen_tokens, window = meter.seen_tokens, None
+                # A line that only a stop asks for is in the next one too, so that a resume changes none.
+                if (saves or evaluates or stopped) and not logs:
+                    window = open_window(meter, health)
                 if logs or stopped:
-                    report = engine.report()
-                    metrics = {**meter.read(), "train/lr": lr, "train/epoch": step_batches.epoch, **report.metrics}
-                    metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
-                    health_metrics, spikes = health.read()
-                    metrics |= health_metrics
-                    tracker.log_metrics(step, total_steps, metrics)
-                    for kind, texts in report.events:
-                        tracker.new_events(kind, step, texts)
-                    for spike in spikes:
-                        tracker.event("spike", step, spike)
+                    values = {"train/lr": lr, "train/epoch": step_batches.epoch}
+                    metrics = _logged(step, total_steps, values, engine, meter, health, checkpoints, tracker)
                     collect(1)
 
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
-                state: dict[str, Any] = {"tokens": meter.seen_tokens, "max_length": batches.layout.max_length}
+                state: dict[str, Any] = {"tokens": seen_tokens, "max_length": batches.layout.max_length}
                 state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
                 state |= {"thinking": cfg.data.thinking, "split_turns": cfg.data.split_turns}
                 state["save_seconds"] = save_seconds(checkpoints.last_save)
+                if saves or evaluates or stopped:
+                    state[WINDOW] = window or open_window(meter, health)
                 if saves or stopped:
                     status.at(step, "checkpoint")
                     folder = checkpoints.save(step, state, wait=last or stopped)
@@ -270,6 +270,29 @@ def end_tokens(orig_model: PreTrainedModel) -> list[int]:
     """The tokens that end a turn or text, as generation knows them."""
     ends = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _logged(
+    step: int,
+    total_steps: int,
+    values: Mapping[str, float | None],
+    engine: Engine,
+    meter: Meter,
+    health: Health,
+    checkpoints: Saves,
+    tracker: Tracker,
+) -> dict[str, float | None]:
+    """Close the window: its line, with `values`, and its events; every rank must call it."""
+    report = engine.report()
+    health_metrics, spikes = health.read()
+    saved = {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
+    metrics = {**meter.read(), **values, **report.metrics, **saved, **health_metrics}
+    tracker.log_metrics(step, total_steps, metrics)
+    for kind, texts in report.events:
+        tracker.new_events(kind, step, texts)
+    for spike in spikes:
+        tracker.event("spike", step, spike)
+    return metrics
 
 
 def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:

@@ -1,0 +1,75 @@
+"""The steps since the last logged line, kept in checkpoints: a resumed run logs the lines that it would have logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sftkit.runtime.start import Runtime
+
+if TYPE_CHECKING:
+    from sftkit.tracking.health import Health
+    from sftkit.tracking.meter import Meter
+
+WINDOW = "window"
+"Its name in the state of a checkpoint."
+Window = dict[str, Any]
+"JSON values, the same on every rank."
+
+
+def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
+    """The values of every rank, one list each, None for what is not finite; every rank must call it.
+
+    Args:
+        own: [n], this rank's, on its device; exact as fp64.
+    """
+    table = torch.zeros(rt.world_size, len(own), dtype=torch.float64, device=own.device)
+    table[rt.rank] = own
+    return [[value if math.isfinite(value) else None for value in row] for row in rt.sum(table).tolist()]
+
+
+def own_values(rt: Runtime, rows: list[list[float | None]], same_ranks: bool) -> torch.Tensor:
+    """This rank's part of what `by_rank` gave, so that the parts add up to the same: fp64 [n], on the CPU.
+
+    Args:
+        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sum.
+    """
+    table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
+    if same_ranks:
+        return table[rt.rank]
+    return table.sum(0) if rt.is_main else torch.zeros_like(table[0])
+
+
+def open_window(meter: Meter, health: Health) -> Window:
+    """What a checkpoint keeps of the steps that no line has told yet; every rank must call it. Waits for the device."""
+    return {"meter": meter.window(), "health": health.window()}
+
+
+def is_open(resumed: Mapping[str, Any]) -> bool:
+    """Whether a line at the step of this checkpoint is one that a stop asked for: the next one has its steps too."""
+    return bool(resumed.get(WINDOW, {}).get("meter", {}).get("steps"))
+
+
+def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime, log_every: int) -> str | None:
+    """Take over the counts and the open window of the checkpoint that is resumed.
+
+    Args:
+        resumed: what Checkpoints.resume returned.
+
+    Returns:
+        a line to print where the first logged line has fewer steps than it would have had.
+    """
+    step, window = resumed["step"], resumed.get(WINDOW)
+    meter.total_tokens = resumed.get("tokens", 0)
+    since = step // log_every * log_every
+    shorter = f"the first logged line has the steps from {step + 1} on, not those from {since + 1} on"
+    if window is None:
+        return f"{shorter}: the checkpoint is of a version that kept no open window" if step > since else None
+    same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
+    if not meter.go_on(window["meter"], same_ranks):
+        return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
+    health.go_on(window["health"], same_ranks)
+    return None

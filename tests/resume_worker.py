@@ -1,0 +1,130 @@
+"""A small run that logs, saves and stops: for this process, and for ranks under torchrun, by test_resumed_metrics.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import make_examples, make_layout_of, tiny_llama
+from transformers import AutoTokenizer
+
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from sftkit.data.loader import Batches
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import Sums
+from sftkit.runtime import start as runtime
+from sftkit.runtime.rundir import TRAINING_STATE
+from sftkit.runtime.script import script
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.window import is_open
+from sftkit.train.assemble import engine_of
+from sftkit.train.loop import train
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
+"The step whose loss is not finite lies in the window that the checkpoint of step 10 leaves open."
+
+
+def config(folder: Path, log_every: int) -> Config:
+    return Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw", lr=1e-2),
+        train=TrainConfig(max_steps=STEPS),
+        loss=LossConfig(token_metrics=True),
+        numerics=NumericsConfig(on_nonfinite="skip"),
+        attention=AttentionConfig(backend="reference"),
+        compile=CompileConfig(enabled=False),
+        checkpoint=CheckpointConfig(every=SAVE_EVERY),
+        eval=EvalConfig(every=7),
+        log=LogConfig(every=log_every, wandb="off"),
+    )
+
+
+def run(
+    folder: Path, tokenizer: Any, rt: Runtime, resume: str | None = None, stop_at: int | None = None, log_every: int = 4
+) -> None:
+    """Train to the last step, or to one at which the main rank wishes to stop."""
+    cfg = config(folder, log_every)
+    folder.mkdir(exist_ok=True)
+    examples = make_examples(LENGTHS, target_share=0.4)
+    layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
+    batches = Batches(examples, layout, 0, rt.data_rank, pad_id=0)
+    orig_model = tiny_llama()
+    engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
+    resumed = checkpoints.resume(resume)
+    at, steps, forward = [0], batches.steps, ModelWithLoss.forward
+
+    def counted(first: int, last: int) -> Any:
+        for at[0], step_batches in enumerate(steps(first, last), start=first + 1):
+            yield step_batches
+
+    def broken(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
+        sums = forward(self, *args, **kwargs)
+        return Sums(sums.loss * float("nan"), sums.measured) if at[0] == BROKEN and rt.is_main else sums
+
+    batches.steps = counted  # type: ignore[method-assign]
+    ModelWithLoss.forward = broken  # type: ignore[method-assign]
+    rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
+    try:
+        with Tracker(folder, cfg.log, rt, {}, resumed["step"], None, is_open(resumed)) as tracker:
+            train(
+                cfg, rt, engine, batches,
+                evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
+            )  # fmt: skip
+    finally:
+        ModelWithLoss.forward = forward  # type: ignore[method-assign]
+
+
+def without_window(folder: Path, step: int) -> None:
+    """Make a checkpoint one of a version that kept no open window."""
+    file = folder / f"step-{step:06d}" / TRAINING_STATE
+    state = json.loads(file.read_text())
+    del state["window"]
+    file.write_text(json.dumps(state))
+
+
+def runs(folder: Path, tokenizer: Any, rt: Runtime) -> None:
+    """Uninterrupted; killed after a checkpoint; stopped between two lines."""
+    run(folder / "whole", tokenizer, rt)
+    run(folder / "killed", tokenizer, rt)
+    if rt.is_main:
+        shutil.rmtree(folder / "killed" / f"step-{STEPS:06d}")  # as if killed after step 10
+    rt.barrier()
+    run(folder / "killed", tokenizer, rt, resume="auto")
+    run(folder / "stopped", tokenizer, rt, stop_at=6)
+    run(folder / "stopped", tokenizer, rt, resume="auto")
+
+
+def main(folder: str) -> None:
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+    torch.manual_seed(0)
+    runs(Path(folder), AutoTokenizer.from_pretrained(Path(folder) / "tokenizer"), rt)
+
+
+if __name__ == "__main__":
+    script(partial(main, *sys.argv[1:]))
