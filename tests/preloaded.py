@@ -149,7 +149,8 @@ def server() -> Server:
 def serve() -> dict[str, Any]:
     """Import, then fork a process for each line of stdin. Returns in these alone, with what they have to do."""
     for name in PRELOADED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # datasets: local files are read without it
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is shared with the processes that are forked stays where it is
     running: set[int] = set()

@@ -126,6 +126,13 @@ def test_a_model_whose_fp32_states_do_not_fit_a_gpu_has_no_reference() -> None:
         assert ("reference" in kinds) is expected
 
 
+def test_the_reference_is_left_out_on_demand() -> None:
+    every = cases(
+        replace(PLAN, reference=False), read_config(RECIPE, [], world_size=1), Hardware(0, 2), None, Path("out")
+    )
+    assert [case.kind for case in every] == ["eager", "eager, other seed", "compiled"]
+
+
 def test_a_run_that_failed_fails_all_that_needs_it_and_says_why() -> None:
     verdicts = judge(trio(**compiled(error="ended with code 1: out of memory", lines=[], summary={}, proof={})))
     assert not any(v.ok for v in verdicts)

@@ -44,6 +44,8 @@ class Plan:
     "steps between logged lines"
     overrides: tuple[str, ...]
     timeout_seconds: int
+    reference: bool = True
+    "whether the reference engine runs where it can; else losses are held to the eager run"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def cases(plan: Plan, cfg: Config, hardware: Hardware, replica: Replica | None, 
         for count in plan.processes:
             fewest = count == plan.processes[0]
             other = ["eager, other seed"] if fewest else []
-            reference = ["reference"] if fewest and has_reference(cfg, hardware, replica) else []
+            reference = ["reference"] if fewest and plan.reference and has_reference(cfg, hardware, replica) else []
             for kind in ("eager", *other, "compiled", *reference):
                 launch = launch_of(count, cfg, hardware, None if kind == "reference" else replica)
                 slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
