@@ -29,7 +29,8 @@ from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory.estimate import GIB, Setup, estimate, kept_elements, shape_of
-from sftkit.memory.plan import compare, explained, make_plan
+from sftkit.memory.explain import explained
+from sftkit.memory.plan import compare, make_plan
 from sftkit.optim.build import build_optimizer
 
 H200 = 140 * GIB

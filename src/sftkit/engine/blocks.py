@@ -26,7 +26,8 @@ from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
-from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, explained, make_plan, reserve_optimizer_state
+from sftkit.memory.explain import explained
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -109,8 +108,8 @@ def make_plan(
     if found is not None and not fits(found, total_bytes):
         log.warning(
             "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s",
-            _gib(found.total),
-            _gib(total_bytes or 0),
+            gib(found.total),
+            gib(total_bytes or 0),
             "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU",
         )
     return plan
@@ -192,7 +191,7 @@ def _line(
         for field in fields(found)
         if getattr(found, field.name) >= 0.05 * GIB
     )
-    return f"{line}; estimated peak {_gib(found.total)} of {_gib(total_bytes)} ({parts})"
+    return f"{line}; estimated peak {gib(found.total)} of {gib(total_bytes)} ({parts})"
 
 
 def compare(plan: MemoryPlan, measured_gib: float) -> str:
@@ -249,8 +248,8 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
         saved = [(text, plan.estimate.total - estimate(after).total) for text, after in options]
         saved = [(text, n) for text, n in saved if n >= 0.05 * GIB]
         if saved:
-            more = "".join(f", {text} {_gib(n)}" for text, n in saved[1:])
-            found.append(Remedy(f"{saved[0][0]} saves {_gib(saved[0][1])}{more}", saved[0][1]))
+            more = "".join(f", {text} {gib(n)}" for text, n in saved[1:])
+            found.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1]))
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
 
@@ -326,35 +325,5 @@ def _chunk(s: Setup) -> list[Option]:
     return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 
 
-def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
-    """What ran out, and the three settings that save most for this run."""
-    tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-    device = "the GPU" if plan.total_bytes is None else f"the GPU has {_gib(plan.total_bytes)}"
-    lines = [f"out of memory: {device}"]
-    if torch.cuda.is_available():
-        lines.append(f"tensors took up to {_gib(torch.cuda.max_memory_allocated())}")
-    if tried:
-        lines.append(f"{tried.group(1)} more did not fit")
-    if plan.estimate is not None:
-        lines.append(f"this run was estimated at {_gib(plan.estimate.total)}")
-    best = [f"\n  {remedy.text}" for remedy in remedies(plan, cfg, layout)[:3]]
-    if best:
-        advice = "What saves most here (estimated):" + "".join(best)
-    elif plan.estimate is None:
-        advice = f"Lower train.micro_batch_size, or set train.memory=low or optim.name={FALLBACK}"
-    else:
-        advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"
-    return ConfigError(", ".join(lines) + ". " + advice)
-
-
-@contextmanager
-def explained(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
-    """Inside, running out of GPU memory is a ConfigError that says what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise explain_oom(error, plan, cfg, layout) from error
-
-
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,45 @@
+"""What a GPU that ran out of memory says: what was tried, and the settings that save most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sftkit.config.optimizers import FALLBACK
+from sftkit.config.schema import Config
+from sftkit.data.pack import Layout
+from sftkit.errors import ConfigError
+from sftkit.memory.plan import MemoryPlan, gib, remedies
+
+
+def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
+    """What ran out, and the three settings that save most for this run."""
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    device = "the GPU" if plan.total_bytes is None else f"the GPU has {gib(plan.total_bytes)}"
+    lines = [f"out of memory: {device}"]
+    if torch.cuda.is_available():
+        lines.append(f"tensors took up to {gib(torch.cuda.max_memory_allocated())}")
+    if tried:
+        lines.append(f"{tried.group(1)} more did not fit")
+    if plan.estimate is not None:
+        lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
+    best = [f"\n  {remedy.text}" for remedy in remedies(plan, cfg, layout)[:3]]
+    if best:
+        advice = "What saves most here (estimated):" + "".join(best)
+    elif plan.estimate is None:
+        advice = f"Lower train.micro_batch_size, or set train.memory=low or optim.name={FALLBACK}"
+    else:
+        advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"
+    return ConfigError(", ".join(lines) + ". " + advice)
+
+
+@contextmanager
+def explained(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
+    """Inside, running out of GPU memory is a ConfigError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise explain_oom(error, plan, cfg, layout) from error
