@@ -262,6 +262,31 @@ def test_a_conversation_that_is_learned_whole_keeps_the_reasoning_of_earlier_tur
     assert off.counts["reasoning_left_out"] == 1
 
 
+def test_reasoning_is_missed_where_the_template_drops_it_though_its_words_stand_elsewhere(make) -> None:
+    again = {**REASONED_SECOND, "reasoning": "I think."}
+    for targets, messages in (
+        ("all", [U, REASONED, V, again]),
+        ("all", [U, REASONED, {**V, "content": "I think. Why?"}, SECOND]),
+    ):
+        row, tokenizer = Row("x:1", messages=messages), make("qwen3")
+        found = chat.tokenize(row, tokenizer, max_length=1000, targets=targets)  # type: ignore[arg-type]
+        (asked,) = documents(tokenizer, [U, REASONED])
+        assert shown(found.examples[0], tokenizer) == asked
+        assert (len(found.examples), found.counts["reasoning_left_out"]) == (2, 0)
+        for settings in ({"targets": "all"}, {}):
+            off = chat.tokenize(row, tokenizer, max_length=1000, split_turns=False, **settings)  # type: ignore[arg-type]
+            assert (len(off.examples), off.counts["reasoning_left_out"]) == (1, 1)
+
+
+@pytest.mark.parametrize("targets", ["assistant", "all"])
+def test_reasoning_that_the_recipe_leaves_out_is_learned_nowhere(make, targets: str) -> None:
+    row, tokenizer = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND]), make("qwen3")
+    found = chat.tokenize(row, tokenizer, max_length=1000, targets=targets, thinking="off")  # type: ignore[arg-type]
+    plain = chat.tokenize(Row("x:1", messages=[U, PLAIN, V, SECOND]), tokenizer, max_length=1000, targets=targets)  # type: ignore[arg-type]
+    assert [one.ids.tolist() for one in found.examples] == [one.ids.tolist() for one in plain.examples]
+    assert found.counts["reasoning_left_out"] == 2
+
+
 def test_a_plain_conversation_that_is_learned_whole_is_one_document(make) -> None:
     for name in ("qwen3", "smollm3", "glm45", "r1_distill", "gpt_oss", "mistral"):
         row = Row("x:1", messages=[U, PLAIN, V, SECOND])

@@ -93,7 +93,10 @@ def test_validation_data_is_made_as_the_run_made_its_own(tmp_path: Path, make_to
     for name, state in (
         ("none", None),
         ("auto", {"max_length": 50, "thinking": "auto", "split_turns": True}),
-        ("empty", {"max_length": 50, "thinking": "learn_empty", "split_turns": True}),
+        (
+            "empty",
+            {"max_length": 50, "thinking": "learn_empty", "split_turns": True, "targets": None, "too_long": "drop"},
+        ),
     ):
         checkpoint = tmp_path / name
         if state is not None:

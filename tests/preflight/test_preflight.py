@@ -224,6 +224,20 @@ def turns(count: int, number: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def test_in_mid_training_the_cost_of_split_turns_is_that_of_reasoning_that_is_dropped(
+    tmp_path: Path, make_tokenizer: Any
+) -> None:
+    tokenizer, rows = make_tokenizer("qwen3"), [turns(2, i) for i in range(5)]
+    for row in rows:
+        for answer in row["messages"][1::2]:
+            answer["reasoning_content"] = "It is so."
+    off = Prepared(tmp_path, tokenizer, rows, "mid", data__split_turns=False).look()["sources"][0]
+    on = Prepared(tmp_path, tokenizer, rows, "mid", data__split_turns=True).look()["sources"][0]
+    assert on["documents"] == off["documents"] + off["split_turns"]["documents"] == 10
+    assert off["split_turns"]["tokens"] == on["tokens"] - off["tokens"] > 0
+    assert on["split_turns"] is None
+
+
 def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
     tmp_path: Path, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

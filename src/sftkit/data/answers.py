@@ -10,7 +10,7 @@ context in which it would be asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,15 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.alike import NOWHERE, Alike
 from sftkit.data.conversation import Message, require_instructions
-from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_reasoning
-from sftkit.data.spans import common_length, not_rendered, pieces, within
+from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_other_reasoning, with_reasoning
+from sftkit.data.spans import (
+    not_rendered,
+    opened_without_reasoning,
+    pieces,
+    prompt_differs,
+    reasoning_not_rendered,
+    within,
+)
 from sftkit.data.template import Span, render, template_of
 from sftkit.errors import DataError
 
@@ -158,10 +165,31 @@ class Finder:
         own = name in self.template.fixed or name in (self._given or {})
         return bool(name and not own and self._arguments(k).get(name) is False)
 
-    def stripped(self, texts: Sequence[str]) -> set[int]:
-        """Return the answers with reasoning that none of the texts has."""
-        reasons = zip(self.answers, self._reasons, strict=True)
-        return {k for k, reasoning in reasons if reasoning and all(reasoning not in text for text in texts)}
+    @property
+    def given_reasons(self) -> set[int]:
+        """Answers that the data gives reasoning for."""
+        return {k for k, reasoning in zip(self.answers, self._reasons, strict=True) if reasoning}
+
+    @property
+    def reasons(self) -> set[int]:
+        """Those whose reasoning is to be learned: none with thinking=off."""
+        return {k for k in self.answers if reasoning_of(self.messages[k])}
+
+    def reasoned(self, last: int, found: Collection[int]) -> set[int]:
+        """Return the answers whose reasoning stands in a conversation that ends with one.
+
+        Seen by rendering it with other texts in their place, since the same words may stand anywhere; of the answers that were
+        found there it was checked before.
+        """
+        marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
+        if marks.keys() <= set(found):
+            return set(marks)
+        self._args = self._arguments(last)
+        messages = [
+            with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
+        ]
+        text, _ = render(self.tokenizer, self.template, messages, self.tools, args=self._args)
+        return {k for k, mark in marks.items() if mark in text or k in found}
 
     def _found(self, last: int, wanted: list[int]) -> Document:
         """An answer counts if it stands in the text as it does when it is the last message."""
@@ -201,10 +229,11 @@ class Finder:
         text, marks = self._marks(last)
         if len(marks) != len(answers):  # several for an answer, or none
             return self._found(last, wanted)
-        spans = {}
+        spans, before = {}, 0
         for k, (start, end) in zip(answers, marks, strict=True):
             span = self._after_header(text, start), self._end_of_marked(text, start, end)
-            self._check(k, text[span[0] : span[1]], text)
+            self._check(k, text[span[0] : span[1]], text[before : span[1]])
+            before = span[1]
             if k in wanted:
                 spans[k] = [span]
             if k == last:
@@ -275,21 +304,9 @@ class Finder:
         if opened and self.template.short_header.strip() and text.startswith(bare):
             reasoning = reasoning_of(self.messages[k])
             if not reasoning and self.thinking != "learn_empty":
-                raise DataError(
-                    f"{self.where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one "
-                    "has no reasoning. Set data.thinking=learn_empty to learn that the block is closed at once, or take a "
-                    "template that does not open it: model.chat_template",
-                    reason="template opens a thinking block before an answer without reasoning",
-                )
+                raise opened_without_reasoning(self.where, k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        at = common_length(text, prompt)
-        raise DataError(
-            f"{self.where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it "
-            f"renders the conversation: after {text[max(0, at - 20) : at]!r} the prompt has "
-            f"{prompt[at : at + 20]!r}, the conversation {text[at : at + 20]!r}. "
-            "Use a template with {% generation %} marks: model.chat_template",
-            reason="template renders the prompt differently",
-        )
+        raise prompt_differs(self.where, k, text, prompt)
 
     def _start_without_question(self, text: str) -> int:
         """The conversation begins with an answer: many templates cannot render the empty prompt before it."""
@@ -327,12 +344,7 @@ class Finder:
     def _check_reasoning(self, k: int, text: str) -> None:
         reasoning = reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
-            raise DataError(
-                f"{self.where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not "
-                "be learned. Set data.thinking=off to leave reasoning out, or take a template that renders it: "
-                "model.chat_template",
-                reason="template does not render the reasoning",
-            )
+            raise reasoning_not_rendered(self.where, k)
 
     def _check_pieces(self, k: int, text: str, cursor: int) -> int:
         """Where the last of what the message says ends in the text."""

@@ -78,7 +78,7 @@ def tokenize(
         texts = _everything(finder, tokenizer, skipped, split_turns, counts)
     else:
         texts = _answers(finder, tokenizer, learnable, split_turns, counts)
-    counts["reasoning_left_out"] = len(finder.stripped([text.text for text in texts]))
+    counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
     found = [_fit(row, text.ids, text.is_target, tokenizer, max_length, too_long) for text in texts]
     counts[TOO_LONG] = sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
@@ -97,11 +97,12 @@ def tokenize(
 class _Text(NamedTuple):
     """A document before it is cut to its length."""
 
-    text: str
     ids: np.ndarray
     is_target: np.ndarray
     answers: int
     "that are learned in it"
+    reasoned: set[int]
+    "answers whose reasoning stands in it"
 
 
 def _answers(
@@ -116,7 +117,8 @@ def _answers(
         counts[BORDER] = counts.get(BORDER, 0) + len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         number = len(document.spans.keys() - shared)
-        found.append(_Text(document.text, *_ended(tokenizer, ids, _inside(sorted(spans), starts, ends)), number))
+        learned = _ended(tokenizer, ids, _inside(sorted(spans), starts, ends))
+        found.append(_Text(*learned, number, finder.reasoned(last, document.spans)))
         left -= document.spans.keys()
         if not split:
             break
@@ -131,7 +133,8 @@ def _everything(
     template leaves out of it end documents of their own before it."""
     last = finder.answers[-1]
     document = finder.everything(last, skipped)
-    apart = finder.stripped([document.text]) - skipped.keys() if split else set()
+    reasoned = finder.reasoned(last, document.spans)
+    apart = finder.reasons - reasoned - skipped.keys() if split else set()
     before = _answers(finder, tokenizer, apart, split, counts)
     ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
@@ -139,7 +142,7 @@ def _everything(
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
     is_target = ~_inside(sorted(spans), starts, ends)
     number = len(set(finder.answers) - hidden - apart)
-    return [*before, _Text(document.text, *_ended(tokenizer, ids, is_target, last not in skipped), number)]
+    return [*before, _Text(*_ended(tokenizer, ids, is_target, last not in skipped), number, reasoned)]
 
 
 def _ended(

@@ -21,6 +21,13 @@ def reasoning_of(message: Message) -> str:
     return inline[1].strip() if inline else ""
 
 
+def with_other_reasoning(message: Message, reasoning: str) -> Message:
+    """Return an answer that has reasoning with another text in its place."""
+    fields = {key: reasoning for key in REASONING_KEYS if message.get(key)}
+    content = THOUGHT.sub(lambda _: f"<think>\n{reasoning}\n</think>\n\n", message["content"])
+    return {**message, **fields, "content": content}
+
+
 def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
     """Return messages with the reasoning of answers where the template renders it, or without it."""
     result = []

@@ -46,3 +46,30 @@ def not_rendered(where: str, k: int, piece: str) -> DataError:
         "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
         reason="template does not render the answer",
     )
+
+
+def reasoning_not_rendered(where: str, k: int) -> DataError:
+    return DataError(
+        f"{where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not be learned. "
+        "Set data.thinking=off to leave reasoning out, or take a template that renders it: model.chat_template",
+        reason="template does not render the reasoning",
+    )
+
+
+def opened_without_reasoning(where: str, k: int) -> DataError:
+    return DataError(
+        f"{where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one has no reasoning. "
+        "Set data.thinking=learn_empty to learn that the block is closed at once, or take a template that does not open it: "
+        "model.chat_template",
+        reason="template opens a thinking block before an answer without reasoning",
+    )
+
+
+def prompt_differs(where: str, k: int, text: str, prompt: str) -> DataError:
+    at = common_length(text, prompt)
+    return DataError(
+        f"{where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it renders the "
+        f"conversation: after {text[max(0, at - 20) : at]!r} the prompt has {prompt[at : at + 20]!r}, the conversation "
+        f"{text[at : at + 20]!r}. Use a template with {{% generation %}} marks: model.chat_template",
+        reason="template renders the prompt differently",
+    )

@@ -31,6 +31,8 @@ from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048
 "Tokens of a document of --val at most, where no run says how many there are."
+TRAINED_WITH = ("max_length", "thinking", "split_turns", "targets", "too_long")
+"Settings of data that a checkpoint's state has."
 VALIDATION_ROWS = 4
 "Documents of --val that go through the model together."
 
@@ -81,8 +83,9 @@ def load_validation(
 ) -> tuple[dict[str, Examples], Layout | None]:
     """(documents of each source, their rows): answers of conversations and all of plain text are targets.
 
-    Documents are made as those that the checkpoint was trained on: data.max_length, thinking and split_turns of its run. Of a
-    model that does not say they have as many tokens as it reads, up to VALIDATION_LENGTH.
+    Documents are made as those that the checkpoint was trained on, by the settings TRAINED_WITH of its run; where its recipe
+    names no data.targets, answers are compared, also after mid-training. Of a model that does not say they have as many tokens
+    as it reads, up to VALIDATION_LENGTH.
 
     Args:
         paths: like data.val.N.path, with [split] behind it where that is not train.
@@ -91,7 +94,9 @@ def load_validation(
         return {}, None
     trained = trained_with(source)
     max_length = min(trained.pop("max_length", None) or VALIDATION_LENGTH, longest)
-    tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=max_length, targets="assistant", **trained)
+    tokenize = partial(
+        text.tokenize_any, tokenizer=tokenizer, max_length=max_length, **{"targets": "assistant", **trained}
+    )
     chosen = tuple(as_source(path) for path in paths)
     multiple = math.gcd(max_length, PAD_MULTIPLE)
     data = DataConfig(
@@ -109,7 +114,7 @@ def as_source(path: str) -> SourceConfig:
 
 
 def trained_with(source: ModelConfig) -> dict[str, Any]:
-    """max_length, thinking and split_turns of the run that a checkpoint comes from, as far as it says; {}: of no run."""
+    """What decided the documents of the run that a checkpoint comes from, as far as it says; {}: of no run."""
     state = Path(source.path or "") / TRAINING_STATE
     kept = json.loads(state.read_text()) if state.is_file() else {}
-    return {name: kept[name] for name in ("max_length", "thinking", "split_turns") if kept.get(name) is not None}
+    return {name: kept[name] for name in TRAINED_WITH if kept.get(name) is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data import chat, readers
 from sftkit.data.answers import HISTORY
+from sftkit.data.learned import Targets
 from sftkit.data.sources import opened, parse
-from sftkit.data.types import Row
+from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
+WHOLE = 0.95
+"Share of targets in the tokens of a source of which every token is learned, marked answers aside; in chat SFT a prompt is none."
 ANSWERS = 200
 "In the conversations of the sample, which are tokenized again in both ways: about a second."
 
@@ -39,10 +43,19 @@ def estimate(
     Returns:
         conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
     """
-    left_out = facts["answers"].get(HISTORY, 0)
-    if not left_out:
+    targets = data.targets or ("all" if facts["targets"] > WHOLE * facts["tokens"] else "assistant")
+    left_out = facts["answers"].get(_left_out(targets), 0)
+    if data.split_turns or not left_out:
         return None
-    found = [one for row in _sample(source) if (one := _added(row, data, tokenizer, max_length))]
+    tokenize = partial(
+        chat.tokenize,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        too_long="truncate" if data.too_long == "error" else data.too_long,
+        targets=targets,
+        thinking=data.thinking,
+    )
+    found = [one for row in _sample(source) if (one := _added(row, tokenize, _left_out(targets)))]
     if not found:
         return None
     answers, tokens, documents = (sum(numbers) for numbers in zip(*found, strict=True))
@@ -88,26 +101,21 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
     return found
 
 
-def _added(
-    row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[int, int, int] | None:
+def _added(row: Row, tokenize: Callable[..., Tokenized], left_out: str) -> tuple[int, int, int] | None:
     """(answers left out now, tokens and documents that would be added) of a conversation; None: it leaves out none, or would
     be refused."""
-    tokenize = partial(
-        chat.tokenize,
-        row,
-        tokenizer,
-        max_length=max_length,
-        too_long="truncate" if data.too_long == "error" else data.too_long,
-        targets=data.targets or "assistant",  # with "all" no answer is left out
-        thinking=data.thinking,
-    )
     try:
-        off = tokenize(split_turns=False)
-        if not off.counts[HISTORY]:
+        off = tokenize(row, split_turns=False)
+        if not off.counts[left_out]:
             return None
-        on = tokenize(split_turns=True)
+        on = tokenize(row, split_turns=True)
     except DataError:
         return None
     tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))
-    return off.counts[HISTORY], tokens - before, len(on.examples) - len(off.examples)
+    return off.counts[left_out], tokens - before, len(on.examples) - len(off.examples)
+
+
+def _left_out(targets: Targets) -> str:
+    """The count of answers that split_turns would add: of a conversation that is learned whole, those whose reasoning is
+    dropped."""
+    return "reasoning_left_out" if targets == "all" else HISTORY
