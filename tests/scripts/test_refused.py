@@ -53,7 +53,9 @@ def test_every_script_that_reads_a_recipe_is_asked_with_a_wrong_key() -> None:
     reading = {
         s
         for s in SCRIPTS
-        if re.search(r"load_config|read_config|read_stages|preflight\.flags|validate\.flags", (ROOT / "scripts" / s).read_text())
+        if re.search(
+            r"load_config|read_config|read_stages|preflight\.flags|validate\.flags", (ROOT / "scripts" / s).read_text()
+        )
     }
     assert reading == set(RECIPES)
 

@@ -21,6 +21,8 @@ from sftkit.data.alike import NOWHERE, Alike
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_other_reasoning, with_reasoning
 from sftkit.data.spans import (
+    marked_not_found,
+    no_end_of_turn,
     not_rendered,
     opened_without_reasoning,
     pieces,
@@ -136,11 +138,7 @@ class Finder:
             if k <= last:
                 cursor = self._check_pieces(k, found.text, cursor)
         if missing := set(marked) - found.spans.keys():
-            raise DataError(
-                f"{self.where}: messages[{min(missing)}]: this answer is marked as not to be learned, but the chat template "
-                "renders it otherwise in the middle of a conversation, so where it stands is not known: take the record out",
-                reason="marked answer cannot be found",
-            )
+            raise marked_not_found(self.where, min(missing))
         return found
 
     def _whole(self, last: int) -> str:
@@ -264,10 +262,7 @@ class Finder:
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
-            raise DataError(
-                f"{self.where}: messages[{k}]: no end-of-turn token {self.template.end_last!r} after this answer",
-                reason="no end-of-turn token",
-            )
+            raise no_end_of_turn(self.where, k, self.template.end_last)
         length = max(map(len, ends), default=0)
         self._check(k, core, core)
         end = start + len(core)

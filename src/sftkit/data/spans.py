@@ -73,3 +73,17 @@ def prompt_differs(where: str, k: int, text: str, prompt: str) -> DataError:
         f"{text[at : at + 20]!r}. Use a template with {{% generation %}} marks: model.chat_template",
         reason="template renders the prompt differently",
     )
+
+
+def marked_not_found(where: str, k: int) -> DataError:
+    return DataError(
+        f"{where}: messages[{k}]: this answer is marked as not to be learned, but the chat template renders it otherwise in the "
+        "middle of a conversation, so where it stands is not known: take the record out",
+        reason="marked answer cannot be found",
+    )
+
+
+def no_end_of_turn(where: str, k: int, token: str) -> DataError:
+    return DataError(
+        f"{where}: messages[{k}]: no end-of-turn token {token!r} after this answer", reason="no end-of-turn token"
+    )
