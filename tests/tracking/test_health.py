@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,17 @@ def test_model_flops_count_what_the_windows_of_packed_documents_let_through() ->
     tokens, targets = (sum(getattr(step, name) for step in steps) for name in ("num_tokens", "num_targets"))
     flops = values["perf/mfu"] * 1e9 * tokens / values["perf/tok_per_sec"]
     assert flops == pytest.approx(train_flops(model, tokens, targets, 0) + 12 * 4 * 8 * pairs, rel=1e-9)
+
+
+def test_the_mfu_of_a_model_with_layers_of_a_kind_that_is_not_counted_is_unknown(monkeypatch) -> None:
+    monkeypatch.setattr("sftkit.tracking.meter.peak_flops", lambda device: 1e9)
+    rt, (step_batches,) = replace(cpu_runtime(), precision="bf16"), some_batches().steps(0, 1)
+    for kinds, known in ((["full_attention"] * 2, True), (["full_attention", "linear_attention"], False)):
+        model = tiny_llama()
+        model.config.layer_types = kinds
+        meter = Meter(model, OBJECTIVE, some_batches(), rt)
+        meter.add(step_batches, outcome())
+        assert (meter.read()["perf/mfu"] is not None) is known
 
 
 def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:
