@@ -101,6 +101,10 @@ def test_the_ratio_says_what_it_means_in_time() -> None:
     assert words in ratio_row(trio())
     assert "1,000 steps take 30 s longer" in ratio_row(trio(eager=run(150.0)))
     assert "compiling never pays" in ratio_row(trio(eager=run(150.0)))
+    # What an eager run warms up too is not the compiler's: 18 of the 30 s are left, or none.
+    slow, slower = (replace(run(), summary={"compiled": False, "warm_up_seconds": seconds}) for seconds in (12.0, 40.0))
+    assert "with 18 s of compiling; compiling pays from 540 steps on" in ratio_row(trio(eager=slow))
+    assert "with 0.0 s of compiling; compiling pays from 1 steps on" in ratio_row(trio(eager=slower))
     assert "compiling" not in ratio_row(trio(eager=replace(run(), lines=without_seconds(run()))))
 
 

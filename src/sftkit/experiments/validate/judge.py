@@ -166,13 +166,14 @@ def faster(trio: Trio) -> tuple[bool, str]:
 
 
 def in_time(trio: Trio) -> Pays | None:
-    """What the ratio means in time, from the medians of the windows and the warm-up of the compiled step; None where a run
-    failed or logged no seconds."""
+    """What the ratio means in time, from the medians of the windows and what the warm-up of the compiled step takes longer
+    than the eager one's, which holds the same checks; None where a run failed or logged no seconds."""
     eager, compiled = (run.step_seconds(trio.warm_up) for run in (trio.eager, trio.compiled))
     spent = trio.compiled.summary.get("warm_up_seconds")
     if trio.eager.error or trio.compiled.error or not eager or not compiled or spent is None:
         return None
-    return pays(median(eager), median(compiled), spent)
+    without = trio.eager.summary.get("warm_up_seconds") or 0.0
+    return pays(median(eager), median(compiled), max(spent - without, 0.0))
 
 
 def first_compile(trio: Trio) -> tuple[bool, str]:
