@@ -43,7 +43,7 @@ def run(speed: float = 100.0, off: float = 0.0, compiled: bool = False, world_si
         results=[{"task": "piqa", "metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "settings": {}}],
         summary={"compiled": compiled, "warm_up_seconds": 30.0 * compiled},
         status={"status": "finished"},
-        proof=GOOD_PROOF if compiled else {"rows": []},
+        proof=GOOD_PROOF if compiled else {"rows": [row | {"ok": None} for row in GOOD_PROOF["rows"][1:]]},
         environment={"world_size": world_size},
         rank_errors=[],
     )

@@ -136,6 +136,9 @@ def test_the_pairs_of_a_document_are_those_that_its_mask_lets_through(window: in
         mask = (j <= i) if window is None else (j <= i) & (i - j < window)
         expected.append(int(mask.sum()))
     assert causal_pairs(lengths, window).tolist() == expected
+    for chunk in {window, 5} - {None}:
+        of_rows = [[j // chunk == i // chunk for i in range(n) for j in range(i + 1)] for n in lengths.tolist()]
+        assert causal_pairs(lengths, chunk, chunked=True).tolist() == [sum(pairs) for pairs in of_rows]
     assert causal_pairs(np.array([200_000]), 3000)[0] == 3000 * 3001 // 2 + 197_000 * 3000
 
 

@@ -137,7 +137,7 @@ def test_without_an_entry_of_its_own_kind_a_validation_is_not_checked_and_says_s
     assert row["ok"] is None
     assert "has no other validation with the same recipe, script" in row["found"]
     assert found["passed"] is True
-    assert "PASS: 12 of 12 criteria, 1 not checked" in markdown(found)
+    assert "PASS: 13 of 13 criteria, 1 not checked" in markdown(found)
     assert f"| not checked | {CRITERION} |" in markdown(found)
     assert "<span class='verdict not-checked'>not checked</span>" in html(found)
 

@@ -113,11 +113,27 @@ def test_learned_positions_are_read_and_not_multiplied_so_they_are_no_flops() ->
 
 
 def test_layers_are_counted_by_their_windows() -> None:
-    assert attention_windows(tiny_llama()) == {None: 2}
-    assert attention_windows(tiny_qwen3_with_windows()) == {None: 2, 5: 2}
+    assert attention_windows(tiny_llama()) == {(None, False): 2}
+    assert attention_windows(tiny_qwen3_with_windows()) == {(None, False): 2, (5, False): 2}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     every = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=7, **sizes))
-    assert attention_windows(every) == {7: 3}
+    assert attention_windows(every) == {(7, False): 3}
+    every.config.sliding_window = 0
+    assert attention_windows(every) == {(None, False): 3}
+
+
+def test_layers_in_chunks_are_counted_by_chunk_and_a_model_with_layers_of_other_kinds_not_at_all() -> None:
+    model = tiny_llama()
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    assert attention_windows(model) is None, "it does not say how long its chunks are"
+    model.config.attention_chunk_size = 6
+    assert attention_windows(model) == {(6, True): 1, (None, False): 1}
+    for kind in ("linear_attention", "conv", "deepseek_sparse_attention"):
+        model.config.layer_types = [kind, "full_attention"]
+        assert attention_windows(model) is None
+    mixer = tiny_llama()
+    mixer.model.layers[0].mixer = torch.nn.Conv1d(4, 4, 3)
+    assert attention_windows(mixer) is None
 
 
 def counted_without(model: torch.nn.Module, tokens: int, targets: int) -> float:

@@ -194,6 +194,9 @@ def test_the_norm_of_no_gradient_and_of_empty_ones_is_zero_and_of_nan_nan() -> N
     empty.grad, small.grad = torch.zeros(0, 4), torch.zeros(3)
     assert squared_norm([empty, small], world_size=1) == 0.0
     assert squared_norm([empty], world_size=1) == 0.0
+    without = torch.nn.Parameter(torch.zeros(3))
+    alike = [(share.dtype, share.device) for share in (squared_norm([without], 2), squared_norm([small], 2))]
+    assert alike[0] == alike[1], "ranks add them up"
     small.grad[1] = float("nan")
     assert squared_norm([empty, small], world_size=1).isnan()
 

@@ -64,14 +64,31 @@ def test_a_run_says_what_its_compile_costs_in_its_own_steps() -> None:
 
 def test_the_report_of_a_compiled_run_says_it_and_that_of_an_eager_one_does_not(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=100)
-    words = "Compiling took 41.3 s, as long as 10 of its steps of 4.5 s"
+    words = "Compiling took 31.5 s, as long as 7 of its steps of 4.5 s"
     assert words in write_report(run).read_text()
     assert json.loads((run / "report.json").read_text())["compiling"].startswith(words)
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | {"compiled": False}))
     assert "Compiling took" not in write_report(run).read_text()
     (run / "summary.json").unlink()
-    assert gather(run)["compiling"] is None
+    assert gather(run)["compiling"].startswith(words), "it has not ended"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name, value, expected in (
+        ("compile/seconds", 0.0, None),  # eager
+        ("compile/seconds", None, None),
+        ("step", None, None),
+    ):
+        made = "".join(json.dumps(line | {name: value}) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(made)
+        assert gather(run)["compiling"] is expected
+
+
+def test_a_run_that_logged_no_second_in_the_compiler_says_what_its_warm_up_took(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in line.items() if name != "compile/seconds"} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert gather(run)["compiling"].startswith("Compiling took 41.3 s, as long as 10 of its steps")
 
 
 def test_the_report_of_a_resumed_run_speaks_of_its_newest_start(tmp_path: Path) -> None:
@@ -79,5 +96,5 @@ def test_the_report_of_a_resumed_run_speaks_of_its_newest_start(tmp_path: Path) 
     proof = json.loads((run / "proof.json").read_text())
     proof["rows"].append({"name": RESUMED, "ok": True, "found": "step 50", "expected": "verified", "how": "sha256"})
     (run / "proof.json").write_text(json.dumps(proof))
-    assert "Compiling took 41.3 s when the run was resumed, as long as" in gather(run)["compiling"]
+    assert "Compiling took 31.5 s when the run was resumed, as long as" in gather(run)["compiling"]
     assert resume_check(0, None).name == RESUMED

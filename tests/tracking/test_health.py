@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.loader import Batches, StepBatches
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import exchange, optimizer_step
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import train_flops
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.build import build_optimizer
+from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime.status import RunStatus
 from sftkit.tracking.health import Health, LateFlags, Spikes, is_spike
@@ -71,8 +73,8 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_step_and_keeps_its
 def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
     health.add(1, step_batches, outcome(norm=float("inf") - float("inf")))
-    innocent = r"step 1: the gradient norm is not finite, though the loss of every micro-batch.*backward pass or its"
-    with pytest.raises(NonFiniteError, match=innocent):
+    words = r"step 1: every loss is finite, but the gradient norm is not: a gradient is NaN"
+    with pytest.raises(NonFiniteError, match=words):
         health.settle(wait=False)
     dump = json.loads((tmp_path / "nonfinite-step-000001-rank000.json").read_text())
     assert all(document["loss_is_finite"] for document in dump["documents"])
@@ -97,14 +99,36 @@ def test_the_documents_of_the_micro_batch_whose_loss_is_not_finite_are_named_and
     assert {d["micro_batch"] for d in dump["documents"] if not d["loss_is_finite"]} == {3}
 
 
-def test_a_step_that_is_left_out_says_whether_the_loss_is_innocent(tmp_path: Path) -> None:
-    health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip"))
-    health.add(1, step_batches, outcome(norm=NAN))
-    health.add(2, step_batches, outcome(nll=NAN))
+def test_a_step_whose_losses_are_finite_says_what_is_not_and_acquits_no_document(tmp_path: Path) -> None:
+    health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip", max_skips=5))
+    finite = torch.tensor([1.0, 2.0])
+    for step, (nll, norm, losses) in enumerate(
+        [(1.0, NAN, finite), (1.0, float("inf"), finite), (float("inf"), 1.0, finite), (NAN, NAN, None)], start=1
+    ):
+        one = outcome(nll=nll, norm=norm, losses=losses)
+        health.add(step, step_batches, one._replace(flags=Flags(torch.tensor([0.0, 1.0]))))
     health.settle(wait=True)
     told = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert "loss and documents are innocent" in told[0]
-    assert "micro-batch 2 of 2" in told[1]
+    assert "every loss is finite, but the gradient norm is not: a gradient is NaN" in told[0]
+    assert "a document whose gradient explodes" in told[0]
+    assert "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32" in told[1]
+    assert (
+        "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond" in told[2]
+    )
+    assert "micro-batch 2 of 2" in told[3]
+    assert not any("innocent" in text for text in told)
+
+
+@pytest.mark.parametrize(("gradient", "norm"), [(NAN, NAN), (float("inf"), float("inf")), (3e38, float("inf"))])
+def test_a_norm_is_nan_only_if_a_gradient_is_and_infinite_also_where_all_are_finite(
+    gradient: float, norm: float
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), gradient)
+    found, _ = exchange(
+        squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device), False, cpu_runtime()
+    )
+    torch.testing.assert_close(float(found), norm, equal_nan=True)
 
 
 def test_a_step_tells_the_loss_of_each_of_its_micro_batches() -> None:
@@ -224,6 +248,17 @@ def test_model_flops_count_what_the_windows_of_packed_documents_let_through() ->
     tokens, targets = (sum(getattr(step, name) for step in steps) for name in ("num_tokens", "num_targets"))
     flops = values["perf/mfu"] * 1e9 * tokens / values["perf/tok_per_sec"]
     assert flops == pytest.approx(train_flops(model, tokens, targets, 0) + 12 * 4 * 8 * pairs, rel=1e-9)
+
+
+def test_the_mfu_of_a_model_with_layers_of_a_kind_that_is_not_counted_is_unknown(monkeypatch) -> None:
+    monkeypatch.setattr("sftkit.tracking.meter.peak_flops", lambda device: 1e9)
+    rt, (step_batches,) = replace(cpu_runtime(), precision="bf16"), some_batches().steps(0, 1)
+    for kinds, known in ((["full_attention"] * 2, True), (["full_attention", "linear_attention"], False)):
+        model = tiny_llama()
+        model.config.layer_types = kinds
+        meter = Meter(model, OBJECTIVE, some_batches(), rt)
+        meter.add(step_batches, outcome())
+        assert (meter.read()["perf/mfu"] is not None) is known
 
 
 def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:

@@ -30,6 +30,17 @@ def test_every_name_is_documented_with_the_unit_and_summary_that_the_dashboard_u
     assert {metric.group for metric in METRICS} == set(GROUPS)
 
 
+def test_what_a_resumed_run_counts_anew_is_named_beside_what_it_writes_again() -> None:
+    sentence = re.search(r"a resumed run writes the lines of the uninterrupted one(.*?)\. A line", DOCS, re.DOTALL)
+    assert sentence
+    rows = re.findall(r"^\| `([a-z]+/[^`]+)` \|[^|]*\|[^|]*\|(.*)\|$", DOCS, re.MULTILINE)
+    anew = {name for name, text in rows if re.search(r"since the start(?! of the run)|after the warm-up", text)}
+    anew |= {name for name in documented() if name.startswith("compile/") and name.count("/") == 1}
+    assert {"compile/graphs", "compile/recompiles", "perf/host_syncs"} <= anew
+    assert {name for name in anew if not name.startswith("mem/")} == set(re.findall(r"`([a-z]+/\w+)`", sentence[1]))
+    assert "memory" in sentence[1]
+
+
 def test_every_kind_of_event_is_documented_with_its_level() -> None:
     found = dict(re.findall(r"^\| `([a-z_]+)` \| .* \| (WARN|ERROR) \|$", DOCS, re.MULTILINE))
     assert found == {kind: level for kind, (_, level) in ALERTS.items()}

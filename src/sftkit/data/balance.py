@@ -80,17 +80,22 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     return np.array(dealt)
 
 
-def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
-    """(query, key) pairs of causal attention in each document: the sum of min(i + 1, window) over its positions i.
+def causal_pairs(lengths: np.ndarray, window: int | None = None, chunked: bool = False) -> np.ndarray:
+    """(query, key) pairs of causal attention in each document: the sum of min(i + 1, window) over its positions i, or, in
+    chunks, of i % window + 1.
 
     Args:
         lengths: int [D], positions of each document. window: most keys a query sees, itself included; None: all.
+        chunked: a query sees no key of the chunk before its own; chunks have `window` positions.
 
     Returns:
         int64 [D].
     """
     if window is None:
         return _pairs(lengths)
+    if chunked:
+        whole, rest = np.divmod(lengths, window)
+        return whole * _pairs(window) + _pairs(rest)
     ramp = np.minimum(lengths, window)
     return _pairs(ramp) + (lengths - ramp).astype(np.int64) * window
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -102,14 +103,28 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     return ParameterCount(total, body, in_head)
 
 
-def attention_windows(orig_model: PreTrainedModel) -> Counter[int | None]:
-    """Numbers of layers by the most keys that a query of theirs sees, itself included; None: all before it."""
+class AttentionWindow(NamedTuple):
+    """Which keys a query of a layer sees: of those before it, itself included, so many of the last."""
+
+    keys: int | None
+    "None: all"
+    chunked: bool = False
+    "only those of its own chunk of so many positions, from the start of the document on"
+
+
+def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] | None:
+    """Numbers of layers by what their queries see; None where a layer is of a kind whose work is not counted here."""
     config = orig_model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs say 0 for none
     kinds = getattr(config, "layer_types", None)
+    if any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules()):
+        return None  # as state space models have them, whatever their config calls the layer
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
-    return Counter(window if kind == "sliding_attention" else None for kind in kinds)
+    known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
+    if chunk := getattr(config, "attention_chunk_size", None):
+        known["chunked_attention"] = AttentionWindow(chunk, chunked=True)
+    return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
 
 
 def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int) -> float:

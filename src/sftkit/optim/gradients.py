@@ -24,11 +24,13 @@ def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.T
         0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
+    device = torch.device("cpu")
     for p in parameters:
+        device = p.device
         if p.grad is not None:
             by_copies.setdefault(_copies(p, world_size), []).append(local(p.grad))
-    if not by_copies:
-        return torch.zeros(())
+    if not by_copies:  # as ranks with gradients have it: they add up their shares
+        return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
 
 

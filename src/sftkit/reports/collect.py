@@ -157,13 +157,19 @@ def model_name(settings: dict[str, Any]) -> str | None:
 
 
 def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -> str | None:
-    """What the compile of the run's newest start costs in steps; None of a run that is not compiled, or has not ended."""
-    if summary.get("compiled") is not True:
+    """What the compile of the run's newest start costs in steps; None of a run that is not compiled, or that has not ended
+    and has logged no second in the compiler."""
+
+    def known(name: str) -> list[float]:
+        return [value for _, value in curves.get(name, []) if value is not None]
+
+    windows, hits, inside = known("perf/step_seconds"), known("compile/cache_hits"), known("compile/seconds")
+    # The whole warm-up holds checks and eager passes too: it stands in for what no line has.
+    spent = inside[-1] if inside else number(summary.get("warm_up_seconds"))
+    if summary.get("compiled", bool(inside)) is not True:
         return None
-    windows = [value for _, value in curves.get("perf/step_seconds", []) if value is not None]
-    hits = [value for _, value in curves.get("compile/cache_hits", []) if value is not None]
     resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
-    return own_words(number(summary.get("warm_up_seconds")), windows, hits[-1] if hits else 0, resumed)
+    return own_words(spent, windows, hits[-1] if hits else 0, resumed)
 
 
 def _command(resume: Any) -> str | None:

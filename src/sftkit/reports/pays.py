@@ -62,7 +62,7 @@ def own_words(
     for two speeds that an eager step may have. None where seconds are not known.
 
     Args:
-        compile_seconds: of the newest start.
+        compile_seconds: of the newest start, in the compiler.
         step_seconds: of every logged window; the first, which holds one-time costs, does not count if there are others.
     """
     step = median(step_seconds[1:] or step_seconds) if step_seconds else 0.0

@@ -219,7 +219,7 @@ class Health:
             found = self._of_all_ranks(known)
             if self._numerics.on_nonfinite == "error" or self._in_a_row > self._numerics.max_skips:
                 raise self._error(known, found)
-            text = f"step {known.step}: {cause(found)}; left out"
+            text = f"step {known.step}: {cause(found, float(known.outcome.grad_norm))}; left out"
             self._tracker.event("nonfinite", known.step, text)
         return stop, left_out
 
@@ -280,7 +280,7 @@ class Health:
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         error = NonFiniteError(
-            f"step {known.step}: {cause(found)}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
+            f"step {known.step}: {cause(found, norm)}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
             f"was left out. The documents of that step are in {nonfinite_file(self._status.run_dir, known.step, None)}. "
             "Look at them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out "
             "with numerics.on_nonfinite=skip"
@@ -294,13 +294,21 @@ def broken_micro_batches(outcome: StepOutcome) -> list[int]:
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 
 
-def cause(found: list[RankLoss]) -> str:
-    """Which losses of a step that is not finite are to blame, and their documents; or that none is."""
+def cause(found: list[RankLoss], norm: float) -> str:
+    """What is not finite in a step: which losses, with their documents; or only the sum of a rank's losses, or the norm.
+
+    Args:
+        norm: of all gradients. It is NaN only if a gradient is, as squares are added up; an infinite one tells no more.
+    """
     broken = [rank for rank, one in enumerate(found) if one.micro_batches]
     if not broken:
+        if math.isfinite(norm):
+            return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
+        which = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
+        which = "a gradient is NaN" if math.isnan(norm) else which
         return (
-            "the gradient norm is not finite, though the loss of every micro-batch of every rank is: loss and documents "
-            "are innocent, the fault is in the backward pass or its precision"
+            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
+            "fault, or a document whose gradient explodes"
         )
     places = [
         f"rank {rank}, micro-batch {', '.join(map(str, found[rank].micro_batches))} of {found[rank].of}, with "

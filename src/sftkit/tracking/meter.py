@@ -32,9 +32,10 @@ class Meter:
 
     def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
-        self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
+        self._peak = peak_flops(rt.device) if rt.precision == "bf16" and self._windows is not None else None
+        "None: the MFU is unknown"
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
@@ -63,6 +64,11 @@ class Meter:
         """Document tokens since the start of the run, this window included."""
         return self.total_tokens + self._tokens
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources, in the order of their counts."""
+        return list(self._examples.source_names)
+
     def waited(self, seconds: float) -> None:
         """Time the loop stood still for data."""
         self._wait_seconds += seconds
@@ -90,9 +96,10 @@ class Meter:
         self._grad_norm = outcome.grad_norm
 
     def _layer_pairs(self, step_batches: StepBatches) -> int:
-        """(query, key) pairs that the windows of the layers let through, summed over layers."""
+        """(query, key) pairs that the windows of the layers let through, summed over layers; 0 where those are unknown."""
         lengths = np.asarray(step_batches.document_lengths, np.int64)
-        return sum(layers * int(causal_pairs(lengths, window).sum()) for window, layers in self._windows.items())
+        windows = (self._windows or {}).items()
+        return sum(layers * int(causal_pairs(lengths, *window).sum()) for window, layers in windows)
 
     def left_out(self, divisor: int) -> None:
         """A step of this window turned out not to be finite: its share of the divisor is in no mean."""
@@ -144,32 +151,36 @@ class Meter:
         own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
         return {
             **{name: getattr(self, f"_{name}") for name in COUNTS},
+            "sources": self.sources,
             "source_tokens": self._source_tokens.tolist(),
             "seconds": self._seconds(),
             "step_seconds": self._clock.so_far(),
             "sums": list(self._sums.names),
             "by_rank": by_rank(self._rt, torch.cat([vector.double(), own])),
             "shapes": [[*shape, count] for shape, count in sorted(self.shapes.seen.items())],
+            "undeclared": self.shapes.undeclared,
         }
 
     def go_on(self, window: Window, same_ranks: bool) -> bool:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:
-            False, and nothing but the shapes is taken over, where other sums were measured.
+            False, and nothing but the shapes is taken over, where other sums were measured. Tokens of sources with other
+            names are not taken over either.
         """
-        for *shape, count in window["shapes"]:
-            if self.shapes.layout.declares(*shape):
-                self.shapes.seen[shape[0], shape[1]] += count
+        self.shapes.go_on(window)
         if window["sums"] != list(self._sums.names):
             return False
         for name in COUNTS:
             setattr(self, f"_{name}", window[name])
         self.total_tokens -= self._tokens  # `read` adds them
-        self._source_tokens += np.asarray(window["source_tokens"], np.int64)
+        if window.get("sources") == self.sources:
+            self._source_tokens += np.asarray(window["source_tokens"], np.int64)
         self._earlier_seconds = window["seconds"]
         self._clock.go_on(window["step_seconds"])
-        *sums, own_divisor, self._wait_seconds = own_values(self._rt, window["by_rank"], same_ranks).tolist()
+        *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks).tolist()
+        # Seconds of ranks that waited side by side do not add up: of others, the rank that waited most counts.
+        self._wait_seconds = waited if same_ranks else max(row[-1] for row in window["by_rank"])
         self._own_divisor = round(own_divisor)
         self._sums.vector.copy_(torch.tensor(sums, dtype=torch.float64))
         return True
@@ -205,7 +216,15 @@ class ShapeCounts:
         self.layout, self._parts = layout, parts
         self.seen: Counter[tuple[int, int]] = Counter()
         "(rows, row length) -> micro-batches of this rank since the start of the run"
+        self.undeclared = 0
+        "micro-batches of a shape that the layout of their start did not declare"
         self._last = (0, 0)
+
+    def go_on(self, window: Window) -> None:
+        """Add the counts of a checkpoint. What was declared then may not be now: micro-batches may have changed."""
+        for rows, length, count in window["shapes"]:
+            self.seen[rows, length] += count
+        self.undeclared += window.get("undeclared", 0)  # checkpoints of earlier versions do not have it
 
     def add(self, step_batches: StepBatches) -> None:
         """The micro-batches of a step, as they are: what the plan says does not count."""
@@ -213,11 +232,7 @@ class ShapeCounts:
             rows, columns = batch.shape
             self._last = (rows, columns * self._parts)
             self.seen[self._last] += 1
-
-    @property
-    def undeclared(self) -> int:
-        """Micro-batches of a shape that was not declared."""
-        return sum(count for shape, count in self.seen.items() if not self.layout.declares(*shape))
+            self.undeclared += not self.layout.declares(*self._last)
 
     def values(self) -> dict[str, float | None]:
         """shape/*: the counts of every declared shape; of symbolic ones only those that were not declared."""

@@ -35,7 +35,8 @@ def own_values(rt: Runtime, rows: list[list[float | None]], same_ranks: bool) ->
     """This rank's part of what `by_rank` gave, so that the parts add up to the same: fp64 [n], on the CPU.
 
     Args:
-        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sum.
+        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sum (only of what adds up
+            over ranks).
     """
     table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
     if same_ranks:
@@ -72,4 +73,6 @@ def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime,
     if not meter.go_on(window["meter"], same_ranks):
         return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
     health.go_on(window["health"], same_ranks)
+    if is_open(resumed) and len(meter.sources) > 1 and window["meter"].get("sources") != meter.sources:
+        return f"data/share: {shorter}: the sources have other names now"
     return None
