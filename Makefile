@@ -1,6 +1,7 @@
 # `make` lists the targets. ARGS="train.max_steps=100" adds settings, RECIPE=recipes/... picks a recipe.
 PYTHON ?= python3
 PY := .venv/bin/python
+CONSTRAINTS ?= constraints.txt
 BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
@@ -13,12 +14,12 @@ help: ## this list
 
 install: .venv/.installed ## .venv with the tested versions; runs by itself when needed
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "sftkit needs Python 3.11 or newer. Name one: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install -e '.[dev]' -c constraints.txt
+	$(PY) -m pip install -e '.[dev]' -c $(CONSTRAINTS)
 	@touch $@
 
 test: install ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo import utils as dynamo_utils
 from torch.nn import functional as F
 
-from sftkit.compile.debug import compiler_logs, kernels, torch_loggers
+from sftkit.compile.debug import CompilerFiles, compiler_logs, kernels, torch_loggers
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
@@ -160,9 +160,7 @@ def test_afterwards_handlers_filters_and_levels_are_as_before_even_after_an_erro
     error = pytest.raises(ValueError, match="in a step") if fails else nullcontext()
     with error, logged(tmp_path, "graphs", "output_code", "recompiles", "perf_hints"):
         assert state_of_logs() != before
-        assert any(
-            type(handler) is not logging.StreamHandler for logger in torch_loggers() for handler in logger.handlers
-        )
+        assert all(any(isinstance(h, CompilerFiles) for h in logger.handlers) for logger in torch_loggers())
         if fails:
             raise ValueError("in a step")
     assert state_of_logs() == before

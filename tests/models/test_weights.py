@@ -12,17 +12,18 @@ import torch
 from helpers import tiny_llama, torchrun
 from made_models import MODELS, SIZES
 from safetensors.torch import load_file, save_file
-from test_models import FAMILIES, build
+from test_models import COMMON, FAMILIES, build
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import DTYPES, empty_model, load_options
+from sftkit.models.load import DTYPES, empty_model, from_scratch, load_options, whole_model
 from sftkit.models.weights import load_model_weights, load_weights, make_room
 
 
@@ -200,6 +201,20 @@ def test_an_empty_model_that_was_filled_is_the_one_of_from_pretrained(
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
+
+
+def test_a_model_with_a_soft_cap_of_its_scores_is_made_with_eager_attention_and_others_with_sdpa(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """transformers' sdpa has no such cap: 5.23 refuses to make the model with it, older versions leave the cap out."""
+    for model_type, attention in (("gemma2", "eager"), ("llama", "sdpa")):
+        fields = {**COMMON, **FAMILIES[model_type][1], "model_type": model_type, "vocab_size": len(tokenizer)}
+        new = from_scratch(fields, tokenizer, seed=0)
+        path = str(tmp_path / model_type)
+        new.save_pretrained(path)
+        options = load_options(path, ModelConfig(path=path))
+        models = new, whole_model(path, "fp32", options), empty_model(path, "fp32", options)
+        assert [model.config._attn_implementation for model in models] == [attention] * 3
 
 
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import REFUSED, eager_on_recompile
+from sftkit.compile.refusal import describe, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import decoder_blocks
@@ -134,7 +134,7 @@ def step_contract(
     except RuntimeError as error:
         if REFUSED not in str(error):
             raise
-        raise _recompile_error(_guards(str(error))) from error
+        raise _recompile_error(describe(str(error), module_in(error.__traceback__))) from error
     finally:
         if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
             dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
@@ -142,7 +142,7 @@ def step_contract(
 
 def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
     if on_recompile == "eager":
-        return eager_on_recompile(lambda message: fell_back(_guards(message)))
+        return eager_on_recompile(lambda message, owner: fell_back(describe(message, owner)))
     return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
 
 
@@ -159,14 +159,6 @@ def _recompile_error(reason: str) -> RecompileError:
         "length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) or "
         "compile.on_recompile=eager (run it uncompiled)"
     )
-
-
-def _guards(message: str) -> str:
-    """The place and the failed guards, out of torch's message."""
-    place = re.search(r"filename: '(.*)', function name: '(.*)', line number: (\d+)", message)
-    guards = [line.strip().removeprefix("- ") for line in message.splitlines() if line.strip().startswith("- ")]
-    where = f"{place[2]} ({place[1]}:{place[3]})" if place else "unknown code"
-    return f"{where}: {'; '.join(guards) or 'never compiled before'}"
 
 
 def undo_compile(model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch._logging
 from torch._dynamo import utils as dynamo_utils
+from torch._logging._internal import _is_torch_handler
 
 from sftkit.compile.watch import phase_seconds
 from sftkit.config.schema import CompileConfig
@@ -138,10 +139,15 @@ def compiler_logs(run_dir: Path, compile: CompileConfig, rank: int) -> Iterator[
 
 
 def torch_loggers() -> list[logging.Logger]:
-    """The framework's loggers that write to the terminal; a record reaches one of them. Its log of traces is not one."""
+    """The framework's loggers that write to the terminal; a record reaches one of them. Its log of traces is not one.
+
+    The class of their handlers differs between versions, so torch itself is asked whether a handler is one of its own.
+    """
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     ours = [logger for logger in loggers if logger.name.split(".")[0] == "torch"]
-    return [logger for logger in ours if any(type(handler) is logging.StreamHandler for handler in logger.handlers)]
+    return [
+        logger for logger in ours if logger.name != "torch.__trace" and any(map(_is_torch_handler, logger.handlers))
+    ]
 
 
 def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:

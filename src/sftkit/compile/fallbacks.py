@@ -15,7 +15,7 @@ REFUSED = "torch.compile stance is 'fail_on_recompile'"
 
 
 @contextmanager
-def eager_on_recompile(fell_back: Callable[[str], None]) -> Iterator[None]:
+def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
     """Inside, a call whose guards fail runs uncompiled, as under torch's stance `eager_on_recompile`; what is compiled
     stays in use, and functions inside that call use it where their own guards hold.
 
@@ -23,9 +23,10 @@ def eager_on_recompile(fell_back: Callable[[str], None]) -> Iterator[None]:
     `fail_on_recompile`, whose refusal of a frame is taken as its reason, and the frame runs instead of ending.
 
     Args:
-        fell_back: called with torch's message, which names the code and the failed guards, at each such call.
+        fell_back: called at each such call with torch's message, which names the code and the failed guards, and with the
+            `self` of that code, None for a function.
     """
-    ask = eval_frame._callback_from_stance  # what torch asks at each frame; there is no public hook, as of torch 2.13
+    ask = eval_frame._callback_from_stance  # what torch asks at each frame; there is no public hook, as of torch 2.15
 
     def recording(callback: Any) -> Any:
         refuse: Any = ask(callback)
@@ -38,7 +39,7 @@ def eager_on_recompile(fell_back: Callable[[str], None]) -> Iterator[None]:
             except RuntimeError as error:
                 if REFUSED not in str(error):
                     raise
-                fell_back(str(error))
+                fell_back(str(error), frame.f_locals.get("self"))
             strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 

@@ -8,7 +8,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -30,6 +30,7 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
+from sftkit.ops.attention import plain_implementation
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 from sftkit.runtime.start import Runtime
@@ -183,11 +184,8 @@ def load_model(
         path = resolve(model.path or "")
         try:
             options = load_options(path, model)
-            if empty:
-                orig_model = empty_model(path, precision, options)
-            else:
-                loader = kind_of(AutoConfig.from_pretrained(path, **options)).auto_class
-                orig_model = whole_model(loader, path, precision, options)
+            load = empty_model if empty else whole_model
+            orig_model = load(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
         make_rows(orig_model, tokenizer)
@@ -199,8 +197,6 @@ def load_model(
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it
-    if getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None):
-        orig_model.set_attn_implementation("eager")  # transformers' sdpa leaves the soft cap out
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fp32" and orig_model._can_set_experts_implementation():
@@ -208,12 +204,13 @@ def load_model(
     return orig_model
 
 
-def whole_model(loader: Any, path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """from_pretrained of a class, but a weight that is missing or of another shape is an error and not random numbers."""
-    orig_model, found = loader.from_pretrained(
+def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+    """from_pretrained, but a weight that is missing or of another shape is an error and not random numbers."""
+    config = AutoConfig.from_pretrained(path, **options)
+    orig_model, found = kind_of(config).auto_class.from_pretrained(
         path,
         dtype=DTYPES[precision],
-        attn_implementation="sdpa",
+        attn_implementation=plain_implementation(config),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         **options,
@@ -238,7 +235,7 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         orig_model = kind_of(config).auto_class.from_config(
             config,
             dtype=DTYPES[precision],
-            attn_implementation="sdpa",
+            attn_implementation=plain_implementation(config),
             trust_remote_code=options["trust_remote_code"],
         )
     orig_model.tie_weights()
@@ -265,7 +262,8 @@ def from_scratch(
     torch.manual_seed(seed)
     try:
         config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        attention = plain_implementation(config)
+        orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32

@@ -105,7 +105,7 @@ def plain_attention(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def plain_implementation(config: PreTrainedConfig) -> str:
-    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out without a word."""
+    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out, before 5.23 without a word."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
 
 

@@ -135,8 +135,8 @@ def _sums_and_gradients(
 def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     """[rows, vocab] that every chunk's logits go to; each starts at a multiple of 128 bytes, as fast matrix products need.
 
-    The columns up to there are zeros: torch's bf16 product on CPU reads them when the logits are its left factor, and what
-    memory happened to hold, or NaN, would get into the gradients.
+    The columns up to there are zeros: the bf16 product on CPU of torch before 2.15 reads them when the logits are its left
+    factor, and what memory happened to hold, or NaN, would get into the gradients.
     """
     buffer = like.new_empty(rows, -(-vocab // 64) * 64)
     buffer[:, vocab:].zero_()

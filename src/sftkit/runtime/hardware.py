@@ -97,8 +97,9 @@ def memory_counters(device: torch.device) -> dict[str, float | None]:
 
 def environment(device: torch.device, world_size: int) -> dict[str, object]:
     """Versions, hardware and git state: what someone else needs to repeat the run."""
-    packages: dict[str, str | None] = {}
-    for package in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
+    # torch's own word has the build in it (2.15.0+cu132); that of its package, on the index, has not.
+    packages: dict[str, str | None] = {"torch": str(torch.__version__)}
+    for package in ("transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:
