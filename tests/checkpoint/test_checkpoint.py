@@ -266,12 +266,14 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_its_summary(tmp_path: 
 
 
 def test_a_run_that_is_not_resumed_never_finds_what_an_earlier_one_left(tmp_path: Path) -> None:
-    rt = cpu_runtime()
-    folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
-    (folder / "tokenizer").mkdir()
-    assert not (open_run(str(tmp_path / "run"), None, "run: {}\n", rt) / "tokenizer").exists()
+    def opened(resume: str | None = None) -> Path:
+        with cpu_runtime() as rt:
+            return open_run(str(tmp_path / "run"), resume, "run: {}\n", rt)
+
+    (opened() / "tokenizer").mkdir()
+    assert not (opened() / "tokenizer").exists()
     assert (tmp_path / "run.old-1" / "tokenizer").is_dir()
-    assert open_run(str(tmp_path / "run"), "auto", "run: {}\n", rt) == folder
+    assert opened("auto") == tmp_path / "run"
     assert not (tmp_path / "run.old-2").exists()
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from sftkit.errors import ConfigError
+from sftkit.runtime import lock
 from sftkit.runtime.consistency import agree, identity, neighbours
 from sftkit.runtime.files import replace_text, set_aside
 from sftkit.runtime.hardware import environment
@@ -23,10 +25,12 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     there. An earlier run in it is renamed, never overwritten, unless this one resumes it.
 
     Raises:
-        ConfigError: the ranks have not the same recipe and versions.
+        ConfigError: the ranks have not the same recipe and versions, or another run is at work in the directory.
     """
     agree(rt, identity(recipe))
     folder = Path(run_dir)
+    if problem := rt.from_main(lambda: _lock(folder, rt)):
+        raise ConfigError(problem)
     status = rt.open_status(folder)
     status.neighbours = neighbours(rt)
     if rt.is_main:
@@ -43,6 +47,17 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     rt.barrier()
     rt.stopping.end_at_once(partial(_end_of_signal, status))
     return folder
+
+
+def _lock(folder: Path, rt: Runtime) -> str | None:
+    """Take the lock until the run ends. A problem is a value, because the other ranks wait for one."""
+    try:
+        rt.at_end.callback(lock.take(folder).release)
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"run.dir={folder}: {error}"
+    return None
 
 
 def _end_of_signal(status: RunStatus, number: int) -> NoReturn:

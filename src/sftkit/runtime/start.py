@@ -28,7 +28,8 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
-from sftkit.runtime.hardware import device_name
+from sftkit.runtime.hardware import device_name, why_no_gpu
+from sftkit.runtime.launcher import check_group
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
 from sftkit.runtime.status import RunStatus, report
 
@@ -185,6 +186,9 @@ def start(
     Args:
         dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.
         page: writes the page of the run directory when the run has failed.
+
+    Raises:
+        ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
@@ -198,6 +202,7 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
     )
+    check_group(os.environ, accelerator.num_processes, why_no_gpu)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)
