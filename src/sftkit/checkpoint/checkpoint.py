@@ -168,24 +168,27 @@ class Checkpoints:
             f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
-    def check_space(self, estimated_bytes: float) -> None:
+    def check_space(self, estimated_bytes: float, anew: bool = False) -> None:
         """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
 
         Args:
             estimated_bytes: of one checkpoint: weights and optimizer states.
+            anew: the checkpoints that are in the directory are of an earlier run, which this one will not prune.
 
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes))
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, anew))
         if problem:
             raise ConfigError(problem)
 
-    def _space_problem(self, estimated_bytes: float) -> str | None:
-        sweep(self.run_dir)
+    def _space_problem(self, estimated_bytes: float, anew: bool) -> str | None:
+        if not anew:
+            sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
         at_once = self.config.keep + 1 if self.config.every else 1
-        needed = estimated_bytes * max(at_once - len(step_dirs(self.run_dir)), 1)
+        there = 0 if anew else len(step_dirs(self.run_dir))
+        needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
         if free >= needed:
             return None

@@ -49,8 +49,14 @@ class CompilerFiles(logging.Handler):
         self.names = {artifact: name for name in debug for artifact in ARTIFACTS[name]}
         self.generated: list[dict[str, Any]] = []
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
-        folder.mkdir(parents=True)
+        self._ready = False
+
+    def make_folder(self) -> None:
+        """Make it when there is something to write, which is in the warm-up: before, an earlier run may be in its place."""
+        if not self._ready:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start of this run
+            self.folder.mkdir(parents=True)
+            self._ready = True
 
     def is_theirs(self, record: logging.LogRecord) -> bool:
         """Whether the record goes to the terminal as ever, being none of those that are written here."""
@@ -62,6 +68,7 @@ class CompilerFiles(logging.Handler):
             return
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
+            self.make_folder()
             if name == "output_code":
                 if text.startswith("Output code:"):
                     self._add_code(graph, text.partition("\n")[2])
@@ -148,6 +155,7 @@ def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:
     """What `compiler_logs` yields."""
     if rank != 0:
         return
+    files.make_folder()
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
     folder = compile_dir(run_dir, rank).parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}

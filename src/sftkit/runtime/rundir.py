@@ -41,6 +41,9 @@ COMPILE_SUMMARY = "summary.md"
 ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
 
+ATTEMPT = ".attempt"
+"Folder inside the directory of an earlier run, in which a start writes until nothing can refuse it: runtime/attempt.py."
+
 # ---- lines and results: tracking and evals ---------------------------------------------------------------------------
 
 METRICS = "metrics.jsonl"
@@ -82,6 +85,23 @@ OPTIMIZER = f"{STATE}/optimizer"
 "In a step directory, the folder with the optimizer's states: checkpoint/state_store.py."
 
 _STEP = "step-"
+BEFORE_STEPS = (
+    CONFIG,
+    ENVIRONMENT,
+    STATUS,
+    ERRORS,
+    HEARTBEATS,
+    PREFLIGHT,
+    PROOF,
+    REPORT,
+    REPORT_DATA,
+    TOKENIZER,
+    COMPILE,
+    EVENTS,
+)
+"What a start writes before its first step; where there is nothing else, there is no run."
+OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*")
+"Glob patterns of what a run has written that came to its first step, its checkpoints aside."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
 UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")
