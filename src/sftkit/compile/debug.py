@@ -153,9 +153,9 @@ def torch_loggers() -> list[logging.Logger]:
 
 def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:
     """What `compiler_logs` yields."""
+    files.make_folder()
     if rank != 0:
         return
-    files.make_folder()
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
     folder = compile_dir(run_dir, rank).parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}
