@@ -30,7 +30,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
-from sftkit.runtime.open import open_run
+from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.script import script
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
@@ -139,7 +139,8 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
 
 def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     resume = effective_resume(cfg.train.resume, cfg.run.dir, os.environ)
-    folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+    open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+    folder = Path(cfg.run.dir)
     Path(f"{run_dir}.pid{rt.rank}").write_text(str(os.getpid()))
     load(fault, run_dir, cfg, rt)
     others = fault == "other data" and rt.rank == 1
@@ -154,6 +155,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(resume)
+    take_place(cfg.run.dir, resume, rt)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         if fault == "evaluating":

@@ -17,7 +17,8 @@ class DataError(Exception):
 
 
 class CheckpointError(Exception):
-    """A checkpoint that had to be written, the last one of a run or of a stop, could not be: the message says why."""
+    """A checkpoint that had to be written, the last one of a run or of a stop, or one to resume that had to be read, could
+    not be: the message says why."""
 
 
 class NonFiniteError(Exception):

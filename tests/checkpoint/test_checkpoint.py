@@ -33,7 +33,6 @@ from sftkit.data.loader import Batches
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
-from sftkit.runtime.open import open_run
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.runtime.rundir import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.tracking.tracker import Tracker
@@ -263,16 +262,6 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_its_summary(tmp_path: 
     write_summary(tmp_path, run(tmp_path, tokenizer, max_steps=3, resume="auto"), cpu_runtime())
     assert (tmp_path / "summary.json").read_text() == before
     assert "already finished at step 3" in capsys.readouterr().out
-
-
-def test_a_run_that_is_not_resumed_never_finds_what_an_earlier_one_left(tmp_path: Path) -> None:
-    rt = cpu_runtime()
-    folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
-    (folder / "tokenizer").mkdir()
-    assert not (open_run(str(tmp_path / "run"), None, "run: {}\n", rt) / "tokenizer").exists()
-    assert (tmp_path / "run.old-1" / "tokenizer").is_dir()
-    assert open_run(str(tmp_path / "run"), "auto", "run: {}\n", rt) == folder
-    assert not (tmp_path / "run.old-2").exists()
 
 
 def test_resuming_with_another_optimizer_or_precision_is_refused(tmp_path: Path, tokenizer) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from sftkit.checkpoint import weight_files
 from sftkit.checkpoint.compatibility import check_recipe
 from sftkit.checkpoint.state_store import load_states, save_states, snapshot_states
-from sftkit.errors import ConfigError
+from sftkit.errors import CheckpointError, ConfigError
+from sftkit.runtime.rundir import step_dir
 
 RECIPE = "run: {seed: 0}\noptim: {name: adamw, lr: 1e-4}\ntrain: {max_steps: 10, epochs: null, micro_batch_size: 4}\n"
 IDENTITY = {"model": {"hidden_size": 32, "layers": [1, 2]}, "tokenizer": "a" * 64, "data": {"train": "x"}}
@@ -103,3 +107,52 @@ def test_states_of_other_names_shapes_or_dtypes_are_refused_by_name(tmp_path: Pa
             load_states({**back, **wrong}, tmp_path)
     with pytest.raises(ConfigError, match="empty is only in the checkpoint"):
         load_states({name: back[name] for name in ("exp_avg.a", "step.a")}, tmp_path)
+
+
+def test_auto_is_refused_with_a_list_where_checkpoints_are_there_and_none_verifies(tmp_path: Path, tokenizer) -> None:
+    trained = Run(tmp_path, tokenizer, cpu_runtime())
+    trained.steps(0, 2, every=1)
+    trained.checkpoints.finish()
+    for step in (1, 2):
+        flip_last_byte(step_dir(tmp_path, step) / "model.safetensors")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        ConfigError, match=r"(?s)no checkpoint in .* verifies:.*step-000002/.*sha256.*step-000001/.*sha256"
+    ):
+        Run(tmp_path, tokenizer, cpu_runtime()).checkpoints.resume("auto")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert Run(tmp_path / "new", tokenizer, cpu_runtime()).checkpoints.resume("auto") == {"step": 0}
+
+
+@pytest.mark.parametrize("unreadable", ["manifest.json", "model.safetensors", ""])
+def test_a_disk_that_cannot_be_read_is_not_taken_for_one_without_checkpoints(
+    tmp_path: Path, tokenizer, monkeypatch, unreadable: str
+) -> None:
+    trained = Run(tmp_path, tokenizer, cpu_runtime())
+    trained.steps(0, 2, every=1)
+    trained.checkpoints.finish()
+    broken = step_dir(tmp_path, 2) / unreadable if unreadable else tmp_path
+    monkeypatch.setattr(Path, "open", failing_at(broken, Path.open))
+    monkeypatch.setattr(os, "listdir", failing_at(broken, os.listdir))
+    monkeypatch.setattr(os, "scandir", failing_at(broken, os.scandir))
+    with pytest.raises(CheckpointError, match=r"cannot be read \(\[Errno 5\].*Nothing was changed"):
+        Run(tmp_path, tokenizer, cpu_runtime()).checkpoints.resume("auto")
+    monkeypatch.undo()
+    assert list(tmp_path.glob("*.old-*")) == []
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def failing_at(broken: Path, original: Any) -> Any:
+    """A function of a path that fails as on a disk with a bad block."""
+
+    def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(path) == broken:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return original(path, *args, **kwargs)
+
+    return read

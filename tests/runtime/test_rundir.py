@@ -88,7 +88,7 @@ def test_every_name_says_what_the_file_holds() -> None:
 
 
 def test_step_directories_are_found_in_order_and_strange_names_are_none(tmp_path: Path) -> None:
-    for name in ("step-000010", "step-1000000", "step-000002", "step-2", ".step-000003.tmp", "step-000004.old-1"):
+    for name in ("step-000010", "step-1000000", "step-000002", "step-2", ".step-000003.ab12.tmp", "step-000004.old-1"):
         (tmp_path / name).mkdir()
     found = rundir.step_dirs(tmp_path)
     assert [folder.name for folder in found] == ["step-000002", "step-000010", "step-1000000"]
@@ -100,7 +100,7 @@ def test_step_directories_are_found_in_order_and_strange_names_are_none(tmp_path
         *[None] * 3,
     ]
     unfinished = {path.name for pattern in rundir.UNFINISHED for path in tmp_path.glob(pattern)}
-    assert unfinished == {rundir.being_written(tmp_path / "step-000003").name}
+    assert unfinished == {rundir.being_written(tmp_path / "step-000003", "ab12").name}
 
 
 def test_an_archived_directory_keeps_its_name_and_is_known_as_one(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from helpers import ROOT, cpu_runtime
 
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
+from sftkit.runtime.launcher import check_group
 from sftkit.runtime.open import open_run
 from sftkit.runtime.signals import SIGNALS, Stopping
 
@@ -173,6 +174,26 @@ def test_one_of_several_ranks_ends_its_process_at_once_while_it_still_listens(tm
     with pytest.raises(SystemExit):
         run()
     assert ended == [1]
+
+
+def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_with_the_cause(tmp_path: Path) -> None:
+    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("ACCELERATE_USE_CPU", None)  # as for a GPU run whose driver is broken
+    done = preloaded.run(["tests/faults_worker.py", str(tmp_path / "run"), "none"], 2, env)
+    assert done.returncode != 0
+    assert done.stderr.count("WORLD_SIZE=2, but this process has found no others") == 2
+    assert "no GPU can be used" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_size_of_the_group_is_that_of_the_launcher() -> None:
+    check_group({}, 1, lambda: "no driver")
+    check_group({"WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2, lambda: "no driver")
+    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE=4, but this process is in a group of 2"):
+        check_group({"OMPI_COMM_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 2, lambda: None)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not set"):
+        check_group({"WORLD_SIZE": "2"}, 1, lambda: "no driver")
 
 
 SCRIPT = """

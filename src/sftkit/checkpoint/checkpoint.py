@@ -168,24 +168,27 @@ class Checkpoints:
             f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
-    def check_space(self, estimated_bytes: float) -> None:
+    def check_space(self, estimated_bytes: float, anew: bool = False) -> None:
         """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
 
         Args:
             estimated_bytes: of one checkpoint: weights and optimizer states.
+            anew: the checkpoints that are in the directory are of an earlier run, which this one will not prune.
 
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes))
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, anew))
         if problem:
             raise ConfigError(problem)
 
-    def _space_problem(self, estimated_bytes: float) -> str | None:
-        sweep(self.run_dir)
+    def _space_problem(self, estimated_bytes: float, anew: bool) -> str | None:
+        if not anew:
+            sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
         at_once = self.config.keep + 1 if self.config.every else 1
-        needed = estimated_bytes * max(at_once - len(step_dirs(self.run_dir)), 1)
+        there = 0 if anew else len(step_dirs(self.run_dir))
+        needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
         if free >= needed:
             return None
@@ -206,7 +209,9 @@ class Checkpoints:
             the state given to `save`, with "step"; {"step": 0} for a new start.
 
         Raises:
-            ConfigError: the named directory does not verify, or belongs to another model, data, optimizer or recipe.
+            ConfigError: the named directory, or none that is there, verifies, or it belongs to another model, data,
+                optimizer or recipe.
+            CheckpointError: what is there cannot be read.
         """
         found = self.rt.from_main(lambda: self._decide(setting, changes))
         if isinstance(found, Exception):
@@ -248,21 +253,38 @@ class Checkpoints:
             return error
 
     def find(self, setting: str | None) -> Path | None:
-        """The checkpoint that `setting` means, None for a new start."""
+        """The checkpoint that `setting` means, None for a new start.
+
+        Raises:
+            ConfigError: the one that is named does not verify, or none of those that are there does.
+            CheckpointError: what is on the disk cannot be read.
+        """
         if setting is None:
             return None
-        if setting != "auto":
-            folder = Path(setting)
-            problem = verify(folder)
-            if problem:
-                raise ConfigError(f"train.resume={setting}: {problem}")
-            return folder
-        for folder in reversed(step_dirs(self.run_dir)):
-            problem = verify(folder)
-            if problem is None:
+        try:
+            if setting != "auto":
+                folder = Path(setting)
+                if problem := verify(folder):
+                    raise ConfigError(f"train.resume={setting}: {problem}")
                 return folder
-            log.warning("checkpoint passed over: %s", problem)
-            self.passed_over.append(f"checkpoint passed over: {problem}")
+            for folder in reversed(step_dirs(self.run_dir)):
+                problem = verify(folder)
+                if problem is None:
+                    return folder
+                log.warning("checkpoint passed over: %s", problem)
+                self.passed_over.append(f"checkpoint passed over: {problem}")
+        except OSError as error:
+            raise CheckpointError(
+                f"train.resume={setting}: {self.run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
+                "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
+                "directory"
+            ) from error
+        if self.passed_over:
+            lines = "\n  ".join(self.passed_over)
+            raise ConfigError(
+                f"train.resume=auto: no checkpoint in {self.run_dir} verifies:\n  {lines}\nName one that is whole "
+                "(train.resume=PATH), or start anew with train.resume=null: this run is then renamed, not overwritten"
+            )
         return None
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:

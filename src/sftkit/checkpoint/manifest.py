@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,11 +69,15 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest."""
+    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest.
+
+    Raises:
+        OSError: a file that is there cannot be read, so nothing is known of it.
+    """
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
     if TRAINING_STATE not in expected:
         return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
@@ -116,7 +121,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
-    doomed = being_deleted(folder)
+    doomed = being_deleted(folder, secrets.token_hex(4))
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 import threading
 import time
@@ -76,6 +77,8 @@ class Writer:
         "write_seconds and bytes of the last published checkpoint"
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
+        self._token = ""
+        "of this run, in the names of what it has not published: the same on every rank, and no other run's"
         self._lock = threading.Lock()
         self._writing: int | None = None
         self._best_in_writing: Best | None = None
@@ -84,6 +87,7 @@ class Writer:
         """Begin to write; the one before has to be finished."""
         if self.rt.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
+        self._token = self._token or self.rt.from_main(lambda: secrets.token_hex(4))
         self._writing, self.failure = snapshot.step, None
         # A daemon: a run that fails does not wait for it. What it leaves is a temporary folder, which is swept.
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
@@ -112,7 +116,7 @@ class Writer:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
-        temporary = being_written(step_dir(self.run_dir, snapshot.step))
+        temporary = being_written(step_dir(self.run_dir, snapshot.step), self._token)
         try:
             with torch.no_grad():
                 num_bytes = self._write_all(snapshot, temporary)

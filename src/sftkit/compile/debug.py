@@ -50,8 +50,14 @@ class CompilerFiles(logging.Handler):
         self.names = {artifact: name for name in debug for artifact in ARTIFACTS[name]}
         self.generated: list[dict[str, Any]] = []
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
-        folder.mkdir(parents=True)
+        self._ready = False
+
+    def make_folder(self) -> None:
+        """Make it when there is something to write, which is in the warm-up: before, an earlier run may be in its place."""
+        if not self._ready:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start of this run
+            self.folder.mkdir(parents=True)
+            self._ready = True
 
     def is_theirs(self, record: logging.LogRecord) -> bool:
         """Whether the record goes to the terminal as ever, being none of those that are written here."""
@@ -63,6 +69,7 @@ class CompilerFiles(logging.Handler):
             return
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
+            self.make_folder()
             if name == "output_code":
                 if text.startswith("Output code:"):
                     self._add_code(graph, text.partition("\n")[2])
@@ -152,6 +159,7 @@ def torch_loggers() -> list[logging.Logger]:
 
 def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:
     """What `compiler_logs` yields."""
+    files.make_folder()
     if rank != 0:
         return
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)

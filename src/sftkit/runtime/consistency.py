@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
+from sftkit.runtime.lock import place
 
 if TYPE_CHECKING:
     from sftkit.runtime.start import Runtime
@@ -53,18 +52,11 @@ def compare(values: list[dict[str, str]]) -> list[str]:
 def neighbours(rt: Runtime) -> dict[int, int]:
     """Rank -> process id of the ranks that this process can see, so on its machine and in its container; every rank must
     call it."""
-    here = (_place(), os.getpid())
+    here = (place(), os.getpid())
     gathered = [here] * rt.world_size
     if rt.world_size > 1:
         torch.distributed.all_gather_object(gathered, here)
     return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
-
-
-def _place() -> tuple[str, str, str]:
-    """Where process ids have a meaning: host names alone may be the same on several machines."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    found = boot.read_text().strip() if boot.exists() else ""
-    return socket.gethostname(), found, os.readlink(namespace) if namespace.exists() else ""
 
 
 def identity(recipe: str) -> dict[str, str]:

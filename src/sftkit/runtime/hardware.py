@@ -56,6 +56,17 @@ def peak_flops_by_name(name: str) -> float | None:
     return dict(PEAK_BF16_FLOPS)[found.group()]
 
 
+def why_no_gpu() -> str | None:
+    """Return why torch can use no GPU, in its own words; None: it can."""
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return "torch finds none"
+
+
 def device_name(device: torch.device) -> str:
     """'NVIDIA H200', or 'CPU (2 cores)'."""
     return (

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from sftkit.errors import ConfigError
 
 HANDLED = "PET_SIGNALS_TO_HANDLE"
 "torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
+GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"In which a launcher says how many processes it has started; the first that is set counts, as for Accelerate."
 
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's elastic launcher, which starts several processes, needs to pass every signal on."""
     return {} if HANDLED in environ else {HANDLED: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+
+
+def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:
+    """Check that the launcher's processes are one run, and not so many that each train alone and write over one another.
+
+    Args:
+        processes: in the group that was formed; 1: none was.
+        why_no_gpu: tells why torch can use no GPU; None: it can.
+
+    Raises:
+        ConfigError: with the cause, as far as it is known.
+    """
+    name = next((name for name in GROUP_SIZES if name in environ), None)
+    if name is None or int(environ[name]) == processes:
+        return
+    if "LOCAL_RANK" not in environ:
+        cause = "LOCAL_RANK is not set. Start the processes with make, python -m sftkit.launch, torchrun or accelerate launch"
+    elif processes == 1 and (why := why_no_gpu()) is not None:
+        cause = (
+            f"no GPU can be used ({why}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
+            "ACCELERATE_USE_CPU=true"
+        )
+    else:
+        cause = "start all processes by one launcher: torchrun or accelerate launch"
+    group = f"this process is in a group of {processes}" if processes > 1 else "this process has found no others"
+    raise ConfigError(
+        f"{name}={environ[name]}, but {group}: each would train by itself and write over the others' run. Cause: {cause}"
+    )
 
 
 def check_launcher(environ: Mapping[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ STATUS = "run_status.json"
 "How the run stands or ended, for people and requeue scripts: runtime/status.py."
 ERRORS = "rank-errors"
 "Folder with the error of each rank that failed: runtime/status.py."
+LOCK = ".lock"
+"Which process writes here; there while a run is at work: runtime/lock.py."
 HEARTBEATS = ".heartbeat"
 "Folder in which each of several ranks says where it is: runtime/watchdog.py."
 PREFLIGHT = "preflight.json"
@@ -37,6 +40,9 @@ COMPILE_SUMMARY = "summary.md"
 "In COMPILE, SUMMARY for reading."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
+
+ATTEMPT = ".attempt"
+"Folder inside the directory of an earlier run, in which a start writes until nothing can refuse it: runtime/attempt.py."
 
 # ---- lines and results: tracking and evals ---------------------------------------------------------------------------
 
@@ -79,6 +85,23 @@ OPTIMIZER = f"{STATE}/optimizer"
 "In a step directory, the folder with the optimizer's states: checkpoint/state_store.py."
 
 _STEP = "step-"
+BEFORE_STEPS = (
+    CONFIG,
+    ENVIRONMENT,
+    STATUS,
+    ERRORS,
+    HEARTBEATS,
+    PREFLIGHT,
+    PROOF,
+    REPORT,
+    REPORT_DATA,
+    TOKENIZER,
+    COMPILE,
+    EVENTS,
+)
+"What a start writes before its first step; where there is nothing else, there is no run."
+OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*")
+"Glob patterns of what a run has written that came to its first step, its checkpoints aside."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
 UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")
@@ -98,9 +121,16 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 
 def step_dirs(run_dir: Path) -> list[Path]:
-    """Return the published step directories, oldest first."""
-    found = [path for path in run_dir.glob(STEP_DIRS) if _STEP_DIR.fullmatch(path.name)]
-    return sorted(found, key=step_number)
+    """Return the published step directories, oldest first.
+
+    Raises:
+        OSError: a run directory that is there cannot be read.
+    """
+    try:
+        names = os.listdir(run_dir)  # glob would find nothing in a folder that it may not read
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((run_dir / name for name in names if _STEP_DIR.fullmatch(name)), key=step_number)
 
 
 def step_number(folder: Path) -> int:
@@ -114,14 +144,14 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def being_written(folder: Path) -> Path:
-    """Return what a step directory is called until it is whole; UNFINISHED finds it."""
-    return folder.with_name(f".{folder.name}.tmp")
+def being_written(folder: Path, token: str) -> Path:
+    """Return what a step directory is called until it is whole, by the run of this token; UNFINISHED finds it."""
+    return folder.with_name(f".{folder.name}.{token}.tmp")
 
 
-def being_deleted(folder: Path) -> Path:
-    """Return what a step directory is called while it is deleted; UNFINISHED finds it."""
-    return folder.with_name(f".{folder.name}.del")
+def being_deleted(folder: Path, token: str) -> Path:
+    """Return what a step directory is called while it is deleted, by whoever has this token; UNFINISHED finds it."""
+    return folder.with_name(f".{folder.name}.{token}.del")
 
 
 def evaluation_dir(run_dir: Path, step: int) -> Path:

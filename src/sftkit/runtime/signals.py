@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+from sftkit.runtime.lock import release_all
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 "What asks for a stop; of several that came, the first of these is the reason that is written down."
 
@@ -192,6 +194,7 @@ def end_process(code: int) -> NoReturn:
         except psutil.Error:
             continue
     try:
+        release_all()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # a log on a full disk, a terminal that is gone
                 stream.flush()

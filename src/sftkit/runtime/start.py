@@ -6,8 +6,9 @@ import gc
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +28,11 @@ from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.topology import Topology, take_topology
-from sftkit.errors import ConfigError, Stopped
-from sftkit.runtime.hardware import device_name
+from sftkit.errors import ConfigError, DataError, Stopped
+from sftkit.runtime.attempt import leaves_nothing, withdraw
+from sftkit.runtime.hardware import device_name, why_no_gpu
+from sftkit.runtime.launcher import check_group
+from sftkit.runtime.lock import RunLock
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
 from sftkit.runtime.status import RunStatus, report
 
@@ -53,6 +57,11 @@ class Runtime:
     "where this rank is in the run; None before its directory is opened"
     page: Callable[[Path], None] | None = None
     "what writes the page of the run directory when the run has failed"
+    lock: RunLock | None = None
+    "of the run directory; on the main rank"
+    replaced: Path | None = None
+    "what an earlier run in the directory is called since this one took its place; on the main rank"
+    _withdrawing: threading.Lock = field(default_factory=threading.Lock)
     at_end: ExitStack = field(default_factory=ExitStack)
     "what has to be put back when the run ends, registered by whoever changes it"
 
@@ -62,7 +71,12 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             # Told before signals are given back: the launcher sends one when another rank has failed.
-            code = report(error, self.status, self.page) if isinstance(error, Exception) else None
+            refused = isinstance(error, ConfigError | DataError)
+            stays = self.status is not None and not leaves_nothing(self.status, self.replaced, refused)
+            page = self.page if stays else None
+            code = report(error, self.status, page) if isinstance(error, Exception) else None
+            if error is not None:
+                self.withdraw(refused)
             if code is not None and self.world_size > 1:
                 end_process(code)  # closing the process group would wait for ranks that wait for this one
         finally:
@@ -76,6 +90,14 @@ class Runtime:
             self.at_end.close()
         finally:
             self.stopping.close()
+            if self.lock is not None:
+                self.lock.release()
+
+    def withdraw(self, refused: bool) -> None:
+        """Leave the directory as it was, if this start came to no step; see attempt.withdraw."""
+        if self.is_main and self.status is not None:
+            with self._withdrawing, suppress(OSError):  # once: by the main thread or by the one that reads signals
+                withdraw(self.status, self.replaced, refused)
 
     def open_status(self, run_dir: Path) -> RunStatus:
         """Return the status of the run in this directory, the same object until another directory is opened."""
@@ -185,6 +207,9 @@ def start(
     Args:
         dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.
         page: writes the page of the run directory when the run has failed.
+
+    Raises:
+        ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
@@ -198,6 +223,7 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
     )
+    check_group(os.environ, accelerator.num_processes, why_no_gpu)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)

@@ -65,6 +65,10 @@ class RunStatus:
     "this rank's own"
     neighbours: dict[int, int] = field(default_factory=dict)
     "rank -> process id of the ranks on this machine"
+    stepped: bool = False
+    "whether this start has come to its first step"
+    inode: int | None = None
+    "of the directory that was opened: under its name may be an earlier run again; None: not known"
 
     def at(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step."""
@@ -72,10 +76,24 @@ class RunStatus:
         if self.phase == "step":
             self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
         self.step, self.phase, self.since = step, phase, now
+        self.stepped = self.stepped or phase == "step"
 
     def progress(self) -> None:
         """Note that the present phase goes on: a part of it is done."""
         self.since = time.monotonic()
+
+    def open(self, run_dir: Path) -> None:
+        """Note where this start writes from here on."""
+        self.run_dir, self.inode = run_dir, None
+        with suppress(FileNotFoundError):  # a shared file system may show it to this machine later
+            self.inode = run_dir.stat().st_ino
+
+    def is_withdrawn(self) -> bool:
+        """Whether the main rank has left the directory to an earlier run, which this one must not write to."""
+        try:
+            return not self.stepped and self.inode is not None and self.run_dir.stat().st_ino != self.inode
+        except FileNotFoundError:
+            return True
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """The run starts: what an earlier start left is cleared. Main rank."""
@@ -84,6 +102,8 @@ class RunStatus:
 
     def write(self, status: Outcome, **more: Any) -> None:
         """Replace run_status.json."""
+        if self.is_withdrawn():
+            return
         before = read_status(self.run_dir)
         values = {
             "status": status,
@@ -129,8 +149,9 @@ class RunStatus:
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
             file = error_file(self.run_dir, self.rank)
             with suppress(OSError):  # on a full disk the error itself is what must be told
-                file.parent.mkdir(parents=True, exist_ok=True)
-                _replace(file, asdict(self.failure))
+                if not self.is_withdrawn():
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    _replace(file, asdict(self.failure))
         return self.failure
 
     def failures(self) -> list[Failure]:

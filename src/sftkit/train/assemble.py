@@ -34,7 +34,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
-from sftkit.runtime.open import open_run
+from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
@@ -54,6 +54,7 @@ class Run:
     cfg: Config
     rt: Runtime
     dir: Path
+    "where it writes before it has passed every check: run.dir, or a folder in it beside an earlier run"
     resume: str | None
     "train.resume, or auto where the launcher has started the run again"
 
@@ -153,7 +154,8 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
         start.orig_model,
     )
     layout, source = data.batches.layout, run.cfg.model
-    return engine_of(run.cfg, run.rt, run.dir, start.orig_model, objective, layout, source, record)
+    run_dir = Path(run.cfg.run.dir)
+    return engine_of(run.cfg, run.rt, run_dir, start.orig_model, objective, layout, source, record)
 
 
 def engine_of(
@@ -186,8 +188,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         NonFiniteError, CheckpointError: as train says.
     """
     cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
-    checkpoints = open_checkpoints(run, start, data, engine)
-    resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
+    run_dir = Path(cfg.run.dir)
     suite = Suite(
         cfg.eval,
         start.orig_model,
@@ -197,10 +198,13 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         data.validation,
         data.batches.layout,
         data.samples,
-        run.dir,
+        run_dir,
     )
+    checkpoints = open_checkpoints(run, start, data, engine)
+    resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
+    take_place(cfg.run.dir, run.resume, rt)
     there = (resumed["step"], resumed.get("tracker"), is_open(resumed))
-    with Tracker(run.dir, cfg.log, rt, asdict(cfg), *there) as tracker:
+    with Tracker(run_dir, cfg.log, rt, asdict(cfg), *there) as tracker:
         trained = train(
             cfg,
             rt,
@@ -212,7 +216,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
             resumed=resumed,
             checked=[prompt_check(data.asked)],
         )
-    write_summary(run.dir, trained, rt)
+    write_summary(run_dir, trained, rt)
 
 
 def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
@@ -224,7 +228,14 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(run.cfg)
     checkpoints = Checkpoints(
-        run.dir, run.cfg.checkpoint, run.rt, start.orig_model, start.tokenizer, engine.optimizer, recipe, identity
+        Path(run.cfg.run.dir),
+        run.cfg.checkpoint,
+        run.rt,
+        start.orig_model,
+        start.tokenizer,
+        engine.optimizer,
+        recipe,
+        identity,
     )
-    checkpoints.check_space(engine.setup.checkpoint_bytes)
+    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=run.resume is None)
     return checkpoints

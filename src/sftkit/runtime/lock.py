@@ -1,0 +1,220 @@
+"""The lock of a run directory: one live run writes there, and a second one is told which it is. No torch.
+
+The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for the
+message, and for file systems whose flock does not exist or does not reach other machines.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from sftkit.errors import ConfigError
+from sftkit.runtime.rundir import LOCK
+
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+"File systems that one machine alone writes, so that its kernel knows every lock."
+_SETTLE_SECONDS = 0.5
+"How long a record without flock is watched: of two starts at a time the one that wrote first sees the other's."
+_SAME_START = 2.0
+"Seconds by which the start of a process may seem to differ: it is counted from the boot, whose time clocks correct."
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock's record names."""
+
+    host: str
+    machine: str
+    "the boot of its kernel: containers of a machine share it"
+    processes: str
+    "the namespace in which its id has a meaning"
+    pid: int
+    started: float
+    "when the process was, Unix time"
+    since: float
+    "when it took the lock, Unix time"
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.pid} on {self.host}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+        )
+
+    def is_here(self) -> bool:
+        """Whether its id means a process that this one could see."""
+        return (self.machine, self.processes) == place()[1:]
+
+    def lives(self) -> bool:
+        """Whether there is such a process, and not a later one of its id; for one that is here."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < _SAME_START
+        except psutil.Error:
+            return False
+
+
+class RunLock:
+    """A lock that this process holds; forks of it, which data workers are, do not keep it."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+        _held.append(self)
+
+    def release(self) -> None:
+        """Remove the file and let go. Nothing happens the second time, and in a fork."""
+        if self._descriptor < 0:
+            return
+        with suppress(OSError):
+            if self._is_at(self.path):
+                self.path.unlink()
+        self.let_go()
+
+    def moved(self, run_dir: Path) -> None:
+        """Hear that the directory has another name now."""
+        self.path = run_dir / LOCK
+
+    def let_go(self) -> None:
+        """Close the descriptor; the file stays."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+        _held.remove(self)
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            found, ours = path.stat(), os.fstat(self._descriptor)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+_held: list[RunLock] = []
+
+
+def _leave_to_parent() -> None:
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def release_all() -> None:
+    """Release what this process holds, which is about to end without more ado."""
+    for lock in list(_held):
+        lock.release()
+
+
+def take(run_dir: Path) -> RunLock:
+    """Take the lock of a run directory, which is made if need be. What a process that is gone left is taken over.
+
+    Raises:
+        ConfigError: another run holds it, or may: with its process, host and time, and what to do.
+    """
+    path = run_dir / LOCK
+    while True:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        except FileNotFoundError:  # renamed by the holder that has just ended
+            continue
+        try:
+            by_kernel = _flock(lock._descriptor, path)
+            if lock._is_at(path):
+                _check_earlier(read_holder(path), by_kernel, path)
+                _write(lock._descriptor, path, by_kernel)
+                return lock
+        except BaseException:
+            lock.let_go()
+            raise
+        lock.let_go()
+
+
+def read_holder(path: Path) -> Holder | None:
+    """What a lock file says; None: nothing that can be read."""
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def place() -> tuple[str, str, str]:
+    """Where process ids have a meaning: host, boot of its kernel, namespace. Host names alone may be the same on several
+    machines."""
+    host = socket.gethostname()
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    machine = boot.read_text().strip() if boot.exists() else host
+    return host, machine, os.readlink(namespace) if namespace.exists() else ""
+
+
+def _flock(descriptor: int, path: Path) -> bool:
+    """Whether the kernel has given the lock; False: this file system knows none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        end = time.monotonic() + _SETTLE_SECONDS
+        while (holder := read_holder(path)) is None and time.monotonic() < end:
+            time.sleep(0.02)  # it is writing it
+        raise ConfigError(_refusal(path, holder)) from None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        return False
+    return True
+
+
+def _check_earlier(holder: Holder | None, by_kernel: bool, path: Path) -> None:
+    """Raise where the holder that the record names may still be at work."""
+    if holder is None:
+        return
+    host, machine, _ = place()
+    if holder.machine == machine:
+        if by_kernel or (holder.is_here() and not holder.lives()):
+            return
+        raise ConfigError(_refusal(path, holder, sure=holder.is_here()))
+    if holder.host == host and holder.started < psutil.boot_time():
+        return  # this machine was started again since
+    if not (by_kernel and _is_local(path)):
+        raise ConfigError(_refusal(path, holder, sure=False))
+
+
+def _write(descriptor: int, path: Path, by_kernel: bool) -> None:
+    now, started = time.time(), psutil.Process().create_time()
+    text = json.dumps(asdict(Holder(*place(), os.getpid(), started, now))).encode()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text, 0)
+    if not by_kernel:
+        os.fsync(descriptor)
+        time.sleep(_SETTLE_SECONDS)
+        if path.read_bytes() != text:
+            raise ConfigError(_refusal(path, read_holder(path)))
+
+
+def _is_local(path: Path) -> bool:
+    """Whether no other machine writes to the file system of a path, as far as is known."""
+    folder, found = path.resolve(), ("", "")
+    for part in psutil.disk_partitions(all=True):
+        if folder.is_relative_to(part.mountpoint) and len(part.mountpoint) >= len(found[0]):
+            found = (part.mountpoint, part.fstype)
+    return found[1] in _LOCAL
+
+
+def _refusal(path: Path, holder: Holder | None, sure: bool = True) -> str:
+    who = "another process" if holder is None else str(holder)
+    if sure:
+        return (
+            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their checkpoints: "
+            "wait for it, stop it, or take another run.dir"
+        )
+    return (
+        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. If it is "
+        f"gone, remove {path} and start again; else wait for it, or take another run.dir"
+    )

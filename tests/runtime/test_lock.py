@@ -1,0 +1,207 @@
+"""One live run in a directory: a second start is refused by name, and nothing of a process that is gone is in the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from helpers import cpu_runtime
+
+from sftkit.errors import ConfigError
+from sftkit.runtime import lock
+from sftkit.runtime.lock import Holder, place, read_holder, take
+from sftkit.runtime.open import open_run
+from sftkit.runtime.rundir import LOCK
+
+ME = Holder(*place(), os.getpid(), psutil.Process().create_time(), time.time())
+
+
+def in_fork(do: Callable[[], object]) -> int:
+    """Exit code of a fork that does it: 0, or 3 where it is refused."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            do()
+            code = 0
+        except ConfigError:
+            code = 3
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def holding(do: Callable[[], object]) -> int:
+    """The id of a fork that has done it and then lives on."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            do()
+            os.write(writes, b"!")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    assert os.read(reads, 1) == b"!"
+    os.close(reads)
+    os.close(writes)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def record(run_dir: Path, holder: Holder) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / LOCK).write_text(json.dumps(asdict(holder)))
+
+
+@pytest.fixture
+def no_flock(monkeypatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 0.05)
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_second_start_in_the_directory_of_a_live_run_is_refused_by_name_and_touches_nothing(tmp_path, resume) -> None:
+    folder = tmp_path / "sft"
+    child = holding(lambda: open_run(str(folder), resume, "run: {}\n", cpu_runtime()))
+    (folder / ".step-000002.abcd.tmp").mkdir()
+    before = contents(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match=rf"process {child} on .*, since \d{{4}}-.*another run.dir"):
+            open_run(str(folder), resume, "run: {}\n", cpu_runtime())
+    finally:
+        end(child)
+    assert contents(tmp_path) == before
+
+
+def test_a_killed_run_leaves_no_lock_to_remove_and_its_data_workers_hold_none(tmp_path: Path) -> None:
+    workers: list[int] = []
+    reads, writes = os.pipe()
+
+    def with_worker() -> None:
+        take(tmp_path)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+        os.write(writes, f"{worker}\n".encode())
+
+    child = holding(with_worker)
+    workers.append(int(os.read(reads, 32)))
+    try:
+        assert in_fork(lambda: take(tmp_path)) == 3
+        end(child)
+        assert psutil.pid_exists(workers[0])
+        assert in_fork(lambda: take(tmp_path)) == 0
+    finally:
+        os.kill(workers[0], signal.SIGKILL)
+        os.close(reads)
+        os.close(writes)
+
+
+def test_the_lock_of_a_run_ends_with_it_and_of_several_starts_one_gets_it(tmp_path: Path) -> None:
+    with cpu_runtime() as rt:
+        folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+        holder = read_holder(folder / LOCK)
+        assert holder is not None
+        assert (holder.host, holder.pid) == (ME.host, os.getpid())
+        assert in_fork(lambda: take(folder)) == 3
+    assert not (folder / LOCK).exists()
+    assert in_fork(lambda: take(folder)) == 0
+    children = []
+    go = time.time() + 0.3
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            time.sleep(max(go - time.time(), 0))
+            code = 3
+            try:
+                take(folder)
+                code = 0
+                time.sleep(1)
+            except ConfigError:
+                pass
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    assert codes == [0, 3, 3, 3, 3, 3]
+
+
+def test_a_process_that_ends_at_once_releases_its_lock(tmp_path: Path) -> None:
+    from sftkit.runtime.signals import end_process
+
+    def run() -> None:
+        take(tmp_path)
+        end_process(0)
+
+    assert in_fork(run) == 0
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Path) -> None:
+    held = take(tmp_path)
+    assert in_fork(lambda: take(tmp_path)) == 3
+    held.release()
+    assert not (tmp_path / LOCK).exists()
+    gone = in_fork_id()
+    for dead in (replace(ME, pid=gone), replace(ME, started=ME.started - 100)):
+        record(tmp_path, dead)
+        take(tmp_path).release()
+    record(tmp_path, replace(ME, processes="pid:[1]"))
+    with pytest.raises(ConfigError, match=r"cannot be seen from here.*remove .*\.lock"):
+        take(tmp_path)
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_two_starts_at_a_time_do_not_both_get_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: record(tmp_path, replace(ME, pid=1)))
+    with pytest.raises(ConfigError, match="process 1 on"):
+        take(tmp_path)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_record_of_another_machine_is_believed_unless_the_disk_is_this_machines_own(
+    tmp_path, monkeypatch, local
+) -> None:
+    kind = "ext4" if local else "nfs4"
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    record(tmp_path / "run", replace(ME, host="node17", machine="another boot"))
+    if local:
+        take(tmp_path / "run").release()
+        return
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on node17.*remove .*run/\.lock"):
+        take(tmp_path / "run")
+    record(tmp_path / "run", replace(ME, machine="the boot before", started=psutil.boot_time() - 1000))
+    take(tmp_path / "run").release()
+
+
+def in_fork_id() -> int:
+    """The id of a process that is gone."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
