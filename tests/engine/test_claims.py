@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,6 @@ def hook(*_: object) -> None:
         ("model.layers.1.mlp", "register_forward_hook", "model.layers.1.mlp: forward hook added after the warm-up"),
         ("model.layers.0.self_attn.q_proj", "register_forward_pre_hook", "q_proj: forward pre-hook added"),
         ("model.layers.0.mlp", "register_full_backward_hook", "model.layers.0.mlp: backward hook added"),
-        (
-            "lm_head",
-            "register_forward_hook",
-            "lm_head: forward hook added after the warm-up, and the train step does not",
-        ),
-        (
-            "",
-            "register_forward_hook",
-            "the model itself: forward hook added after the warm-up, and the train step does",
-        ),
     ],
 )
 def test_a_hook_that_the_step_does_not_run_is_found_with_its_module(
@@ -111,6 +102,7 @@ def test_a_hook_that_the_step_does_not_run_is_found_with_its_module(
     after = row(engine, HOOKS)
     assert after.ok is False
     assert found in after.found
+    assert "before the engine is built" in after.found
     assert "compile.enabled=false" in after.found
     assert dict(engine.report().events)["hook"] == [after.found]
     handle.remove()
@@ -145,8 +137,48 @@ def test_hooks_for_all_modules_are_found_and_an_uncompiled_step_runs_its_own(tmp
     warm(engine)
     orig_model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
     assert row(engine, HOOKS).ok
-    orig_model.register_forward_hook(hook)
-    assert row(engine, HOOKS).ok is False
+
+
+@pytest.mark.parametrize("compile", [COMPILED, CompileConfig(enabled=False)], ids=["compiled", "eager"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("lm_head", "lm_head"), ("", "the model itself"), ("projector", "projector")]
+)
+def test_a_hook_of_a_module_that_the_step_never_calls_is_found_whenever_it_was_added(
+    tmp_path: Path, compile: CompileConfig, name: str, said: str
+) -> None:
+    orig_model = tiny_llama()
+    orig_model.projector = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
+    module = orig_model.get_submodule(name)
+    ran: list[object] = []
+    before = module.register_forward_hook(lambda *_: ran.append(1))
+    engine, batches = engine_with(tmp_path, orig_model, compile=compile)
+    warm(engine)
+    ran.clear()  # the plain model, which steps are compared with, calls all of them
+    with engine.guarded():
+        engine.step(next(iter(batches.steps(0, 1))), 1e-3)
+    early = row(engine, HOOKS)
+    assert not ran
+    assert early.ok is False
+    assert early.found.startswith(f"{said}: forward hook does not run in a step")
+    assert "hook the final norm or a block" in early.found
+    assert "enabled=false" not in early.found, "it would not help"
+    before.remove()
+    assert row(engine, HOOKS).ok, "gone, and it never ran"
+    module.register_forward_pre_hook(hook)
+    assert f"{said}: forward pre-hook does not run in a step" in row(engine, HOOKS).found
+
+
+def test_hooks_that_parallelism_puts_on_such_modules_are_no_fault(tmp_path: Path) -> None:
+    def of_fsdp(*_: object) -> None:
+        """As torch.distributed.fsdp registers them."""
+
+    of_fsdp.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    orig_model = tiny_llama()
+    engine, _ = engine_with(tmp_path, orig_model)
+    orig_model.lm_head.register_forward_pre_hook(partial(of_fsdp, 1))
+    warm(engine)
+    orig_model.register_forward_hook(of_fsdp)
+    assert row(engine, HOOKS).ok
 
 
 def row(engine: Engine, name: str) -> Check:
