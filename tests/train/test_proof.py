@@ -12,6 +12,7 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.compile.contract import step_contract
+from sftkit.compile.records import records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
@@ -130,14 +131,19 @@ def test_a_recompile_that_is_refused_or_counted_fails_its_row(on_recompile: str)
             module(torch.zeros(3, 4)).sum().backward()
     except RecompileError as caught:
         error = caught
-    rows = {row.name: row.ok for row in compile_checks(True, watch, error)}
+
+    def now() -> dict[str, bool | None]:
+        checks = compile_checks(1, watch.evaluations, records_of(watch), error)
+        return {row.name: row.ok for row in checks}
+
+    rows = now()
     assert rows["Evaluation compiles nothing"] is None, "there was none"
     with watch.evaluating():
         pass
-    assert {row.name: row.ok for row in compile_checks(True, watch, error)}["Evaluation compiles nothing"]
+    assert now()["Evaluation compiles nothing"]
     with watch.evaluating():
         module(torch.zeros(5, 4))
-    after = {row.name: row.ok for row in compile_checks(True, watch, error)}
+    after = now()
     assert after["Evaluation compiles nothing"] is False
     watch.close()
     assert (error is not None) == (on_recompile == "error")

@@ -1,17 +1,19 @@
-"""Hooks of modules that come or go after the warm-up: compiled code runs those that it was compiled with, and no others.
+"""Hooks that the train step does not run: those of modules that it never calls, and those that compiled code does not know.
 
-Torch guards a module's `forward`, so replacing it is a recompile like any other; its hooks are not guarded
-(torch._dynamo.config.skip_nnmodule_hook_guards), and one that is added later is left out without a word.
+Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing it is a
+recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards), and one that is added
+later is left out without a word.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from sftkit.models.structure import decoder, head
+from sftkit.models.structure import decoder
 
 KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -23,9 +25,16 @@ KINDS = {
 EVERY_MODULE = "every module"
 "In place of a name: hooks that torch.nn.modules.module registers for all modules."
 ROOT = "the model itself"
-COMPILED = "which the compiled code does not notice"
-UNCALLED = "and the train step does not call this module"
-ADVICE = "add or remove hooks before the engine is built, or train with compile.enabled=false"
+COMPILED = (
+    "which the compiled code does not notice: add or remove hooks before the engine is built, or train with "
+    "compile.enabled=false"
+)
+UNCALLED = (
+    "does not run in a step, which never calls this module: it calls the decoder and reads the head's weight; hook the final "
+    "norm or a block"
+)
+OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
+"Whose own hooks on such modules are no fault: FSDP's on head and model are for other passes than a step."
 
 
 class Hook(NamedTuple):
@@ -37,23 +46,36 @@ class Hook(NamedTuple):
 
 
 class HookWatch:
-    """Remembers the hooks of a model when its step has been compiled, and finds what has changed since."""
+    """Remembers the hooks of a model when its step has been compiled, and finds those that the step does not run."""
 
     def __init__(self, orig_model: PreTrainedModel) -> None:
         self._model, self._hooks = orig_model, _hooks(orig_model)
 
     def unheeded(self) -> list[str]:
-        """A line for each change of hooks that the train step does not follow, with what to do. One look at each module."""
+        """A line for each kind of hook of a module that the train step does not run, and for each that it runs though it
+        is gone, with what to do. One look at each module."""
         now = _hooks(self._model)
-        if now == self._hooks:
-            return []
-        why = _not_followed(self._model)
-        lines = {
-            f"{hook.module}: {hook.kind} {'added' if hook in now else 'removed'} after the warm-up, {why[hook.module]}: {ADVICE}"
+        inside = _compiled(self._model) if now != self._hooks else set()
+        changed = {
+            f"{hook.module}: {hook.kind} {'added' if hook in now else 'removed'} after the warm-up, {COMPILED}"
             for hook in now ^ self._hooks
-            if hook.module in why
+            if hook.module in inside
         }
-        return sorted(lines)
+        called = set(decoder(self._model).modules())
+        uncalled = {
+            f"{name or ROOT}: {kind} {UNCALLED}"
+            for name, module in self._model.named_modules()
+            for field, kind in KINDS.items()
+            if module not in called and not all(map(_of_library, getattr(module, field).values()))
+        }
+        return sorted(changed | uncalled)
+
+
+def _of_library(hook: Any) -> bool:
+    """Whether a hook is one that parallelism has put there."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(OF_LIBRARIES)
 
 
 def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
@@ -71,15 +93,9 @@ def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
     return frozenset((*own, *of_all))
 
 
-def _not_followed(orig_model: PreTrainedModel) -> dict[str, str]:
-    """Name of a module -> why its hooks are not followed; hooks run of those that are called uncompiled."""
+def _compiled(orig_model: PreTrainedModel) -> set[str]:
+    """Names of the modules whose hooks are part of compiled code; those of a module that is called uncompiled run."""
     compiled = [module for module in orig_model.modules() if module._compiled_call_impl is not None]
     inside = {child for module in compiled for child in module.modules() if child is not module}
-    uncalled = {orig_model, head(orig_model)} - set(decoder(orig_model).modules())
-    found = {EVERY_MODULE: COMPILED} if inside else {}
-    for name, module in orig_model.named_modules():
-        if module in inside:
-            found[name] = COMPILED
-        elif module in uncalled:
-            found[name or ROOT] = UNCALLED
-    return found
+    found = {name for name, module in orig_model.named_modules() if module in inside}
+    return found | {EVERY_MODULE} if inside else found

@@ -15,6 +15,7 @@ from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.hooks import HookWatch
+from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config, ModelConfig
@@ -114,6 +115,7 @@ class Blocks:
         self._at_close, self._write_logs = at_close, write_logs
         self._watch: CompileWatch | None = None
         self._hooks: HookWatch | None = None
+        self._records = RecordsOfRanks(rt)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
@@ -149,7 +151,7 @@ class Blocks:
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, allowed.logits)
-        checks += [gradients_check(same, allowed.gradients), self._compiled_check(losses, eager)]
+        checks += [gradients_check(same, allowed, used), self._compiled_check(losses, eager)]
         return WarmUp(self.compiled, seconds, checks)
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
@@ -197,18 +199,23 @@ class Blocks:
         return self.watch.evaluating()
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """What the compiler did, from its own records."""
+        """What the compiler did on all ranks, from its own records."""
         assert self._hooks is not None, "warm_up comes first"
-        watch, unheeded = self.watch, self._hooks.unheeded()
+        watch = self.watch
+        own = records_of(watch, self._hooks.unheeded())
+        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        counts = watch.counts()
+        graphs = int(counts["compile/graphs"]) if self.compiled else None
+        counts |= {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
         return EngineReport(
-            watch.counts(),
+            counts,
             [
-                ("recompile", watch.recompile_kinds()),
-                ("fallback", watch.fallback_kinds()),
-                ("graph_break", watch.graph_break_reasons()),
-                ("hook", unheeded),
+                ("recompile", list(records.recompile_kinds)),
+                ("fallback", list(records.fallback_kinds)),
+                ("graph_break", list(records.graph_break_reasons)),
+                ("hook", list(records.hooks)),
             ],
-            [*compile_checks(self.compiled, watch, error), hooks_check(unheeded)],
+            [*compile_checks(graphs, watch.evaluations, records, error), hooks_check(records.hooks)],
         )
 
     def close(self) -> None:

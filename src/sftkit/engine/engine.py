@@ -98,7 +98,11 @@ class Engine(Protocol):
         """Around an evaluation: what it made the engine do is in the report."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """What is known of the steps since the start; `error`: what ended training early."""
+        """What is known of the steps since the start, of all ranks; every rank calls it.
+
+        Args:
+            error: what ended training early: then a rank may call it alone, and knows of others what they told before.
+        """
 
     def close(self) -> None:
         """Put back what the engine changed in the process."""

@@ -198,8 +198,8 @@ def train(
         status.at(step, "checkpoint")
         checkpoints.finish()
         logits = proof.logits_of(orig_model)
+        checks += closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
-            checks += closing_checks(meter, batches, engine, None)
             proof.write(checkpoints.run_dir, checks, logits)
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:

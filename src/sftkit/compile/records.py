@@ -1,0 +1,82 @@
+"""What went wrong with compiled code, of all ranks: guards may fail on one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sftkit.compile.watch import CompileWatch
+from sftkit.runtime.start import Runtime
+
+
+@dataclass(frozen=True)
+class Records:
+    """Of one rank, or of several: counts are added up, texts of others than the main rank say of which they are."""
+
+    recompiles: int = 0
+    fallbacks: int = 0
+    "calls of compiled code that ran uncompiled"
+    in_evaluation: int = 0
+    "compiles during evaluations"
+    recompile_kinds: tuple[str, ...] = ()
+    fallback_kinds: tuple[str, ...] = ()
+    graph_break_reasons: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    "what HookWatch found"
+
+
+def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
+    """Of this rank, so far."""
+    return Records(
+        int(watch.counts()["compile/recompiles"]),
+        watch.fallbacks,
+        watch.in_evaluation,
+        tuple(watch.recompile_kinds()),
+        tuple(watch.fallback_kinds()),
+        tuple(watch.graph_break_reasons()),
+        tuple(hooks),
+    )
+
+
+class RecordsOfRanks:
+    """Keeps what each rank has told; texts are exchanged only when one has something new."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self._rt = rt
+        self._ranks = [Records()] * rt.world_size
+
+    def exchanged(self, own: Records) -> Records:
+        """Of all ranks; every rank must call it: one flag, and the records where any rank's are not those of before."""
+        if self._rt.any_rank(own != self._ranks[self._rt.rank]):
+            if self._rt.world_size > 1:
+                torch.distributed.all_gather_object(self._ranks, own)
+            self._ranks[self._rt.rank] = own
+        return together(self._ranks)
+
+    def known(self, own: Records) -> Records:
+        """Of this rank now and of the others when they were last asked: where training ends with an error, ranks do not
+        wait for each other."""
+        return together([own if rank == self._rt.rank else told for rank, told in enumerate(self._ranks)])
+
+
+def together(ranks: Sequence[Records]) -> Records:
+    """Records of all, by rank."""
+
+    def texts(field: str) -> tuple[str, ...]:
+        found: dict[str, str] = {}
+        for rank, own in enumerate(ranks):
+            for text in getattr(own, field):
+                found.setdefault(text, f"rank {rank}: {text}" if rank else text)
+        return tuple(found.values())
+
+    return Records(
+        sum(own.recompiles for own in ranks),
+        sum(own.fallbacks for own in ranks),
+        sum(own.in_evaluation for own in ranks),
+        texts("recompile_kinds"),
+        texts("fallback_kinds"),
+        texts("graph_break_reasons"),
+        texts("hooks"),
+    )

@@ -1,0 +1,154 @@
+"""What of gradients is compared: places in every parameter, and the largest difference of two gradients there."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.models.structure import decoder_blocks, embedding_of, head
+from sftkit.ops.dtensor import local, local_region
+
+SAMPLE = 4096
+"Elements of a parameter that are compared, at most, evenly spread."
+LAST_ROWS = 8
+"Of embedding and head: where a vocabulary was padded or grown, and the last chunk of the loss ends."
+FLOOR, FLOOR_OF_EXPERTS = 1e-2, 5e-2
+"""A parameter is measured against its own gradient, but against no less than this share of that of its block: some have little
+but rounding errors (the bias of keys without positions, projections of queries where scores hardly differ). In a block of
+experts a rounding may send a token to another one. How many are below is told."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two sets of gradients."""
+
+    relative: float
+    "of the parameter with the largest: norm of the difference over the norm, of the sample"
+    parameter: str
+    scale: float = 1.0
+    "of all parameters: dot product of ours and the plain ones over the squared norm of the plain ones"
+    below: int = 0
+    "parameters whose gradient is less than the floor, a share of their block's"
+    parameters: int = 0
+
+
+class Places(NamedTuple):
+    """Elements of one parameter that are compared."""
+
+    parameter: str
+    at: Tensor
+    "int64 [N]: places in the flattened parameter, on its device; of one that is cut by columns in this rank's part"
+    each: float
+    "how many elements of the parameter one of them stands for"
+
+
+def places_of(
+    orig_model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], tokens: Tensor
+) -> dict[str, Places]:
+    """The places of each parameter, by its name. Of embedding and head [V, H] there are three entries: the rows of
+    `tokens` and the last rows, all of them, and a sample of the others, whose gradients are far smaller.
+
+    Args:
+        tokens: int64 [K], those of the documents.
+    """
+    vocabulary = {id(embedding_of(orig_model)), id(head(orig_model).weight)}
+    found: dict[str, Places] = {}
+    spread: dict[tuple[int, torch.device], Tensor] = {}  # blocks are alike: one tensor for all of a size
+    for name, parameter in parameters.items():
+        size, device = window(parameter)[1], parameter.device
+        if (size, device) not in spread:
+            spread[size, device] = evenly(size).to(device)
+        at = spread[size, device]
+        if id(parameter) not in vocabulary:
+            found[name] = Places(name, at, size / max(len(at), 1))
+            continue
+        rows, width = parameter.shape
+        whole_rows = torch.zeros(rows, dtype=torch.bool, device=device)
+        whole_rows[tokens] = True
+        last = torch.arange(max(rows - LAST_ROWS, 0), rows, device=device)
+        last = last[~whole_rows[last]]
+        found[name] = Places(name, _elements(tokens, width), 1.0)
+        found[f"{name}, last rows"] = Places(name, _elements(last, width), 1.0)
+        whole_rows[last] = True
+        others = at[~whole_rows[at // width]]
+        left = size - int(whole_rows.sum()) * width
+        found[f"{name}, other rows"] = Places(name, others, left / max(len(others), 1))
+    return found
+
+
+def evenly(size: int) -> Tensor:
+    """Places in `size` elements, SAMPLE of them at most, int64: an odd distance passes through all columns."""
+    return torch.arange(0, size, -(-size // SAMPLE) | 1)
+
+
+def _elements(rows: Tensor, width: int) -> Tensor:
+    """All places of some rows of a matrix."""
+    return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
+
+
+def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """(place of this rank's first element in the flattened whole, size of the whole); of a parameter that is cut by columns
+    this rank's part is the whole."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel()
+    rows, *columns = local_region(parameter)
+    if any(size != whole for (_, size), whole in zip(columns, parameter.shape[1:], strict=True)):
+        return 0, local(parameter).numel()
+    return rows[0] * math.prod(parameter.shape[1:]), parameter.numel()
+
+
+def own_part(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
+    """Which of these places this rank has: bool [N]."""
+    first = window(parameter)[0]
+    return (at >= first) & (at < first + local(parameter).numel())
+
+
+def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
+    """The gradient of a parameter at those of these places that this rank has, 0 where it has none: float64."""
+    own = at[own_part(parameter, at)] - window(parameter)[0]
+    if parameter.grad is None:
+        return torch.zeros(len(own), dtype=torch.float64, device=own.device)
+    return local(parameter.grad).flatten()[own].double()
+
+
+def block_of(orig_model: PreTrainedModel) -> dict[str, str]:
+    """Name of each parameter of a block -> name of the block."""
+    names = {id(module): name for name, module in orig_model.named_modules()}
+    blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
+    return {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+
+
+def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> Difference:
+    """The parameter with the largest relative difference, and the scale of all.
+
+    Args:
+        sums: by parameter, squared norms of the difference and of the plain model's gradient, and the dot product of the
+            latter and ours.
+        blocks: by parameter of a block, the block.
+    """
+    of_block: dict[str, float] = defaultdict(float)
+    for name, (_, norm, _) in sums.items():
+        of_block[blocks.get(name, name)] += norm
+    routed = {blocks.get(name, name) for name in sums if ".experts." in name}
+    worst, parameter, below = 0.0, "", 0
+    for name, (difference, norm, _) in sums.items():
+        block = blocks.get(name, name)
+        share = FLOOR_OF_EXPERTS if block in routed else FLOOR
+        floor = share**2 * of_block[block]
+        below += norm < floor
+        against = max(norm, floor)
+        relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
+        relative = math.inf if math.isnan(relative) else relative
+        if relative > worst or not parameter:
+            worst, parameter = relative, name
+    whole = sum(norm for _, norm, _ in sums.values())
+    scale = sum(dot for _, _, dot in sums.values()) / whole if whole else math.nan
+    return Difference(worst, parameter, scale, below, len(sums))

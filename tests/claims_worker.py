@@ -1,0 +1,98 @@
+"""Run on ranks by test_claims.py: what an engine says of itself where something is wrong on one rank, or between ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from helpers import make_examples, make_layout_of, tiny_llama
+
+from sftkit.config.schema import (
+    AttentionConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from sftkit.config.topology import Topology
+from sftkit.data.loader import Batches
+from sftkit.engine.gradient_check import check_gradients
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.parallel.fsdp import Sharding, fsdp_modules
+from sftkit.parallel.wrap import distribute
+from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
+from sftkit.train.assemble import engine_of
+
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+
+
+def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -> dict[str, Any]:
+    """The gradient check of a sharded model whose ranks' gradients are divided by a factor when they are added up."""
+    rt.topology = Topology(shards=2, sharded=True)
+    orig_model = tiny_llama()
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    wrapped = distribute(model, None, Sharding(keep_gradients, keep_gradients), rt)
+    for piece in fsdp_modules(orig_model):
+        piece.set_gradient_divide_factor(factor)
+    layout = make_layout_of("packed", make_examples(LENGTHS).lengths, world_size=2)
+    trained = list(orig_model.parameters())
+    return asdict(check_gradients(model, wrapped, trained, layout, rt, "reference", compiled=False))
+
+
+def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
+    """What rank 0 reports when on rank 1 alone a guard fails and a hook is added."""
+    rt.topology = Topology(replicas=2)
+    cfg = Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw"),
+        train=TrainConfig(max_steps=20),
+        attention=AttentionConfig(backend="reference"),
+        compile=CompileConfig(backend="eager", on_recompile="eager"),
+    )
+    examples = make_examples(LENGTHS, target_share=0.4)
+    layout = make_layout_of("packed", examples.lengths, world_size=2)
+    orig_model = tiny_llama()
+    engine = engine_of(cfg, rt, folder, orig_model, NextToken(LossConfig()), layout)
+    engine.warm_up(rt.say)
+    before = engine.report()
+    if rt.rank == 1:
+        orig_model.model.layers[0].eval()
+        orig_model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0)
+    with engine.guarded():
+        engine.step(next(iter(batches.steps(0, 1))), 1e-3)
+        logged = engine.report()
+    failed = engine.report(RuntimeError("ranks do not wait for each other")) if rt.is_main else None
+    found = {
+        name: asdict(report) for name, report in (("before", before), ("logged", logged), ("failed", failed)) if report
+    }
+    engine.close()
+    return found
+
+
+def main(out: str) -> None:
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+    found = {
+        "right": shared_gradients(rt, 1.0, True),
+        "exchanged often": shared_gradients(rt, 1.0, False),
+        "halved": shared_gradients(rt, 2.0, True),
+        "alone": one_rank_alone(rt, Path(out).parent),
+    }
+    if rt.is_main:
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    script(partial(main, *sys.argv[1:]))
