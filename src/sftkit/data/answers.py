@@ -21,9 +21,11 @@ from sftkit.data.alike import NOWHERE, Alike
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_other_reasoning, with_reasoning
 from sftkit.data.spans import (
+    cannot_begin_with_an_answer,
     marked_not_found,
     no_end_of_turn,
     not_rendered,
+    nothing_marked,
     opened_without_reasoning,
     pieces,
     prompt_differs,
@@ -111,10 +113,7 @@ class Finder:
             raise self._refused(error) from error
         require_instructions(self.messages[: last + 1], document.text, self.where)
         if not document.spans.get(last, [()]):
-            raise DataError(
-                f"{self.where}: messages[{last}]: the chat template marks no part of this answer",
-                reason="template marks no answer",
-            )
+            raise nothing_marked(self.where, last)
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
@@ -308,10 +307,7 @@ class Finder:
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)
-        raise DataError(
-            f"{self.where}: messages[0]: the chat template cannot begin with an answer",
-            reason="template cannot begin with an answer",
-        )
+        raise cannot_begin_with_an_answer(self.where)
 
     def _with_end(self, text: str, one: _Own) -> int:
         """The end of an answer that another turn follows: the token that ends it there, where its own text has none."""

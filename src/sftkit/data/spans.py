@@ -1,4 +1,4 @@
-"""Places in a rendered conversation: special tokens, marks, and what an answer must have in it."""
+"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it has not."""
 
 from __future__ import annotations
 
@@ -86,4 +86,17 @@ def marked_not_found(where: str, k: int) -> DataError:
 def no_end_of_turn(where: str, k: int, token: str) -> DataError:
     return DataError(
         f"{where}: messages[{k}]: no end-of-turn token {token!r} after this answer", reason="no end-of-turn token"
+    )
+
+
+def nothing_marked(where: str, k: int) -> DataError:
+    return DataError(
+        f"{where}: messages[{k}]: the chat template marks no part of this answer", reason="template marks no answer"
+    )
+
+
+def cannot_begin_with_an_answer(where: str) -> DataError:
+    return DataError(
+        f"{where}: messages[0]: the chat template cannot begin with an answer",
+        reason="template cannot begin with an answer",
     )
