@@ -114,8 +114,8 @@ def inject(fault: str, rank: int, batches: Batches) -> None:
         ModelWithLoss.forward = broken  # type: ignore[method-assign]
 
 
-FAULTY_CALL = 6
-"in step 3: the first call is the warm-up's, then two micro-batches a step"
+FAULTY_CALL = 8
+"in step 3: the first three calls are the warm-up's, whose gradients are compared, then two micro-batches a step"
 
 
 def strike(fault: str) -> None:

@@ -247,7 +247,7 @@ def test_broken_lines(tmp_path, load, caplog):
     ("name", "content"),
     [
         ("a.jsonl.gz", b"not gzip"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 5000)[:-20]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 5000, mtime=0)[:-20]),
         ("a.parquet", b"not parquet"),
         ("a.json", b"[1,"),
         ("a.json", b"3"),
