@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_exits_at_once(start) -> None:
 
 @pytest.mark.slow
 def test_the_time_limit_ends_the_run_with_a_checkpoint_before_it(start) -> None:
-    run = start("slow", "train.max_steps=100000", "train.max_minutes=0.5")
+    run = start("slow", "train.max_steps=100000", "train.max_minutes=0.5", forked=True)
     assert run.end() == 0, run.output[-3000:]
     started = Path(f"{run.dir}.pid0").stat().st_mtime
     assert (run.dir / LATEST).stat().st_mtime < started + 30
