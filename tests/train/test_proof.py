@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sftkit.compile.contract import step_contract
 from sftkit.compile.records import records_of
@@ -203,3 +204,12 @@ def test_a_checkpoint_gives_the_bits_of_the_run_and_a_changed_one_does_not(tmp_p
         model.lm_head.weight[5, 3] += 1e-3
     model.save_pretrained(tmp_path)
     assert not proof.verify_checkpoint(tmp_path, recorded).ok
+
+
+def test_the_logits_of_a_run_do_not_depend_on_the_attention_kernels_that_it_prefers() -> None:
+    model = tiny_llama()
+    found = []
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):  # a run with backend sdpa sets what it prefers
+        with sdpa_kernel(kernel):
+            found.append(proof.logits_of(model)["sha256"])
+    assert found[0] == found[1]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
@@ -22,7 +23,6 @@ from sftkit.data.types import Examples
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
-from sftkit.ops.attention import plain_attention
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
@@ -113,13 +113,15 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     """The logits of a fixed row of tokens through the plain model, eagerly; every rank calls it.
 
-    Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`.
+    Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`. Attention
+    is torch's math kernel: which of the others is taken, and what it rounds, is a setting of the process, and a run that
+    trains with `sdpa` has another one than a new process.
     """
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(PROBE_LENGTH)]
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(orig_model):
+        with torch.no_grad(), run_eagerly(), sdpa_kernel(SDPBackend.MATH), whole_rows(orig_model):
             batch = torch.tensor([ids], device=orig_model.device)
             logits = kind_of(orig_model.config).plain_logits(orig_model, {"input_ids": batch})[0].float().cpu()
     finally:
