@@ -40,9 +40,12 @@ SETTINGS = (
     "log.every=1",
     "log.wandb=off",
     "checkpoint.every=10",
+    "optim.lr=3e-4",  # at ten times that, roundings of two topologies grow to 0.02 nats within 40 steps
     "optim.schedule=constant",  # one that does not depend on train.max_steps
     "optim.warmup_ratio=0",
 )
+LOSS_TOLERANCE = 1e-2
+"Nats, of two topologies in bf16."
 
 
 class Run:
@@ -119,14 +122,13 @@ def test_a_sharded_run_that_is_stopped_and_resumed_is_the_uninterrupted_run_bitw
     assert resumed.losses() == whole.losses()
 
 
-@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp2"), ("fsdp2", "tp"), ("fsdp2", "ddp")])
-def test_a_run_goes_on_under_another_topology(whole: Run, first: str, second: str) -> None:
-    run = Run(whole.dir.parent / f"{first}-{second}", first, "train.max_steps=20")
-    assert run.end() == 0
-    resumed = Run(run.dir, second, "train.resume=auto", f"train.max_steps={STEPS}")
-    assert resumed.end() == 0
+def test_a_run_goes_on_under_other_topologies(whole: Run) -> None:
+    for config, last in (("ddp", 15), ("fsdp2", 30), ("tp", 45), ("ddp", STEPS)):
+        run = Run(whole.dir.parent / "moved", config, "train.resume=auto", f"train.max_steps={last}")
+        assert run.end() == 0, config
+    losses = run.losses()
     for step, loss in whole.losses().items():
-        assert resumed.losses()[step] == pytest.approx(loss, abs=2e-2)
+        assert losses[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
 
 
 def test_a_killed_rank_is_named_within_seconds(whole: Run) -> None:
