@@ -14,6 +14,7 @@ from sftkit.errors import ConfigError
 from sftkit.generation.decode import stream
 from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
 from sftkit.models.structure import attention_windows, count_parameters, positions, train_flops
+from sftkit.ops.attention import windows
 from sftkit.runtime.hardware import peak_flops_by_name
 
 FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -118,8 +119,10 @@ def test_layers_are_counted_by_their_windows() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     every = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=7, **sizes))
     assert attention_windows(every) == {(7, False): 3}
+    assert windows(every.config)
     every.config.sliding_window = 0
     assert attention_windows(every) == {(None, False): 3}
+    assert not windows(every.config)
 
 
 def test_layers_in_chunks_are_counted_by_chunk_and_a_model_with_layers_of_other_kinds_not_at_all() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.loader import Batches
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
+from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.window import WINDOW, go_on
@@ -42,11 +44,11 @@ def saved(meter: Meter, batches: Batches) -> dict[str, Any]:
     return json.loads(json.dumps(meter.window()))
 
 
-def resume(meter: Meter, window: dict[str, Any]) -> str | None:
+def resume(meter: Meter, window: dict[str, Any], health: Any = None) -> str | None:
     """On the same ranks."""
     rt = cpu_runtime()
     resumed = {"step": 1, "world_size": 1, "topology": rt.topology.describe(), WINDOW: {"meter": window, "health": {}}}
-    return go_on(resumed, meter, SimpleNamespace(go_on=lambda window, same_ranks: None), rt, 4)  # type: ignore[arg-type]
+    return go_on(resumed, meter, health or SimpleNamespace(go_on=lambda *_: None), rt, 4)
 
 
 def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:
@@ -115,3 +117,25 @@ def test_tokens_of_sources_that_were_joined_split_or_renamed_are_not_taken_over_
 def test_a_run_with_one_source_says_nothing_of_others_before() -> None:
     back, _ = meter_of(["joined"])
     assert resume(back, saved(*meter_of(["a", "b"]))) is None
+
+
+def test_where_other_sums_are_measured_now_the_history_of_spikes_is_taken_over_all_the_same() -> None:
+    window, taken = saved(*meter_of()), []
+    window["sums"].append("entropy")
+    line = resume(meter_of()[0], window, SimpleNamespace(go_on=lambda *given: taken.append(given)))
+    assert "other sums are measured now" in (line or "")
+    assert taken == [({}, True)]
+
+
+def test_a_model_whose_work_cannot_be_counted_has_no_mfu_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sftkit.tracking.meter.peak_flops", lambda device: 1e12)
+    model, (_, batches) = tiny_llama(), meter_of()
+    rt = Runtime(Accelerator(cpu=True), "bf16")
+    for kinds, counted in ((["full_attention"] * 2, True), (["chunked_attention", "full_attention"], False)):
+        model.config.layer_types = kinds
+        meter = Meter(model, NextToken(LossConfig()), batches, rt)
+        meter.add(next(iter(batches.steps(0, 1))), OUTCOME)
+        assert (meter.read()["perf/mfu"] is not None) == counted
+        assert ("no MFU: the model has layers of a kind" in capsys.readouterr().out) == (not counted)

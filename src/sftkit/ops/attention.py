@@ -330,7 +330,8 @@ def dense_kernels() -> Iterator[None]:
 def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None]:
     """Inside, every sliding window of the model is this short, in its config and in its layers."""
     owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
-    before = [(owner, owner.sliding_window) for owner in owners if type(getattr(owner, "sliding_window", None)) is int]
+    sizes = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
+    before = [(owner, size) for owner, size in sizes if type(size) is int and size > 0]
     try:
         for owner, _ in before:
             owner.sliding_window = window
@@ -346,4 +347,4 @@ def windows(config: PreTrainedConfig) -> bool:
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         return "sliding_attention" in kinds
-    return getattr(text, "sliding_window", None) is not None
+    return bool(getattr(text, "sliding_window", None))  # some configs say 0 for none

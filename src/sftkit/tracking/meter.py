@@ -34,8 +34,11 @@ class Meter:
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
-        self._peak = peak_flops(rt.device) if rt.precision == "bf16" and self._windows is not None else None
+        self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         "None: the MFU is unknown"
+        if self._peak and self._windows is None:
+            self._peak = None
+            rt.say("no MFU: the model has layers of a kind whose work is not counted")
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
