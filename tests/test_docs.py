@@ -1,0 +1,29 @@
+"""What docs/reliability.md says of the tests."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    texts = [file.read_text() for file in (ROOT / "tests").rglob("*.py")]
+    assert named - {name for text in texts for name in re.findall(r"def (test_\w+)", text)} == set()
+    assert len(named) > 60
+
+
+def test_times_are_written_beside_their_cases_and_what_was_not_run_keeps_its_own(tmp_path: Path) -> None:
+    tool = runpy.run_path(str(ROOT / "benchmarks" / "reliability" / "times.py"))
+    case = '<testcase name="{}" time="{}">{}</testcase>'
+    cases = [case.format(*of) for of in (("test_a[1]", 2.2, ""), ("test_a[2]", 3.2, ""), ("test_b", 9, "<failure/>"))]
+    (tmp_path / "run.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    rows = (
+        "| it is killed | the others end | `test_a`* |  |\n| a | b | `test_b` | 7 |\n| a | b | `test_a`, `test_b` | |\n"
+    )
+    page = f"| fault | promise | test | s |\n|---|---|---|---|\n{rows}\n| a | `test_a` |\n"
+    timed = tool["with_times"](page, tool["seconds_of"]([tmp_path / "run.xml"]))
+    assert timed == page.replace("`test_a`* |  |", "`test_a`* | 5 |")
