@@ -17,7 +17,7 @@ from sandboxed import AWAKE, SHORT, change_launcher, run, try_it, works
 from sftkit.evals.sandbox import check, memory, system_calls
 from sftkit.evals.sandbox.channel import Channel
 from sftkit.evals.sandbox.judge import Program
-from sftkit.evals.sandbox.programs import Limits
+from sftkit.evals.sandbox.programs import Job, Limits, run_many
 
 pytestmark = works
 
@@ -75,9 +75,10 @@ os._exit(0)""",
 }
 
 
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-def test_no_program_says_that_it_has_passed(program: str) -> None:
-    assert not run(f"def f():\n    return 1\n{program}", "assert f() == 2", "f", limits=AWAKE).passed
+def test_no_program_says_that_it_has_passed() -> None:
+    jobs = [Job(f"def f():\n    return 1\n{program}", "assert f() == 2", ("f",)) for program in FORGERIES.values()]
+    verdicts = dict(zip(FORGERIES, run_many(jobs, limits=Limits(wall_seconds=3)), strict=True))
+    assert [name for name, verdict in verdicts.items() if verdict.passed] == []
 
 
 LIARS = {
@@ -104,9 +105,9 @@ assert not believed, believed
 """
 
 
-@pytest.mark.parametrize("program", LIARS.values(), ids=LIARS)
-def test_no_value_of_a_program_lies_about_what_it_is_equal_to(program: str) -> None:
-    assert run(program, TRIED, "f").why == ""
+def test_no_value_of_a_program_lies_about_what_it_is_equal_to() -> None:
+    verdicts = run_many([Job(program, TRIED, ("f",)) for program in LIARS.values()])
+    assert {name: verdict.why for name, verdict in zip(LIARS, verdicts, strict=True) if not verdict.passed} == {}
 
 
 NOT_DATA = [
