@@ -14,13 +14,14 @@ from helpers import SHARED_DATA
 
 from sftkit.config.eval_tasks import CODE
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import sandbox, tasks
+from sftkit.evals import tasks
+from sftkit.evals.sandbox import check, memory
 from sftkit.evals.task import Question, Task
 from sftkit.evals.tasks import code, humaneval, mbpp
 from sftkit.evals.tasks.data import Row, Split
 from sftkit.generation.answer import Answer
 
-MISSING = sandbox.check_sandbox()
+MISSING = check.check_sandbox()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 DATA = SHARED_DATA / "eval"
 has_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
@@ -89,6 +90,24 @@ def test_code_is_taken_from_the_first_python_block() -> None:
     assert code.code_of("x = 1") == "x = 1"
 
 
+def test_helpers_that_the_tests_use_are_those_of_the_prompt_and_all_else_is_pythons_own() -> None:
+    tests = "def check(candidate):\n    assert abs(candidate(3) - half(12)) < 0.5\n"
+    task = humaneval.build(reading([DOUBLE | {"test": tests}] * 4), None, "completion", None)
+    assert passed(
+        task,
+        "    return 2 * x",
+        "    return x\ndef half(x):\n    return 3",
+        "    return x\ndef abs(x):\n    return 0",
+        "    return type('All', (), {'__sub__': lambda *a: 0})()",
+    ) == [1, 0, 0, 0]
+
+
+def test_results_say_how_memory_was_limited() -> None:
+    task = humaneval.build(reading([DOUBLE]), None, "completion", None)
+    together = "for all processes of a program together" if memory.parent() else "for each process of a program"
+    assert together in task.settings["memory"]
+
+
 @has_data
 def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not() -> None:
     task = tasks.load("humaneval", str(DATA), max_examples=30)
@@ -138,6 +157,23 @@ def test_mbpp_runs_the_set_up_and_all_tests() -> None:
     assert passed(chat, *(f"Like this:\n```python\n{text}\n```" for text in right)) == [1, 1, 1]
 
 
+def test_mbpp_takes_from_the_program_what_the_published_solution_defines() -> None:
+    row = {
+        "task_id": 11,
+        "text": "Write a function sum.",
+        "code": "import math\nclass Node:\n    def __init__(self, x):\n        self.x = x\ndef sum(*nodes):\n    return nodes[0].x + nodes[1].x",
+        "test_setup_code": "a = Node(1)\na.next = Node(2)",
+        "test_list": ["assert sum(a, a.next) == 3", "assert set([sum(a, a)]) == {2}", "assert len('ab') == 2"],
+    }
+    task = mbpp.build(reading([row]), 0, "completion", None)
+    assert task.examples[0].target["names"] == ["Node", "sum"]
+    lies = "def set(x):\n    return {2}\ndef len(x):\n    return 2\n"
+    assert passed(task, row["code"]) == [1]
+    assert passed(task, str(row["code"]).replace("[1].x", "[1].x - (nodes[0] is nodes[1])") + "\n" + lies) == [0]
+    with pytest.raises(DataError, match=r"task_id 11: code or tests are no Python"):
+        mbpp.build(reading([row | {"code": "def f(:"}]), 0, "completion", None)
+
+
 @has_data
 def test_canonical_solutions_of_mbpp_pass() -> None:
     task = tasks.load("mbpp", str(DATA), max_examples=40)
@@ -157,7 +193,7 @@ def test_all_canonical_solutions_of_mbpp_pass() -> None:
 
 @pytest.mark.parametrize("name", CODE)
 def test_without_a_sandbox_the_task_is_refused_before_a_row_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "check_sandbox", lambda: "no namespaces here")
+    monkeypatch.setattr(check, "check_sandbox", lambda: "no namespaces here")
     with pytest.raises(ConfigError, match=f'"{name}" runs code that the model writes: no namespaces here'):
         tasks.load(name, "/no/such/folder")
 

@@ -20,6 +20,7 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.evals import families, harness, results
 from sftkit.evals.results import Result, centred_mean, interval, values_of
+from sftkit.evals.sandbox.check import check_sandbox
 from sftkit.evals.suite import Suite, load_tasks
 from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
 
@@ -245,6 +246,18 @@ def test_the_families_report_their_mean_interval_and_every_family(model, tokeniz
 def test_what_cannot_be_evaluated_is_refused_before_a_model_is_there(tokenizer, settings, text) -> None:
     with pytest.raises(ConfigError, match=text):
         load_tasks(EvalConfig(**settings), tokenizer, cpu_runtime())
+
+
+def test_how_the_memory_of_programs_is_limited_is_said_at_the_start(tmp_path: Path, tokenizer, capsys) -> None:
+    if (missing := check_sandbox()) is not None:
+        pytest.skip(missing)
+    row = {"task_id": "a", "prompt": "def f():\n", "entry_point": "f", "test": "def check(candidate):\n    pass\n"}
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps(row))
+    config = EvalConfig(tasks=("humaneval",), data=str(tmp_path), allow_code_execution=True)
+    (found,) = load_tasks(config, tokenizer, cpu_runtime())
+    said = f"model-written code runs in the sandbox; memory: {found.settings['memory']}"
+    assert said in capsys.readouterr().out
+    assert "of a program" in said
 
 
 def test_a_task_that_asks_in_a_chat_needs_a_chat_template(make_tokenizer) -> None:

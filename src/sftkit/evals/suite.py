@@ -55,10 +55,11 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     if elsewhere := _of_lm_eval(config):
         harness.check(elsewhere, config, rt)
     if any(task in CODE for task in config.tasks):
-        from sftkit.evals.sandbox import check_sandbox
+        from sftkit.evals.sandbox.check import check_sandbox, memory_bound
 
         if problem := check_sandbox():
             raise ConfigError(f"eval.tasks: {problem}")
+        rt.say(f"model-written code runs in the sandbox; memory: {memory_bound()}")
     with rt.main_first():
         loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
     for task in loaded:

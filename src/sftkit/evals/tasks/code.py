@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from sftkit.errors import ConfigError
-from sftkit.evals import sandbox
+from sftkit.evals.sandbox import check
+from sftkit.evals.sandbox.programs import Job, Limits, run_many
 from sftkit.evals.task import Marks
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
@@ -17,7 +18,7 @@ BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \
 
 def require_sandbox(task: str) -> None:
     """Refuse a task, before anything is loaded, where what the model writes cannot be run safely."""
-    if (missing := sandbox.check_sandbox()) is not None:
+    if (missing := check.check_sandbox()) is not None:
         raise ConfigError(f'eval.tasks: "{task}" runs code that the model writes: {missing}')
 
 
@@ -28,14 +29,15 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def pass_at_1(jobs: Sequence[tuple[str, str]]) -> list[Marks]:
-    """1 for each (program, tests) whose tests end without an error."""
-    return [{"pass_at_1": float(verdict.passed)} for verdict in sandbox.run_many(jobs)]
+def pass_at_1(jobs: Sequence[Job]) -> list[Marks]:
+    """1 for each program whose tests end without an error."""
+    return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 
 
 def settings() -> dict[str, Any]:
     """Where the programs ran."""
     return {
         "python": f"{platform.python_version()}, the standard library alone",
-        "limits": asdict(sandbox.Limits()),
+        "limits": asdict(Limits()),
+        "memory": check.memory_bound(),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftkit.errors import ConfigError
+from sftkit.evals.sandbox.programs import Job
 from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import Read, Row, Split
@@ -46,6 +47,7 @@ def _question(row: Row, format: str) -> Question:
         target={
             "prompt": prompt,
             "tests": f"{row.text('test')}\ncheck({row.text('entry_point')})",
+            "name": row.text("entry_point"),
         },
         source=dict(row),
     )
@@ -54,15 +56,19 @@ def _question(row: Row, format: str) -> Question:
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
     """pass_at_1: the prompt with its completion passes the tests."""
     pairs = zip(asked, given, strict=True)
-    return code.pass_at_1(
-        [(question.target["prompt"] + answer.text, question.target["tests"]) for question, answer in pairs]
-    )
+    return code.pass_at_1([job(question, question.target["prompt"] + answer.text) for question, answer in pairs])
 
 
 def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
     """pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
     pairs = zip(asked, given, strict=True)
-    return code.pass_at_1([(program(question, answer.text), question.target["tests"]) for question, answer in pairs])
+    return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])
+
+
+def job(question: Question, program: str) -> Job:
+    """The tests take the asked function from the program; imports and helpers, which some use, from the prompt itself."""
+    target = question.target
+    return Job(program, target["tests"], names=(target["name"],), given=target["prompt"])
 
 
 def program(question: Question, answer: str) -> str:

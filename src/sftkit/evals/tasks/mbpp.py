@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from typing import Any
 
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals.sandbox.programs import Job
 from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import Read, Row, Split
@@ -60,10 +63,21 @@ def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
         prompt=(*messages, _ask(row)) if format == "chat" else text,
         max_new_tokens=MAX_NEW_TOKENS[format],
         stop=() if format == "chat" else STOP,
-        target="\n".join([row.text("test_setup_code"), *row.texts("test_list")]),
+        target=_target(row),
         group="mbpp" if shots else "",
         source=dict(row),
     )
+
+
+def _target(row: Row) -> dict[str, Any]:
+    """The tests, and the names that they take from the program: what the published solution defines of those in them."""
+    tests = "\n".join([row.text("test_setup_code"), *row.texts("test_list")])
+    try:
+        solution, asked = ast.parse(row.text("code")), ast.walk(ast.parse(tests))
+    except SyntaxError as error:
+        raise DataError(f"{row.origin}: task_id {row['task_id']}: code or tests are no Python: {error}") from None
+    defined = {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {"tests": tests, "names": sorted(defined & {node.id for node in asked if isinstance(node, ast.Name)})}
 
 
 def _begin(row: Row) -> str:
@@ -82,11 +96,15 @@ def _ask(row: Row) -> Message:
 
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
     """pass_at_1: what was written before [DONE] passes the tests."""
-    return code.pass_at_1([(answer.text, question.target) for question, answer in zip(asked, given, strict=True)])
+    return code.pass_at_1([job(question, answer.text) for question, answer in zip(asked, given, strict=True)])
 
 
 def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
     """pass_at_1: the code in the answer passes the tests."""
-    return code.pass_at_1(
-        [(code.code_of(answer.text), question.target) for question, answer in zip(asked, given, strict=True)]
-    )
+    pairs = zip(asked, given, strict=True)
+    return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])
+
+
+def job(question: Question, program: str) -> Job:
+    """The program with the tests of its question."""
+    return Job(program, question.target["tests"], names=tuple(question.target["names"]))

@@ -1,6 +1,6 @@
 """Runs programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
 
-Linux namespaces are the walls: docs/evaluation.md says what they hold and what they do not.
+Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do not.
 Where they cannot be had, nothing is run: there is no weaker mode.
 """
 
@@ -18,53 +18,35 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO
 
 from sftkit.errors import ConfigError
+from sftkit.evals.sandbox import memory
+from sftkit.evals.sandbox.judge import NONCE_BYTES, STARTED
+from sftkit.evals.sandbox.walls import OWN_PROCESSES
 
-LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
+SOURCES = str(Path(__file__).parents[3])
+"Folder that holds this package, for the launcher's process."
+LAUNCH = f"import sys; sys.path.append({SOURCES!r}); from sftkit.evals.sandbox.launcher import main; main()"
+# The order of sets of strings is fixed: a program passes every time or never.
+ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 MAX_VERDICT_BYTES = 2048
 STARTS = 3
 GRACE_SECONDS = 5.0
 
-# Runs inside. The nonce is read when the tests are over: until then no object of the process holds it, and an exit, a guess
-# or changed builtins do not look like the end of the tests. But program and tests share one process: code that searches
-# for the runner's files, names or frames can read the nonce and forge a verdict. Files of random numbers keep that from
-# happening by a guess, not by intention.
-RUNNER = """
-import sys
-from os import O_RDWR, _exit, devnull, dup2, open, read, urandom, write
-def take(size, read=read):
-    return read(feed, size)
-number, null = 16 + urandom(1)[0] % 44, open(devnull, O_RDWR)
-feed, verdict = dup2(0, number, False), dup2(1, number + 1 + urandom(1)[0] % (62 - number), False)
-for standard in (0, 1, 2):
-    dup2(null, standard)
-def execute(take=take, write=write, verdict=verdict, run=exec, Problem=BaseException, kind=type, text=str, leave=_exit):
-    import _sitebuiltins, builtins, types
-    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    program, tests = (take(int(take(12))).decode() for _ in range(2))
-    write(verdict, b"S")
-    try:
-        program, tests = compile(program, "program", "exec"), compile(tests, "tests", "exec")
-        run(program, module.__dict__)
-        run(tests, module.__dict__)
-    except Problem as error:
-        try:
-            said = text(error)
-        except Problem:
-            said = ""
-        write(verdict, (kind(error).__name__ + ": " + said)[:300].encode("utf-8", "replace"))
-    else:
-        write(verdict, take(32))
-    leave(0)
-execute()
-"""
+
+@dataclass(frozen=True)
+class Job:
+    """A program, and the tests that it has to pass."""
+
+    program: str
+    tests: str
+    names: tuple[str, ...] = ()
+    "what the tests take from the program: its functions, classes and constants; all else is Python's own"
+    given: str = ""
+    "code that the tests need besides and no model wrote: imports, helpers; `names` go before its names"
 
 
 @dataclass(frozen=True)
@@ -76,6 +58,8 @@ class Limits:
     wall_seconds: float = 30.0
     memory_mib: int = 512
     "address space of each process"
+    total_memory_mib: int = 1024
+    "of all processes and files together, where a control group can be made"
     processes: int = 8
     "at a time, threads count"
     file_mib: int = 16
@@ -97,90 +81,58 @@ class SandboxError(Exception):
     """A wall of the sandbox could not be built; no code of a model has run."""
 
 
-def run(program: str, tests: str, limits: Limits | None = None) -> Verdict:
-    """Execute `program`, then `tests` in the names that it defined; it passes if the tests end without an exception.
+def run(job: Job, limits: Limits | None = None) -> Verdict:
+    """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
-    `__name__` is "solution", standard input is empty, what is printed is thrown away, the standard library is all there
-    is to import. ConfigError: the sandbox does not work here.
+    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard library
+    is all there is to import. The tests call its functions in its process, with copies of plain data (numbers, texts, lists,
+    tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too. What is not plain data
+    is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox does not work here.
     """
     for left in reversed(range(STARTS)):
         try:
-            return start(program, tests, limits or Limits())
-        except SandboxError as error:
+            return start(job, limits or Limits())
+        except (SandboxError, OSError) as error:
             if not left:
                 raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {ADVICE}") from None
             time.sleep(0.5)
     raise AssertionError("unreachable")
 
 
-def run_many(
-    jobs: Sequence[tuple[str, str]], workers: int | None = None, limits: Limits | None = None
-) -> list[Verdict]:
-    """`run` for every (program, tests), `workers` at a time (None: one for each CPU core), verdicts in order."""
+def run_many(jobs: Sequence[Job], workers: int | None = None, limits: Limits | None = None) -> list[Verdict]:
+    """`run` for every job, `workers` at a time (None: one for each CPU core), verdicts in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda job: run(job[0], job[1], limits), jobs))
+        return list(pool.map(lambda job: run(job, limits), jobs))
 
 
 ADVICE = (
-    "it needs Linux 5.12 or newer with namespaces: root, or user namespaces that are allowed "
-    "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
+    "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user namespaces that "
+    "are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN "
     "--security-opt apparmor=unconfined). Evaluate in a virtual machine or container that has them, or leave humaneval "
     "and mbpp out"
 )
 
-# Holds each wall that matters to the others: a limit that is not enforced is a sandbox that is not there.
-PROBE = """
-import os, socket, time
-try:
-    socket.create_connection(("127.0.0.1", 9), 1)
-except ConnectionRefusedError:
-    raise SystemError("the network of the machine is in reach")
-except OSError:
-    pass
-children = []
-try:
-    for _ in range({processes} + 1):
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-        children.append(child)
-except BlockingIOError:
-    pass
-else:
-    raise SystemError("the number of processes is not limited")
-"""
 
-
-@cache
-def check_sandbox() -> str | None:
-    """What keeps programs from being run safely on this machine, with what to do; None if nothing does."""
-    if sys.platform != "linux":
-        return f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {ADVICE}"
-    try:
-        verdict = run(PROBE.format(processes=Limits().processes), "")
-    except ConfigError as error:
-        return str(error)
-    return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.why}; {ADVICE}"
-
-
-def start(program: str, tests: str, limits: Limits) -> Verdict:
+def start(job: Job, limits: Limits) -> Verdict:
     """One attempt of `run`; SandboxError if the program could not be started."""
-    nonce = secrets.token_hex(16).encode()
+    nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sftkit-sandbox-") as root, tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.TemporaryDirectory(prefix="sftkit-sandbox-") as root,
+        tempfile.TemporaryFile() as errors,
+        memory.group(limits.total_memory_mib, limits.processes + OWN_PROCESSES) as group,
+    ):
         with tempfile.TemporaryFile() as feed:
-            for text in (program, tests):
-                data = text.encode("utf-8", "replace")
-                feed.write(b"%012d" % len(data) + data)
-            feed.write(nonce)
+            data = json.dumps(asdict(job)).encode()
+            feed.write(b"%012d" % len(data) + data + nonce)
             feed.seek(0)
             process = subprocess.Popen(
-                [python(), "-I", "-S", str(LAUNCHER), specification(root, limits)],
+                [python(), "-s", "-S", "-P", "-c", LAUNCH, specification(root, group, limits)],
                 stdin=feed,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={},
+                env=ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )
@@ -190,23 +142,21 @@ def start(program: str, tests: str, limits: Limits) -> Verdict:
         finally:
             kill(process)
         seconds = time.monotonic() - began
-        if not said.startswith(b"S"):
+        if not said.startswith(STARTED):
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
             raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
-    passed = said == b"S" + nonce
+    passed = said == STARTED + nonce
     return Verdict(passed, "" if passed else explain(said[1:], in_time, process.returncode, limits), seconds)
 
 
-def specification(root: str, limits: Limits) -> str:
-    """What the launcher is told, as JSON: where to build, what to show of this machine, what to run."""
+def specification(root: str, group: Path | None, limits: Limits) -> str:
+    """What the launcher is told, as JSON: where to build, what to show of this machine, the control group to join."""
     executable = python()
     prefix = os.path.realpath(sys.base_prefix)
     own = (executable, f"{prefix}/lib", f"{prefix}/lib64") if prefix != "/usr" else (executable,)
     visible = list(dict.fromkeys(path for path in (*LIBRARIES, *own) if os.path.exists(path)))
-    return json.dumps(
-        {"root": root, "executable": executable, "visible": visible, "code": RUNNER, "limits": asdict(limits)}
-    )
+    return json.dumps({"root": root, "group": group and str(group), "visible": visible, "limits": asdict(limits)})
 
 
 def python() -> str:
@@ -246,6 +196,6 @@ def explain(said: bytes, in_time: bool, code: int, limits: Limits) -> str:
     """Why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"
-    if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL):
+    if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):
         return f"ended by the kernel: more than {limits.cpu_seconds} s of CPU, or no memory left"
     return said[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"

@@ -1,30 +1,26 @@
-"""Builds the walls of the sandbox around this process and starts the program inside; run by `sandbox`, never imported.
+"""The walls of the sandbox around this process: namespaces, a root of its own, no privileges, limits."""
 
-    python -I -S sandbox_launcher.py '{"root": EMPTY_FOLDER, "executable": ..., "visible": [...], "code": ..., ...}'
-
-Three processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the program,
-and with its end the kernel ends all that the program started; the program runs `code` with the standard library only.
-A wall that cannot be built is an error on stderr, before any code of a model runs.
-"""
+from __future__ import annotations
 
 import ctypes
-import errno
-import json
 import os
 import resource
-import signal
-import sys
-from typing import Any
+
+from sftkit.evals.sandbox import system_calls
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 0x1, 0x2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
 CAPABILITY_VERSION = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 INSIDE_ID = 1000
+OWN_PROCESSES = 3
+"Launcher, pid 1 and judge, which count among the processes of a program's user and control group."
+BOX = "/box"
+"Folder of the new root that becomes the root of the program: the kernel makes no user namespace for who is in a chroot."
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -81,10 +77,11 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
     """A file system in memory: what Python needs read-only, four devices, and /tmp, the one place to write."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755,size=1m")
+    box = root + BOX
     for path in (*visible, *DEVICES):
-        show(root, path)
-    os.mkdir(root + "/tmp")
-    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={mib}m,nr_inodes=4096")
+        show(box, path)
+    os.mkdir(box + "/tmp")
+    mount("tmpfs", box + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={mib}m,nr_inodes=4096")
     make_read_only(root, 0)
 
 
@@ -93,6 +90,7 @@ def enter(root: str) -> None:
     os.chdir(root)
     check("pivot_root", libc.pivot_root(b".", b"."))
     check("umount of the old root", libc.umount2(b".", MNT_DETACH))
+    os.chroot(BOX)
     os.chdir("/tmp")
 
 
@@ -107,15 +105,16 @@ def drop_privileges(user: int | None) -> None:
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     check("capset", libc.capset(header, none))
     check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    system_calls.install()
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Resource limits of the program: seconds of CPU and MiB for each process, processes for all together."""
-    mib = 2**20
+    """Resource limits of judge and program: seconds of CPU and MiB for each process, processes for all together."""
+    mib, processes = 2**20, limits["processes"] + OWN_PROCESSES
     for what, most, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * mib, limits["memory_mib"] * mib),
-        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),  # pid 1 and the launcher count
+        (resource.RLIMIT_NPROC, processes, processes),
         (resource.RLIMIT_FSIZE, limits["file_mib"] * mib, limits["file_mib"] * mib),
         (resource.RLIMIT_NOFILE, 64, 64),
         (resource.RLIMIT_CORE, 0, 0),
@@ -124,55 +123,3 @@ def limit(limits: dict[str, int]) -> None:
         if allowed != resource.RLIM_INFINITY:
             most, hard = min(most, allowed), min(hard, allowed)
         resource.setrlimit(what, (most, hard))
-
-
-def exit_code(status: int) -> int:
-    """What a shell would return: 128 + signal for a process that a signal ended."""
-    code = os.waitstatus_to_exitcode(status)
-    return 128 - code if code < 0 else code
-
-
-def first_process(spec: dict[str, Any], user: int | None) -> None:
-    """pid 1 of the namespaces: lock the door, start the program, end with it."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    enter(spec["root"])
-    drop_privileges(user)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program, of the same user, may not look into this process
-    program = os.fork()
-    if program == 0:
-        os.setsid()
-        limit(spec["limits"])
-        # The order of sets of strings is fixed: a program passes every time or never.
-        environment = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-        os.execve(spec["executable"], [spec["executable"], "-s", "-S", "-P", "-B", "-c", spec["code"]], environment)
-    while True:
-        pid, status = os.wait()
-        if pid == program:
-            os._exit(exit_code(status))
-
-
-def main() -> None:
-    """Build, fork, wait."""
-    spec = json.loads(sys.argv[1])
-    os.umask(0o022)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The limit on processes counts by user, so that a user of its own keeps one sandbox from filling another's.
-    user = 20_000 + os.getpid() % 40_000
-    in_user_namespace = new_namespaces()
-    build_root(spec["root"], spec["visible"], spec["limits"]["file_mib"])
-    child = os.fork()
-    if child == 0:
-        first_process(spec, None if in_user_namespace else user)
-    # The kernel ends pid 1 when this process is gone, whatever the reason; asked to end, this process sees to it first.
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
-    _, status = os.waitpid(child, 0)
-    os._exit(exit_code(status))
-
-
-try:
-    main()
-except OSError as error:
-    name = errno.errorcode.get(error.errno or 0, "")
-    os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
-    os._exit(125)

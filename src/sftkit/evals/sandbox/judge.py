@@ -1,0 +1,151 @@
+"""The judge's process: runs the tests, which call the program through a pipe, and says what became of it.
+
+It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt here,
+or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from sftkit.evals.sandbox.channel import Channel, take
+from sftkit.evals.sandbox.values import Exchange
+
+STARTED = b"S"
+NONCE_BYTES = 32
+MOST_SAID = 300
+"Bytes of an error's text that are told."
+
+
+class Remote:
+    """A function, class or object in the process of the program."""
+
+    __slots__ = ("__weakref__", "_number", "_program")
+
+    def __init__(self, program: Program, number: int) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *given: object, **named: object) -> Any:
+        return self._program.ask("call", self, given, named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._program.ask("set", self, name, value)
+
+    def __getitem__(self, key: object) -> Any:
+        return self._program.ask("item", self, key)
+
+    def __iter__(self) -> Any:
+        return self._program.ask("iter", self)
+
+    def __next__(self) -> Any:
+        return self._program.ask("next", self)
+
+    def __len__(self) -> Any:
+        return self._program.ask("len", self)
+
+    def __bool__(self) -> Any:
+        return self._program.ask("bool", self)
+
+    def __str__(self) -> Any:
+        return self._program.ask("str", self)
+
+
+class Program:
+    """The process of the program, as the tests see it."""
+
+    def __init__(self, channel: Channel, end: Callable[[str], NoReturn]) -> None:
+        self.channel, self.end = channel, end
+        self.remotes: dict[int, Remote] = {}
+
+    def ask(self, operation: str, *values: object) -> Any:
+        """What the program's process answers; what its code raises is raised here, as an error of Python's own classes.
+
+        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an error.
+        """
+        exchange = Exchange(self._number_of, self._object_of)
+        request = exchange.pack(operation, *values)
+        try:
+            self.channel.send(request)
+            answer = self.channel.receive()
+        except (EOFError, OSError):
+            while True:  # until it has ended, or the time is over
+                signal.pause()
+        except (ValueError, MemoryError) as error:
+            self.end(f"its answer is too long: {error}")
+        try:
+            done, value = exchange.unpack(answer)
+            raised = None if done is True else rebuilt(*value)
+        except Exception as problem:
+            self.end(f"its answer is not data: {type(problem).__name__}")
+        if raised is not None:
+            raise raised
+        return value
+
+    def _number_of(self, value: object) -> int:
+        if not isinstance(value, Remote):
+            raise TypeError(f"the tests give the program a {type(value).__name__}, which cannot be sent to its process")
+        return value._number
+
+    def _object_of(self, number: int) -> Remote:
+        if type(number) is not int:
+            raise TypeError("no number")
+        return self.remotes.setdefault(number, Remote(self, number))
+
+
+def rebuilt(name: str, base: str, text: str) -> BaseException:
+    """An error of the program: of the class that Python has, or of one below it with the program's name."""
+    kind = getattr(builtins, base)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        raise TypeError(base)
+    try:
+        return (kind if name == base else type(name, (kind,), {}))(text)
+    except TypeError:  # UnicodeDecodeError and its like are made of more than a text
+        return type(name, (Exception,), {})(text)
+
+
+def exit_code(status: int) -> int:
+    """What a shell would return: 128 + signal for a process that a signal ended."""
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
+    """Run the program and its tests; the nonce, which is read after them, says that they passed."""
+
+    def end(why: str) -> NoReturn:
+        os.write(verdict, why.encode("utf-8", "replace")[:MOST_SAID])
+        os._exit(0)
+
+    def look(*_: object) -> None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            os._exit(exit_code(status))
+
+    signal.signal(signal.SIGCHLD, look)
+    job = json.loads(take(feed, int(take(feed, 12))))
+    os.write(verdict, STARTED)
+    try:
+        run(job, Program(channel, end))
+    except BaseException as error:
+        end(f"{type(error).__name__}: {error}")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.write(verdict, take(feed, NONCE_BYTES))
+    os._exit(0)
+
+
+def run(job: dict[str, Any], program: Program) -> None:
+    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is raised."""
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(compile(job["given"], "given", "exec"), names)
+    program.ask("run", job["program"])
+    names |= {name: program.ask("name", name) for name in job["names"]}
+    exec(compile(job["tests"], "tests", "exec"), names)

@@ -1,0 +1,98 @@
+"""Builds the walls of the sandbox around this process, then starts judge and program inside; started by `programs`.
+
+Four processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the judge, and
+with its end the kernel ends all that the program started; the judge runs the tests; the program is a child of the judge.
+A wall that cannot be built is an error on stderr, before any code of a model runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from sftkit.evals.sandbox import walls
+from sftkit.evals.sandbox.channel import Channel
+from sftkit.evals.sandbox.judge import exit_code, judge
+from sftkit.evals.sandbox.program import serve
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Build, fork, wait. What the program can import is the standard library, wherever sftkit lies."""
+    sys.path.pop()
+    sys.dont_write_bytecode = True
+    try:
+        launch(json.loads(sys.argv.pop()))
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "")
+        os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
+        os._exit(125)
+
+
+def launch(spec: dict[str, Any]) -> NoReturn:
+    """The process outside."""
+    os.umask(0o022)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if spec["group"]:
+        with open(spec["group"] + "/cgroup.procs", "w") as processes:
+            processes.write("0")
+    # The limit on processes counts by user, so that a user of its own keeps one sandbox from filling another's.
+    user = 20_000 + os.getpid() % 40_000
+    in_user_namespace = walls.new_namespaces()
+    walls.build_root(spec["root"], spec["visible"], spec["limits"]["file_mib"])
+    child = os.fork()
+    if child == 0:
+        first_process(spec, None if in_user_namespace else user)
+    # The kernel ends pid 1 when this process is gone, whatever the reason; asked to end, this process sees to it first.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    _, status = os.waitpid(child, 0)
+    os._exit(exit_code(status))
+
+
+def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
+    """pid 1 of the namespaces: lock the door, start the judge, end with it."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    walls.enter(spec["root"])
+    walls.drop_privileges(user)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
+    libc.prctl(
+        PR_SET_DUMPABLE, 0, 0, 0, 0
+    )  # the program, of the same user, may not look into this process and the judge
+    walls.limit(spec["limits"])
+    first = os.fork()
+    if first == 0:
+        judge_and_program()
+    while True:
+        pid, status = os.wait()
+        if pid == first:
+            os._exit(exit_code(status))
+
+
+def judge_and_program() -> NoReturn:
+    """The judge: start the program, which gets two pipes and nothing else, before a test or the nonce is read."""
+    feed, verdict = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    requests, ask = os.pipe()
+    answers, answer = os.pipe()
+    program = os.fork()
+    if program == 0:
+        os.setsid()
+        for descriptor in (feed, verdict, ask, answers, null):
+            os.close(descriptor)
+        try:
+            serve(Channel(answer, requests))
+        finally:
+            os._exit(0)
+    os.close(requests)
+    os.close(answer)
+    judge(program, Channel(ask, answers), feed, verdict)

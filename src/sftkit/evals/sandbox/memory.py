@@ -1,0 +1,113 @@
+"""A limit on the memory of all processes of one program together: a control group, where this user may make one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LIMITS = {
+    "cgroup2": {
+        "memory.max": "{bytes}",
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": "{processes}",
+    },
+    "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
+}
+"File system -> file -> what is written there. The first must be there; the others are where swap or processes are counted."
+PATIENCE_SECONDS = 2.0
+"Time that the kernel has to forget the ended processes of a group."
+
+
+@contextlib.contextmanager
+def group(mib: int, processes: int) -> Iterator[Path | None]:
+    """A control group of so much memory, removed when its processes are gone; None: none can be made here."""
+    above = parent()
+    folder = above and make(above, mib, processes)
+    try:
+        yield folder
+    finally:
+        if folder:
+            remove(folder)
+
+
+@cache
+def parent() -> Path | None:
+    """The control group in which others can be made that limit memory and that a process can join; None: there is none."""
+    return next((folder for folder in candidates() if works(folder)), None)
+
+
+def candidates() -> Iterator[Path]:
+    """The control group of this process, or the nearest one above it that divides its memory. Version 2 has the second:
+    a group with processes in it cannot divide."""
+    groups = [line.split(":", 2)[1:] for line in read(Path("/proc/self/cgroup")).splitlines()]
+    for line in read(Path("/proc/self/mountinfo")).splitlines():
+        root, mounted = line.split(" ")[3:5]
+        kind, _, options = line.partition(" - ")[2].split(" ")[:3]
+        for controllers, path in groups:
+            if kind == "cgroup" and "memory" in options.split(",") and "memory" in controllers.split(","):
+                yield Path(mounted) / path.removeprefix(root).lstrip("/")
+            if kind == "cgroup2" and not controllers:
+                own = Path(mounted) / path.removeprefix(root).lstrip("/")
+                yield from [one for one in (own, *own.parents) if divides_memory(one)][:1]
+
+
+def divides_memory(folder: Path) -> bool:
+    """Whether groups below this one have limits on memory (version 2)."""
+    return "memory" in read(folder / "cgroup.subtree_control").split()
+
+
+def works(above: Path) -> bool:
+    """Try it, with a process that joins."""
+    try:
+        folder = make(above, 64, 8)
+    except OSError:
+        return False
+    try:
+        join = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(folder)]
+        return subprocess.run(join, stderr=subprocess.DEVNULL).returncode == 0
+    finally:
+        remove(folder)
+
+
+def make(above: Path, mib: int, processes: int) -> Path:
+    """A control group of so much memory and so many processes. OSError: it may not be made."""
+    folder = above / f"sftkit-sandbox-{secrets.token_hex(8)}"
+    folder.mkdir()
+    try:
+        limits = LIMITS["cgroup2" if (folder / "memory.max").exists() else "cgroup"]
+        for name, value in limits.items():
+            if name == next(iter(limits)) or (folder / name).exists():
+                (folder / name).write_text(value.format(bytes=mib * 2**20, processes=processes))
+    except OSError:
+        remove(folder)
+        raise
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a control group whose processes have ended; a warning if it is still in use."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return folder.rmdir()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return log.warning("a control group is left behind: %s", error)
+            time.sleep(0.01)
+
+
+def read(path: Path) -> str:
+    """The text of a file, "" if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,90 @@
+"""The program's process: runs what a model wrote, then does what the tests ask of it, one request at a time.
+
+All that is here may be changed by the program. It holds no test, no expected value and no descriptor of the verdict: what it
+can say is what its functions return or raise.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import operator
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sftkit.evals.sandbox.channel import Channel
+from sftkit.evals.sandbox.values import Exchange
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, given, named: function(*given, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+}
+"What the tests may ask of an object. Comparing is not among them: that is done where the program is not."
+
+
+class Objects:
+    """Functions, classes and other objects of the program that are no plain data, by number."""
+
+    def __init__(self) -> None:
+        self.objects: list[object] = []
+        self.numbers: dict[int, int] = {}
+
+    def number_of(self, value: object) -> int:
+        """Its number, a new one if it is asked for the first time."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
+
+    def object_of(self, number: int) -> object:
+        """The object of that number."""
+        return self.objects[number]
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests, the first of which is to run the program. EOFError: nobody asks any more."""
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    operations = OPERATIONS | {"run": partial(run, module), "name": partial(name_of, module)}
+    objects = Objects()
+    while True:
+        exchange = Exchange(objects.number_of, objects.object_of)
+        operation, *values = exchange.unpack(channel.receive())
+        try:
+            answer = exchange.pack(True, operations[operation](*values))
+        except BaseException as error:
+            answer = Exchange(objects.number_of, objects.object_of).pack(False, described(error))
+        channel.send(answer)
+
+
+def described(error: BaseException) -> tuple[str, str, str]:
+    """(its class, the nearest class above it that Python has, its text)."""
+    kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    except BaseException:
+        text = ""
+    return type(error).__name__, next(kinds), text
+
+
+def run(module: types.ModuleType, source: str) -> None:
+    """Execute the program in its module."""
+    exec(compile(source, "program", "exec"), module.__dict__)
+
+
+def name_of(module: types.ModuleType, name: str) -> object:
+    """What the program calls so."""
+    if name not in module.__dict__:
+        raise NameError(f"name {name!r} is not defined")
+    return module.__dict__[name]

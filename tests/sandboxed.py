@@ -1,0 +1,39 @@
+"""What the tests of the sandbox share: whether it works here, and one program with its tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sftkit.evals.sandbox import check, programs
+from sftkit.evals.sandbox.programs import Job, Limits, Verdict
+
+try_it = check.check_sandbox.__wrapped__
+"`check_sandbox`, whatever was found out before."
+MISSING = check.check_sandbox()
+works = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
+SHORT = Limits(cpu_seconds=1, wall_seconds=20)
+AWAKE = Limits(wall_seconds=1.5)
+"For programs that sleep: nothing else ends them."
+
+
+def run(program: str, tests: str = "", *names: str, limits: Limits | None = None) -> Verdict:
+    """The verdict on a program whose tests take `names` from it."""
+    return programs.run(Job(program, tests, names), limits)
+
+
+def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str, str]) -> None:
+    """Start sandboxes from a copy of the sources with changes: module, text that is there, text in its place."""
+    source = Path(programs.SOURCES)
+    for name in ("__init__.py", "errors.py", "evals/__init__.py"):
+        (folder / "sftkit" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / "sftkit" / name, folder / "sftkit" / name)
+    package = folder / "sftkit" / "evals" / "sandbox"
+    shutil.copytree(source / "sftkit" / "evals" / "sandbox", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for module, there, instead in changes:
+        text = (package / f"{module}.py").read_text()
+        assert there in text
+        (package / f"{module}.py").write_text(text.replace(there, instead))
+    monkeypatch.setattr(programs, "LAUNCH", programs.LAUNCH.replace(programs.SOURCES, str(folder)))
