@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def run(
     engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
-    with Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
+    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
         return train(
             cfg, rt, engine, batches,
             evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,17 @@ FP32 = limits(torch.float32, 2)
 HOOKS = "The step runs the hooks that the model has"
 
 
+BUILT: list[Engine] = []
+"By the test that runs; the compiler's settings are the process's until an engine is closed."
+
+
+@pytest.fixture(autouse=True)
+def engines_closed() -> Iterator[None]:
+    yield
+    while BUILT:
+        BUILT.pop().close()
+
+
 def engine_with(
     folder: Path,
     orig_model: PreTrainedModel,
@@ -70,9 +81,8 @@ def engine_with(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=micro)
     rt = cpu_runtime()
-    return engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout), Batches(
-        examples, layout, seed=0, rank=0, pad_id=0
-    )
+    BUILT.append(engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout))
+    return BUILT[-1], Batches(examples, layout, seed=0, rank=0, pad_id=0)
 
 
 def warm(engine: Engine) -> dict[str, Check]:

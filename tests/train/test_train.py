@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def run(
         score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
         return values, [{"answer": answer.text} for answer in answers]
 
-    with Tracker(folder, cfg.log, rt, {}) as tracker:
+    with closing(engine), Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
             cfg, rt, engine, batches,
             evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},
