@@ -94,7 +94,7 @@ def train(
     evals: dict[str, float | None] = {}
     evals_at_start: dict[str, float | None] = {}
     samples: list[dict[str, Any]] = []
-    with watched(status, cfg.run, rt.stopping), closing(engine):
+    with watched(rt, status, cfg.run), closing(engine):
         status.at(step, "warm-up")
         ready = engine.warm_up(tracker.say)
         ends = end_tokens(orig_model)
