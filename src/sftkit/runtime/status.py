@@ -67,7 +67,7 @@ class RunStatus:
     neighbours: dict[int, int] = field(default_factory=dict)
     "rank -> process id of the ranks on this machine"
     stepped: bool = False
-    "whether this start has come to its first step"
+    "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
     "of the directory that was opened: under its name may be another run by now; None: not known"
     heartbeat: int | None = None
@@ -79,7 +79,6 @@ class RunStatus:
         if self.phase == "step":
             self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
         self.step, self.phase, self.since = step, phase, now
-        self.stepped = self.stepped or phase == "step"
         self.beat()
 
     def progress(self) -> None:
