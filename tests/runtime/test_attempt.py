@@ -20,16 +20,19 @@ from sftkit.runtime.lock import read_holder
 from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.rundir import (
     ATTEMPT,
+    COMPILE,
     CONFIG,
     EVALUATIONS,
     LOCK,
     METRICS,
     REPORT,
+    RESULTS,
     STATUS,
     TOKENIZER,
     evaluation_dir,
     step_dir,
 )
+from sftkit.runtime.start import Runtime
 
 ENV = {
     **os.environ,
@@ -62,10 +65,12 @@ def started(
     then: Callable[[], object] = lambda: None,
     takes: bool = False,
     killed_before: int | None = None,
+    first: Callable[[Runtime], object] = lambda _: None,
 ) -> None:
     """A start, what it writes before its first step, and how it goes on.
 
     Args:
+        first: what it does before its first step.
         takes: it has done a step.
         killed_before: which rename or deletion, from 0, of those with which it takes its place.
     """
@@ -73,6 +78,7 @@ def started(
         place = open_run(str(folder), resume, "run: {second}\n", rt)
         (place / "preflight.json").write_text("{}")
         rt.page = pytest.fail  # type: ignore[assignment]
+        first(rt)
         if killed_before is not None:
             kill_before(killed_before)
         if takes:
@@ -108,9 +114,13 @@ def test_a_start_that_ends_before_its_checks_are_passed_leaves_an_earlier_run_as
 ) -> None:
     folder = earlier_run(tmp_path / "sft")
     before = contents(tmp_path)
+
+    def writes_at_end(rt: Runtime) -> None:
+        rt.at_end.callback(lambda: (rt.place(folder) / COMPILE).mkdir(parents=True))
+
     for _ in range(2):
         with pytest.raises((SystemExit, KeyboardInterrupt)):
-            started(folder, resume, fails(error))
+            started(folder, resume, fails(error), first=writes_at_end)
         assert contents(tmp_path) == before
 
 
@@ -161,11 +171,22 @@ def test_a_new_run_takes_the_place_of_an_earlier_one_which_is_renamed_whole_and_
 
 def test_a_run_that_is_resumed_keeps_all_that_the_start_has_not_written_anew(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "sft")
+    evaluations = [evaluation_dir(folder, step) / RESULTS for step in (1, 2)]
+    for file in evaluations:
+        file.parent.mkdir(parents=True)
+        file.write_text("of before")
     before = contents(folder)
-    started(folder, "auto", takes=True)
+
+    def evaluate(rt: Runtime) -> None:
+        file = evaluation_dir(rt.place(folder), 2) / RESULTS
+        file.parent.mkdir(parents=True)
+        file.write_text("anew")
+        assert contents(folder).items() >= before.items()
+
+    started(folder, "auto", takes=True, first=evaluate)
     now = contents(folder)
     changed = {name for name in now if now[name] != before.get(name, b"")}
-    assert changed == {CONFIG, STATUS, "environment.json", "preflight.json"}
+    assert changed == {CONFIG, STATUS, "environment.json", "preflight.json", str(evaluations[1].relative_to(folder))}
     assert before.keys() <= now.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["sft"]
 

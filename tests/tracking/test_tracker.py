@@ -532,5 +532,9 @@ def test_resuming_drops_the_rows_of_the_lost_stretch_and_half_written_ones(tmp_p
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
 def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"step": 5}\n')
+    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, first_step=4):
+        pass  # nothing is touched before the run has done a step
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert rows(tmp_path / name) == [{"step": 5}]
     Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4).open()
     assert rows(tmp_path / name) == []

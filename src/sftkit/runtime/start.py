@@ -78,9 +78,11 @@ class Runtime:
             stays = self.status is not None and not leaves_nothing(self.status, refused)
             page = self.page if stays else None
             code = report(error, self.status, page) if isinstance(error, Exception) else None
-            self.withdraw(refused)
             if code is not None and self.world_size > 1:
+                self.withdraw(refused)
                 end_process(code)  # closing the process group would wait for ranks that wait for this one
+            self.at_end.close()  # which may write
+            self.withdraw(refused)
         finally:
             self.close()
         if code is not None:

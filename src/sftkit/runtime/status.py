@@ -69,7 +69,7 @@ class RunStatus:
     stepped: bool = False
     "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
-    "of the directory that was opened: under its name may be another run by now; None: not known"
+    "of the directory that was opened: under its name may be an earlier run again; None: not known"
     heartbeat: int | None = None
     "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody looks"
 
@@ -99,9 +99,9 @@ class RunStatus:
             self.inode = run_dir.stat().st_ino
 
     def is_withdrawn(self) -> bool:
-        """Whether the directory under this name is another run's, which this one must not write to."""
+        """Whether the main rank has left the directory to an earlier run, which this one must not write to."""
         try:
-            return self.inode is not None and self.run_dir.stat().st_ino != self.inode
+            return not self.stepped and self.inode is not None and self.run_dir.stat().st_ino != self.inode
         except FileNotFoundError:
             return True
 
