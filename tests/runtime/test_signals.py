@@ -167,10 +167,9 @@ def test_a_terminal_that_is_closed_stops_a_run_under_its_launcher(start, process
 @pytest.mark.parametrize("processes", [1, 2])
 def test_under_nohup_a_run_outlives_its_terminal(start, processes: int) -> None:
     terminal = Terminal()
-    run = start(
-        "slow", "train.max_steps=12", processes=processes, before=("sh", "-c", 'exec nohup "$@" > /dev/null 2>&1', "-"),
-        terminal=terminal,
-    )  # fmt: skip
+    nohup = ("sh", "-c", 'exec nohup "$@" > /dev/null 2>&1', "-")
+    passed_on = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"}  # as signal_env says under nohup
+    run = start("slow", "train.max_steps=12", processes=processes, before=nohup, terminal=terminal, **passed_on)
     run.until_step(2)
     terminal.close()
     assert run.end() == 0
@@ -182,10 +181,10 @@ def test_under_nohup_a_run_outlives_its_terminal(start, processes: int) -> None:
 def test_a_terminal_that_is_closed_ends_the_chain_of_stages(start, tmp_path: Path) -> None:
     terminal = Terminal()
     chain = start.watch(chain_of_stages(tmp_path, terminal))
-    chain.until(lambda: (chain.dir / "metrics.jsonl").exists())
+    chain.until(lambda: (chain.dir / "run_status.json").exists())
     terminal.close()
     assert chain.end() == 130
-    chain.check_stopped("preempted", "SIGHUP")
+    chain.check_ended("preempted", "SIGHUP")
     assert not (tmp_path / "mid").exists()
 
 
