@@ -30,7 +30,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
-from sftkit.runtime.open import open_run, take_place
+from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
@@ -69,6 +69,16 @@ def tokenize_slowly(row: Row, tokenizer: Any, run_dir: str) -> Tokenized:
     Path(f"{run_dir}.tokenizing{os.getpid()}").touch()
     time.sleep(1000)
     raise AssertionError
+
+
+def stay_in_warm_up(run_dir: str, rank: int, _: Any) -> Any:
+    Path(f"{run_dir}.warming up{rank}").touch()
+    time.sleep(1000)
+
+
+def fail_in_warm_up(_: Any) -> Any:
+    Path(os.environ["FAULT_ONCE"]).touch()
+    raise ValueError("a GPU is gone")
 
 
 def save_slowly(run_dir: str, rank: int) -> None:
@@ -152,10 +162,13 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
         save_slowly(run_dir, rt.rank)
     orig_model = tiny_llama()
     engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
+    if fault == "warming up":
+        engine.warm_up = partial(stay_in_warm_up, run_dir, rt.rank)
+    if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():
+        engine.warm_up = fail_in_warm_up
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(resume)
-    take_place(cfg.run.dir, resume, rt)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         if fault == "evaluating":

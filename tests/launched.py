@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,14 +31,47 @@ ROOT = Path(__file__).parents[1]
 WORKER = "tests/faults_worker.py"
 
 
+class Terminal:
+    """A pseudo-terminal on which somebody reads along, until it is closed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._reads, self.device = os.openpty()
+        self.path = os.ttyname(self.device)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._reads], [], [], 0.05)[0]:
+                with suppress(OSError):  # nobody has it open
+                    self.text += os.read(self._reads, 1 << 16).decode(errors="replace")
+
+    def close(self) -> None:
+        """Hang up, as a window that is closed or a connection that breaks."""
+        self._closed.set()
+        self._thread.join()
+        os.close(self.device)
+        os.close(self._reads)
+
+
+def own_terminal() -> None:
+    """In a new process that leads a session: its standard input is the terminal of the session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class LaunchedRun:
     """A process tree: a launcher, its ranks and theirs, in a session of its own; ranks and torch's compilers leave it."""
 
     process: subprocess.Popen[str] | preloaded.Process
 
-    def __init__(self, dir: Path, words: list[str], forked: int = 0, **env: str) -> None:
+    def __init__(
+        self, dir: Path, words: list[str], forked: int = 0, terminal: Terminal | None = None, **env: str
+    ) -> None:
         """Args:
         words: a launcher's command line; with `forked`, a script's, of which so many ranks are forked without one.
+        terminal: where it runs, in the foreground; None: nowhere.
         """
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
@@ -42,12 +79,13 @@ class LaunchedRun:
         inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": paths}
         env = {**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
         if forked:
-            self.process = preloaded.Process(words, forked, env)
+            self.process = preloaded.Process(words, forked, env, terminal.path if terminal else None)
             return
-        self.process = subprocess.Popen(
-            words, cwd=ROOT, env=env,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if terminal is not None:
+            device = terminal.device
+            streams = {"stdin": device, "stdout": device, "stderr": device, "preexec_fn": own_terminal}
+        self.process = subprocess.Popen(words, cwd=ROOT, env=env, text=True, start_new_session=True, **streams)
 
     def until(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 100
@@ -136,12 +174,13 @@ class Launcher:
 
     def __call__(
         self, fault: str, *settings: str, name: str = "run", processes: int = 2, forked: bool = False,
-        torchrun: tuple[str, ...] = (), accelerate: tuple[str, ...] = (), **env: str,
+        torchrun: tuple[str, ...] = (), accelerate: tuple[str, ...] = (), before: tuple[str, ...] = (),
+        terminal: Terminal | None = None, **env: str,
     ) -> LaunchedRun:  # fmt: skip
         worker = [WORKER, str(self.folder / name), fault, *settings]
         env = {"FAULT_TOKENIZER": str(self.folder / "tokenizer.json"), **env}
         if forked:
-            return self.watch(LaunchedRun(self.folder / name, worker, processes, **env))
+            return self.watch(LaunchedRun(self.folder / name, worker, processes, terminal, **env))
         if torchrun:
             words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *torchrun, *worker]
         elif accelerate:
@@ -150,7 +189,7 @@ class Launcher:
         else:
             config_file = CONFIGS / ("cpu_ddp.yaml" if processes > 1 else "cpu.yaml")
             words = command(Launch(config_file, processes, ""), worker[0], worker[1:])
-        return self.watch(LaunchedRun(self.folder / name, words, **env))
+        return self.watch(LaunchedRun(self.folder / name, [*before, *words], terminal=terminal, **env))
 
     def watch(self, run: LaunchedRun) -> LaunchedRun:
         self.runs.append(run)

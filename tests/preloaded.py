@@ -33,7 +33,7 @@ PRELOADED = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
     *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.train.loop", "sftkit.evals.suite"),
 )
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
 # ---- for tests -------------------------------------------------------------------------------------------------------
@@ -44,18 +44,25 @@ class Process:
 
     returncode: int | None = None
 
-    def __init__(self, words: Sequence[str | Path], ranks: int = 1, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        terminal: str | None = None,
+    ) -> None:
         """Args:
         words: what comes after `python`: a script, -m and a module, or -c and code; then its arguments.
         ranks: how many processes; one is told nothing of ranks.
         env: the whole environment; None: that of this process.
+        terminal: the device that it writes to, and that hangs up on it; None: files.
         """
         self.words = [str(word) for word in words]
         self._streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         order = {"words": self.words, "ranks": ranks, "env": dict(os.environ if env is None else env)}
         if FORKS:
             streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._streams]
-            self.pid = server().start({**order, "streams": streams})
+            self.pid = server().start({**order, "streams": [terminal, terminal] if terminal else streams})
             return
         out, err = self._streams
         command = [sys.executable, __file__, json.dumps(order)]
@@ -226,7 +233,8 @@ def become(order: dict[str, Any]) -> None:
     """Be the script of the order, with its arguments, environment and streams."""
     if order.get("streams"):
         for number, path in zip((0, 1, 2), (os.devnull, *order["streams"]), strict=True):
-            file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+            # To read too: a terminal is then that of the session, which has none.
+            file = os.open(path, os.O_RDONLY if number == 0 else os.O_RDWR | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)
     places = launch(order) if order["ranks"] > 1 else {}

@@ -222,7 +222,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_file(
 
 
 def resumed_step(run_dir: Path, tokenizer, setting: str) -> int:
-    return Run(run_dir, tokenizer, cpu_runtime()).checkpoints.resume(setting)["step"]
+    checkpoints = Run(run_dir, tokenizer, cpu_runtime()).checkpoints
+    step = checkpoints.resume(setting)["step"]
+    checkpoints.set_later_aside(step)
+    return step
 
 
 def test_the_best_and_pinned_checkpoints_are_kept_beside_the_newest(tmp_path: Path, tokenizer) -> None:

@@ -36,7 +36,7 @@ def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def logged(run_dir: Path, *debug: str, rank: int = 0) -> Iterator[Callable[[], None]]:
     """As in a run: the logs, then the switches."""
     config = CompileConfig(debug=debug)  # type: ignore[arg-type]
-    with compiler_logs(run_dir, config, rank) as write, compiler_switches(config):
+    with compiler_logs(lambda: run_dir, config, rank) as write, compiler_switches(config):
         yield write
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -258,6 +259,20 @@ def test_a_run_that_takes_too_long_is_killed_with_all_that_descends_from_it(tmp_
     assert time.perf_counter() - started < 20
     assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
     assert not [p for p in psutil.process_iter(["cmdline"]) if child in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_whoever_compares_runs_ends_the_one_at_work(tmp_path: Path, number: int) -> None:
+    at_work = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+    call = f"run_logged([sys.executable, '-c', {at_work!r}], Path({str(tmp_path / 'log')!r}), {{}}, 600)"
+    code = f"import sys; from pathlib import Path; from sftkit.experiments.bench.processes import run_logged; {call}"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_the_first_error_of_a_log_is_the_reason_and_a_killed_rank_comes_before_it(tmp_path: Path) -> None:

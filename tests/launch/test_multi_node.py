@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -47,16 +48,22 @@ def test_the_batch_script_gives_ranks_the_time_that_slurm_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "requeued", "code"), [("preempted", True, 0), ("finished", False, 0), ("failed", False, 1)]
+    ("status", "time", "requeued", "code"),
+    [
+        ("preempted", 1e11, True, 0),
+        ("preempted", 1.5, False, 1),
+        ("finished", 1e11, False, 0),
+        ("failed", 1e11, False, 1),
+    ],
 )
 def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_run_again(
-    tmp_path: Path, status: str, requeued: bool, code: int
+    tmp_path: Path, status: str, time: float, requeued: bool, code: int
 ) -> None:
     (script,) = [block for _, block in BLOCKS if block.startswith("#!/bin/bash")]
     bin_dir, run_dir = tmp_path / "bin", tmp_path / "run"
     for folder in (bin_dir, run_dir, tmp_path / ".venv" / "bin"):
         folder.mkdir(parents=True)
-    (run_dir / "run_status.json").write_text(f'{{"status": "{status}"}}')
+    (run_dir / "run_status.json").write_text(json.dumps({"status": status, "time": time}))
     commands = {
         bin_dir / "scontrol": f'[ "$1" = requeue ] && echo requeued $2 >> {tmp_path}/log || printf "node7\\nnode8\\n"',
         bin_dir / "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done; exit 1',

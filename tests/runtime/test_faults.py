@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from launched import Launcher, fill, launching, small_file_system
 
 from sftkit.checkpoint.manifest import verify
 from sftkit.runtime.consistency import compare
-from sftkit.runtime.rundir import step_dirs
-from sftkit.runtime.status import RunStatus, effective_resume, is_symptom
+from sftkit.runtime.rundir import HEARTBEATS, heartbeat_file, step_dirs
+from sftkit.runtime.status import RunStatus, effective_resume, is_symptom, read_status
 from sftkit.runtime.watchdog import compare as compare_places
+from sftkit.runtime.watchdog import open_heartbeat
 
 
 @pytest.fixture
@@ -66,8 +68,9 @@ def test_a_rank_that_is_killed_is_named_by_those_that_lose_it(start) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_by_those_that_wait_for_it_for_ever(start) -> None:
-    began = time.monotonic()
     run = start("kill while others wait")
+    run.until_step(3)
+    began = time.monotonic()
     assert run.end() != 0
     found = run.status()
     assert (found["status"], found["first_failing_rank"]) == ("failed", 1), run.output[-3000:]
@@ -92,6 +95,35 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named_with_phase_and_stack(start)
     assert "rank 1 at step 4 (in data); rank 0 at step 4 (in step)" in found["error"]
     errors = "".join(path.read_text() for path in (run.dir / "rank-errors").iterdir())
     assert "time.sleep(1000)" in errors, errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_with_its_step_and_changes_nothing_when_it_wakes(start) -> None:
+    run = start("slow", "run.step_timeout_seconds=5", "train.max_steps=1000")
+    run.until_step(3)
+    os.kill(run.rank(1), signal.SIGSTOP)
+    run.until(lambda: run.status()["status"] == "failed")
+    found, written = run.status(), (run.dir / "run_status.json").read_bytes()
+    os.kill(run.rank(1), signal.SIGCONT)
+    assert run.end() != 0
+    assert (run.dir / "run_status.json").read_bytes() == written
+    assert found["first_failing_rank"] == 1, found
+    places = re.search(r"rank 1 at step (\d+) \(in \w+, silent\); rank 0 at step (\d+) \(in step\)", found["error"])
+    assert places, found["error"]
+    assert int(places[2]) - 1 <= int(places[1]) <= int(places[2]) == found["step"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_suspended_for_longer_than_a_step_may_take_goes_on(start) -> None:
+    run = start("slow", "run.step_timeout_seconds=3", "train.max_steps=1000", forked=True)
+    run.until_step(2)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.killpg(run.process.pid, number)
+        time.sleep(8)
+    run.until_step(run.steps()[-1] + 5)
+    os.kill(run.rank(0), signal.SIGTERM)
+    run.end()
+    run.check_stopped("preempted", "SIGTERM")
 
 
 @pytest.mark.slow
@@ -180,7 +212,7 @@ def test_only_a_restart_of_the_same_launch_resumes_by_itself(tmp_path: Path) -> 
     assert effective_resume("runs/x/step-000002", str(tmp_path), again) == "runs/x/step-000002"
     assert effective_resume(None, str(tmp_path), {**again, "TORCHELASTIC_RESTART_COUNT": "0"}) is None
     assert effective_resume(None, str(tmp_path), {}) is None
-    status.write("running", launch="another launcher")
+    status._write("running", launch="another launcher")
     assert effective_resume(None, str(tmp_path), again) is None
 
 
@@ -221,6 +253,35 @@ def test_the_status_of_a_failed_run_names_the_cause_and_not_the_first_symptom(tm
     assert not is_symptom(ValueError("the connection of cheese and wine"))
 
 
+def test_how_a_run_ended_is_final_but_a_cause_takes_the_place_of_its_symptom(tmp_path: Path) -> None:
+    ranks = [RunStatus(tmp_path, rank, 3, step=7, phase="step") for rank in range(3)]
+    ranks[0].begin({})
+    ranks[0].failed("Connection closed by peer", symptom=True)
+    ranks[0].end("failed", first_failing_rank=0, error=str(ranks[0].failure))
+    ranks[1].failed(ValueError("cheese"))
+    ranks[1].write_failed()
+    written = (tmp_path / "run_status.json").read_bytes()
+    assert json.loads(written)["error"] == "rank 1 failed at step 7 (step): ValueError: cheese"
+    ranks[2].failed(ValueError("woken late"))
+    ranks[2].write_failed()
+    ranks[2].end_of_signal(signal.SIGTERM)
+    ranks[2].write_end(stopped=True, number=signal.SIGTERM)
+    assert (tmp_path / "run_status.json").read_bytes() == written
+    ranks[0].begin({})
+    assert read_status(tmp_path)["status"] == "running", "the next start"
+
+
+def test_a_heartbeat_is_that_of_the_present_step(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, 0, 2)
+    status.heartbeat = open_heartbeat(status)
+    for step, phase in ((1000, "evaluation"), (1001, "data"), (1001, "step"), (2, "data")):
+        status.at(step, phase)
+        beat = json.loads(heartbeat_file(tmp_path / HEARTBEATS, 0).read_text())
+        assert (beat["step"], beat["phase"]) == (step, phase)
+        assert time.time() - beat["time"] < 60
+    os.close(status.heartbeat)
+
+
 def test_differences_between_ranks_are_listed_by_name() -> None:
     values = [{"torch": "2.13", "optim.lr": "1"}, {"torch": "2.13", "optim.lr": "2"}, {"torch": "2.13"}]
     assert compare(values) == ["optim.lr: 1 on rank 0; 2 on rank 1; not there on rank 2"]
@@ -229,10 +290,14 @@ def test_differences_between_ranks_are_listed_by_name() -> None:
 
 def test_the_ranks_that_are_behind_are_found_by_step_and_phase(tmp_path: Path) -> None:
     for rank, (step, phase) in enumerate([(7, "step"), (6, "data"), (7, "step")]):
-        (tmp_path / f"rank{rank:03d}").write_text(json.dumps({"step": step, "phase": phase}))
-    behind, where = compare_places(tmp_path, 3)
+        (tmp_path / f"rank{rank:03d}").write_text(json.dumps({"step": step, "phase": phase, "time": time.time()}))
+    behind, where = compare_places(tmp_path, 3, silent_after=60)
     assert behind == [1]
     assert where == "rank 1 at step 6 (in data); ranks 0, 2 at step 7 (in step)"
+    (tmp_path / "rank002").write_text(json.dumps({"step": 7, "phase": "step", "time": time.time() - 61}))
+    behind, where = compare_places(tmp_path, 3, silent_after=60)
+    assert behind == [2], "it is stopped, whoever else is behind"
+    assert where == "rank 2 at step 7 (in step, silent); rank 1 at step 6 (in data); rank 0 at step 7 (in step)"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import ROOT, LaunchedRun, Launcher, launching
+from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
-from sftkit.runtime.launcher import check_launcher
+from sftkit.runtime.launcher import check_launcher, signal_env
 from sftkit.runtime.rundir import LATEST, step_dirs
-from sftkit.runtime.signals import Deadline
+from sftkit.runtime.signals import Deadline, Stopping, heeded
 from sftkit.runtime.status import resume_command
 
 
@@ -138,6 +139,101 @@ def test_a_second_ctrl_c_exits_at_once(start) -> None:
     assert "exitcode  : 130" in run.output or "exitcode: 130" in run.output, run.output[-3000:]
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_terminal_that_is_closed_stops_the_run_at_one_step_with_a_checkpoint(start, processes: int) -> None:
+    terminal = Terminal()
+    run = start("slow", "train.max_steps=1000", processes=processes, forked=True, terminal=terminal)
+    run.until_step(2)
+    assert "training" in terminal.text, "a live bar"
+    terminal.close()
+    assert run.end() == 0
+    run.check_stopped("preempted", "SIGHUP")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("how", ["ours", "torchrun"])
+def test_a_terminal_that_is_closed_stops_a_run_under_its_launcher(start, processes: int, how: str) -> None:
+    terminal = Terminal()
+    torchrun = ("--standalone", "--nproc_per_node", str(processes)) if how == "torchrun" else ()
+    run = start("slow", "train.max_steps=1000", processes=processes, torchrun=torchrun, terminal=terminal)
+    run.until_step(2)
+    terminal.close()
+    assert run.end() == (1 if how == "torchrun" else 0 if processes == 1 else 128 + signal.SIGHUP)
+    run.check_stopped("preempted", "SIGHUP")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_under_nohup_a_run_outlives_its_terminal(start, processes: int) -> None:
+    terminal = Terminal()
+    nohup = ("sh", "-c", 'exec nohup "$@" > /dev/null 2>&1', "-")
+    passed_on = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"}  # as signal_env says under nohup
+    run = start("slow", "train.max_steps=12", processes=processes, before=nohup, terminal=terminal, **passed_on)
+    run.until_step(2)
+    terminal.close()
+    assert run.end() == 0
+    run.check_ended("finished", None)
+    assert run.steps()[-1] == 12
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_the_chain_of_stages(start, tmp_path: Path) -> None:
+    terminal = Terminal()
+    chain = start.watch(chain_of_stages(tmp_path, terminal))
+    chain.until(lambda: (chain.dir / "run_status.json").exists())
+    terminal.close()
+    assert chain.end() == 130
+    chain.check_ended("preempted", "SIGHUP")
+    assert not (tmp_path / "mid").exists()
+
+
+def test_sigquit_writes_the_stacks_of_all_threads_and_is_a_stop(start) -> None:
+    run = start("slow", "train.max_steps=1000", processes=1, forked=True)
+    run.until_step(2)
+    os.kill(run.rank(0), signal.SIGQUIT)
+    assert run.end() == 0, run.output[-3000:]
+    run.check_stopped("preempted", "SIGQUIT")
+    assert "most recent call first" in run.output
+    assert "loop.py" in run.output
+
+
+def test_a_signal_that_was_ignored_at_the_start_is_a_stop_only_where_a_launcher_passes_it_on(monkeypatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        assert signal.SIGHUP not in heeded({})
+        assert "SIGHUP" not in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+        assert signal.SIGHUP in heeded({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP"})
+        stopping = Stopping()
+        stopping.save_first()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        stopping.close()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "SIGHUP" in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+
+
+def test_what_is_written_to_a_terminal_that_was_closed_is_lost_and_no_error() -> None:
+    script = (
+        "import sys, time\n"
+        "from sftkit.runtime.signals import say\n"
+        "say('here'); time.sleep(0.1); sys.stdin.readline()\n"
+        "say('lost'); say('lost', error=True); print('a library', flush=True); print('lost', file=sys.stderr)\n"
+        "sys.exit(7)\n"
+    )
+    terminal = Terminal()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=terminal.device, stderr=terminal.device
+    )
+    deadline = time.monotonic() + 60
+    while "here" not in terminal.text and time.monotonic() < deadline:
+        time.sleep(0.05)
+    terminal.close()
+    process.communicate(b"go on\n", timeout=60)
+    assert process.returncode == 7
+
+
 @pytest.mark.slow
 def test_the_time_limit_ends_the_run_with_a_checkpoint_before_it(start) -> None:
     run = start("slow", "train.max_steps=100000", "train.max_minutes=0.5", forked=True)
@@ -151,17 +247,21 @@ def test_the_time_limit_ends_the_run_with_a_checkpoint_before_it(start) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_the_chain_of_stages_ends_it_although_the_launcher_reports_a_failure(start, tmp_path) -> None:
-    for stage in ("base", "mid", "sft"):
-        recipe = f"extends: {ROOT}/recipes/smoke/{stage}.yaml\nrun: {{dir: {tmp_path}/{stage}}}\n"
-        (tmp_path / f"{stage}.yaml").write_text(recipe)
-    words = [sys.executable, "scripts/run_chain.py", str(tmp_path), f"data.cache_dir={tmp_path}/cache"]
-    chain = start.watch(LaunchedRun(tmp_path / "base", words))
+    chain = start.watch(chain_of_stages(tmp_path))
     chain.until(lambda: (chain.dir / "run_status.json").exists())
     os.kill(chain.process.pid, signal.SIGTERM)
     assert chain.end() == 130, chain.output[-3000:]
     chain.check_ended("preempted", "SIGTERM")
     assert "stopped; `train.resume=auto` goes on" in chain.output
     assert not (tmp_path / "mid").exists()
+
+
+def chain_of_stages(folder: Path, terminal: Terminal | None = None) -> LaunchedRun:
+    for stage in ("base", "mid", "sft"):
+        recipe = f"extends: {ROOT}/recipes/smoke/{stage}.yaml\nrun: {{dir: {folder}/{stage}}}\n"
+        (folder / f"{stage}.yaml").write_text(recipe)
+    words = [sys.executable, "scripts/run_chain.py", str(folder), f"data.cache_dir={folder}/cache"]
+    return LaunchedRun(folder / "base", words, terminal=terminal)
 
 
 def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint() -> None:

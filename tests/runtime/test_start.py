@@ -20,7 +20,7 @@ from helpers import ROOT, cpu_runtime
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
 from sftkit.runtime.launcher import check_group
-from sftkit.runtime.open import open_run
+from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.signals import SIGNALS, Stopping
 
 
@@ -140,6 +140,7 @@ def test_how_a_run_failed_is_written_down_printed_and_shown(tmp_path, capsys, er
         with cpu_runtime() as rt:
             rt.page = pages.append
             open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+            take_place(rt)
             assert rt.status is not None
             rt.status.at(7, "step")
             raise error

@@ -52,7 +52,7 @@ def some_batches() -> Batches:
 def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatches]:
     batches = some_batches()
     rt = cpu_runtime()
-    tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {})
+    tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {}).open()
     health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8, objective=OBJECTIVE)
     return health, next(iter(batches.steps(0, 1)))
 

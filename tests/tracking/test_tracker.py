@@ -84,7 +84,7 @@ class Fake:
 
 
 def mirrored(folder: Path, dashboard: Fake) -> Tracker:
-    tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     tracker._mirror = Mirror(dashboard)
     return tracker
 
@@ -102,7 +102,7 @@ def wandb_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, capsys) -> None:
-    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}) as tracker:
+    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
         tracker.log_metrics(10, 100, METRICS)
         tracker.log_evals(10, {"val/loss": 2.0}, [{"prompt": "p", "reference": "r", "answer": "a"}])
     (row,) = rows(tmp_path / "metrics.jsonl")
@@ -122,7 +122,7 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a real wandb run, whose steps go back once."""
     folder = tmp_path_factory.mktemp("offline")
     rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
-    with Tracker(folder, LogConfig(wandb="offline"), rt, {"optim": {"lr": 0.5}}) as tracker:
+    with Tracker(folder, LogConfig(wandb="offline"), rt, {"optim": {"lr": 0.5}}).open() as tracker:
         for step, recompiles in ((10, 0), (5, 2), (11, 1)):
             tracker.log_metrics(step, 20, {**METRICS, "train/loss": 1.0 / step, "compile/recompiles": recompiles})
         for step, loss in ((11, 2.0), (20, 3.0)):
@@ -206,7 +206,7 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     config, run_id = LogConfig(tracker="trackio", project="p"), None
     for steps in ((10, 5), (11,)):
         rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
-        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, 10, run_id) as tracker:
+        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, 10, run_id).open() as tracker:
             for step in steps:
                 tracker.log_metrics(step, 20, METRICS)
             sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
@@ -248,7 +248,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     ids = []
     for step in (0, 1):
         rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
-        with Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}, step, ids[0] if ids else None) as tracker:
+        with Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}, step, ids[0] if ids else None).open() as tracker:
             tracker.log_metrics(step + 1, 2, METRICS)
             ids.append(tracker.run_id)
     assert ids[0] == ids[1] is not None
@@ -331,7 +331,7 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
 def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(
     tmp_path: Path,
 ) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     for step, wait in enumerate([90.0, 25.0, 30.0, 5.0, 21.0, 22.0, 23.0, 24.0, 20.0], start=1):
         tracker.log_metrics(step, 20, {**METRICS, "perf/data_wait_pct": wait})
     (event,) = rows(tmp_path / "events.jsonl")
@@ -340,13 +340,15 @@ def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_lin
 
 
 def test_events_of_a_list_that_grows_are_told_once_and_survive_a_resume(tmp_path: Path, capsys) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     tracker.new_events("recompile", 5, ["a.py:1"])
     tracker.new_events("recompile", 9, ["a.py:1", "b.py:2"])
     assert capsys.readouterr().out.splitlines() == ["step 5: a.py:1", "step 9: b.py:2"]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"step": 9, "ki')  # killed in the middle
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4).event("spike", 6, "step 6: high")
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4).open().event(
+        "spike", 6, "step 6: high"
+    )
     assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [5, 9, 6]
     assert capsys.readouterr().out.splitlines() == ["step 6: high"]
 
@@ -360,7 +362,7 @@ def test_the_console_shows_all_values_of_a_few_and_one_of_each_of_many_tasks() -
 
 
 def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     tracker.log_evals(1, {}, [{"prompt": "a\u2028b\x85c", "reference": "", "answer": "", "stop": "length"}])
     drop_rows_after(tmp_path / "samples.jsonl", 1)
     assert [row["prompt"] for row in read_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
@@ -368,7 +370,7 @@ def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path)
 
 def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:
     def names(first_step: int) -> list[str]:
-        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=first_step)
+        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=first_step).open()
         return sorted(path.name for path in (tmp_path / "evals").iterdir())
 
     for name in ("step-000000", "step-000004", "step-000006", "final", "mine"):
@@ -379,7 +381,8 @@ def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp
 
 
 def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING, logger="sftkit"):
         tracker.log_metrics(1, 2, METRICS)
@@ -396,7 +399,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
-with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}) as tracker:
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}).open() as tracker:
     for step in (1, 2):
         tracker.log_metrics(step, 2, METRICS)
 print("trained", flush=True)
@@ -436,7 +439,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
-with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}).open() as tracker:
     for step in range(1, 41):
         tracker.log_metrics(step, 40, METRICS)
         if step == 2:
@@ -480,7 +483,7 @@ from sftkit.tracking.tracker import Tracker
 
 mirror.FINISH_SECONDS = 3.0
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
-with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}) as tracker:
+with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}).open() as tracker:
     tracker.log_metrics(1, 2000, METRICS)
     services = psutil.Process().children(recursive=True)
     assert services
@@ -529,5 +532,9 @@ def test_resuming_drops_the_rows_of_the_lost_stretch_and_half_written_ones(tmp_p
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
 def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"step": 5}\n')
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4)
+    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, first_step=4):
+        pass  # nothing is touched before the run has done a step
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert rows(tmp_path / name) == [{"step": 5}]
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, first_step=4).open()
     assert rows(tmp_path / name) == []

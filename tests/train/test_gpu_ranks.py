@@ -158,6 +158,7 @@ def test_a_hung_rank_is_named_after_the_step_timeout(whole: Run) -> None:
             hung.kill()
     assert run.end() != 0
     assert run.status()["status"] == "failed"
+    assert run.status()["first_failing_rank"] == 1
     assert "rank 1" in run.status()["error"]
 
 

@@ -54,6 +54,9 @@ class NoCheckpoints:
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         pass
 
+    def set_later_aside(self, step: int) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

@@ -228,7 +228,6 @@ class Checkpoints:
         self._restore_random_state(folder, state)
         for line in lines:
             self.rt.say(line)
-        self._set_later_steps_aside(state["step"])
         return state
 
     def _decide(self, setting: str | None, changes: Sequence[str]) -> Found | Exception | None:
@@ -303,19 +302,20 @@ class Checkpoints:
             "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
         )
 
-    def _set_later_steps_aside(self, step: int) -> None:
-        """Checkpoints of the stretch that this run does again: out of the way of pruning and of the next resume."""
-        if self.rt.is_main:
-            folder = step_dir(self.run_dir, step)
-            if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
-                replace_text(self.run_dir / LATEST, f"{folder.name}\n")
-            best = read_best(self.run_dir)
-            for later in step_dirs(self.run_dir):
-                if step_number(later) > step:
-                    log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
-                    if best is not None and best.folder == later.name:
-                        (self.run_dir / BEST).unlink()
-        self.rt.barrier()
+    def set_later_aside(self, step: int) -> None:
+        """Move checkpoints of the stretch after `step`, which this run does again, out of the way of pruning and of the next
+        resume."""
+        if not self.rt.is_main:
+            return
+        folder = step_dir(self.run_dir, step)
+        if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
+            replace_text(self.run_dir / LATEST, f"{folder.name}\n")
+        best = read_best(self.run_dir)
+        for later in step_dirs(self.run_dir):
+            if step_number(later) > step:
+                log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
+                if best is not None and best.folder == later.name:
+                    (self.run_dir / BEST).unlink()
 
 
 def make_tokenizer_portable(config_file: Path) -> None:

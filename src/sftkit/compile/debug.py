@@ -44,16 +44,21 @@ LAUNCHES = {
 class CompilerFiles(logging.Handler):
     """Writes the framework's logs into one folder, each record under the id of its graph, generated code a file each."""
 
-    def __init__(self, folder: Path, debug: Iterable[str]) -> None:
+    def __init__(self, folder: Callable[[], Path], debug: Iterable[str]) -> None:
         super().__init__(logging.DEBUG)
-        self.folder = folder
+        self._folder = folder
         self.names = {artifact: name for name in debug for artifact in ARTIFACTS[name]}
         self.generated: list[dict[str, Any]] = []
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
         self._ready = False
 
+    @property
+    def folder(self) -> Path:
+        """Where it is by now: the place of a run changes at its first step."""
+        return self._folder()
+
     def make_folder(self) -> None:
-        """Make it when there is something to write, which is in the warm-up: before, an earlier run may be in its place."""
+        """Make it when there is something to write."""
         if not self._ready:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start of this run
             self.folder.mkdir(parents=True)
@@ -104,15 +109,18 @@ class CompilerFiles(logging.Handler):
 
 
 @contextmanager
-def compiler_logs(run_dir: Path, compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
-    """Inside, what compile.debug names goes into <run_dir>/compile/rank000/ and not to the terminal; from before anything
+def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
+    """Inside, what compile.debug names goes into <place>/compile/rank000/ and not to the terminal; from before anything
     is compiled.
 
     A graph from a cache is not logged as one that is compiled, so all but `recompiles` turn the caches of graphs off
     (compiler_switches). The compiled code stays the same; machine code of kernels still comes from disk.
 
+    Args:
+        place: where the run writes at that moment; see Runtime.place.
+
     Yields:
-        what writes <run_dir>/compile/summary.md and summary.json, on the main rank: each graph, its kernels, the operators
+        what writes <place>/compile/summary.md and summary.json, on the main rank: each graph, its kernels, the operators
         they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
@@ -126,7 +134,7 @@ def compiler_logs(run_dir: Path, compile: CompileConfig, rank: int) -> Iterator[
             f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores other "
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
-    files = CompilerFiles(compile_dir(run_dir, rank), compile.debug)
+    files = CompilerFiles(lambda: compile_dir(place(), rank), compile.debug)
     wanted: dict[str, int | bool] = dict.fromkeys(files.names, True)
     torch._logging.set_logs(modules=wanted)
     loggers = torch_loggers()
@@ -136,7 +144,7 @@ def compiler_logs(run_dir: Path, compile: CompileConfig, rank: int) -> Iterator[
     for logger in loggers:
         logger.addHandler(files)
     try:
-        yield lambda: write_summary(run_dir, rank, files)
+        yield lambda: write_summary(rank, files)
     finally:
         for terminal in terminals:
             terminal.removeFilter(files.is_theirs)
@@ -157,13 +165,13 @@ def torch_loggers() -> list[logging.Logger]:
     ]
 
 
-def write_summary(run_dir: Path, rank: int, files: CompilerFiles) -> None:
+def write_summary(rank: int, files: CompilerFiles) -> None:
     """What `compiler_logs` yields."""
     files.make_folder()
     if rank != 0:
         return
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
-    folder = compile_dir(run_dir, rank).parent
+    folder = files.folder.parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}
     replace_text(folder / SUMMARY, json.dumps(content, indent=1))
     replace_text(folder / COMPILE_SUMMARY, as_markdown(content))

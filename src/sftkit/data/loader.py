@@ -20,6 +20,7 @@ from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
 from sftkit.data.types import Examples, Tokenized
+from sftkit.runtime.signals import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,6 @@ class _Lazy:
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

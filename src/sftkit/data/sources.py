@@ -23,6 +23,7 @@ from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.signals import SIGNALS
 from sftkit.runtime.words import counted
 
 OnBadRow = Literal["error", "skip"]
@@ -323,7 +324,7 @@ class _Pool:
 
 
 def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process decides
+    for number in SIGNALS:  # the main process decides
         signal.signal(number, signal.SIG_IGN)
     _worker.update(tokenize=tokenize, on_bad_row=on_bad_row)
 

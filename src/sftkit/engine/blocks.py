@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def build(
         ConfigError: the recipe asks for what this model, layout or machine cannot do.
     """
     with ExitStack() as stack:  # what fails on the way puts back what was set
-        write_logs = stack.enter_context(compiler_logs(run_dir, cfg.compile, rt.rank))
+        write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
         apply_fp8(cfg, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)  # before attention is chosen, which uses kernels
         choice = choose_backend(cfg, orig_model, layout, rt)

@@ -149,7 +149,7 @@ class Suite:
             values = self.validate()
             found = self.run_tasks()
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(evaluation_dir(self.run_dir, step), found)
+                self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
             return values | results.values_of([one.result for one in found]), self.samples()
         finally:
             let_go(self.orig_model)

@@ -19,8 +19,8 @@ from sftkit.config.load import fail, read_config
 from sftkit.errors import ConfigError
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.signals import heeded, leave_lost_terminal, torch_passes_on_once
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
 USABLE = 0.92
 "Share of a GPU that a replica may fill, as memory.plan.USABLE."
@@ -170,18 +170,18 @@ def accelerate_launch() -> None:
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
 
-    from sftkit.runtime.signals import torch_passes_on_once
-
     def pass_on(signum: int, _frame: object) -> None:
+        leave_lost_terminal()
         children = psutil.Process().children()
         for child in children:
             child.send_signal(signum)
         if not children:  # the script has not started
             sys.exit(128 + signum)
 
-    for number in FORWARDED:
+    numbers = heeded()
+    for number in numbers:
         signal.signal(number, pass_on)
-    with torch_passes_on_once(FORWARDED):
+    with torch_passes_on_once(numbers):
         accelerate_main()
 
 
@@ -212,10 +212,11 @@ def _signals():
     children: list[subprocess.Popen] = []
 
     def pass_on(signum: int, _frame: object) -> None:
+        leave_lost_terminal()
         for child in children:
             child.send_signal(signum)
 
-    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
+    before = {number: signal.signal(number, pass_on) for number in heeded()}
     try:
         yield children
     finally:

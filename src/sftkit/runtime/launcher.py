@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sftkit.errors import ConfigError
+from sftkit.runtime.signals import heeded
 
 HANDLED = "PET_SIGNALS_TO_HANDLE"
 "torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
@@ -14,7 +15,7 @@ GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's elastic launcher, which starts several processes, needs to pass every signal on."""
-    return {} if HANDLED in environ else {HANDLED: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+    return {} if HANDLED in environ else {HANDLED: ",".join(number.name for number in heeded())}
 
 
 def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:

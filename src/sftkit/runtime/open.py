@@ -1,6 +1,6 @@
 """Open a run directory: the ranks are one run and the only one in it, and what is about to start is written down.
 
-Where an earlier run is, that is a folder of its own until all that can be refused has been checked (runtime/attempt.py).
+Where an earlier run is, that is a folder of its own until this start has done a step (runtime/attempt.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from sftkit.errors import ConfigError
 from sftkit.runtime import attempt, lock
@@ -19,7 +18,8 @@ from sftkit.runtime.hardware import environment
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.rundir import CONFIG, ENVIRONMENT
 from sftkit.runtime.signals import end_process
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import PATIENCE_SECONDS, Runtime
+from sftkit.runtime.status import RunStatus
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
@@ -27,13 +27,14 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     there. Every rank calls it.
 
     Returns:
-        the folder to write to until `take_place`: the directory, or one inside it where an earlier run is.
+        the folder to write to before `take_place`: the directory, or one inside it where an earlier run is.
 
     Raises:
         ConfigError: the ranks have not the same recipe and versions, or another run is at work in the directory.
     """
     agree(rt, identity(recipe))
-    place = rt.from_main(lambda: _lock(Path(run_dir), resume, rt))
+    rt.resumes = resume is not None
+    place = rt.from_main(lambda: _lock(Path(run_dir), rt))
     if isinstance(place, str):
         raise ConfigError(place)
     status = rt.open_status(place)
@@ -41,60 +42,78 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     status.neighbours = neighbours(rt)
     if rt.is_main:
         status.begin(os.environ)
+    rt.barrier()
+    rt.stopping.end_at_once(partial(_end_of_signal, rt))
+    if rt.is_main:
         replace_text(place / CONFIG, recipe)
         replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         if warning := check_launcher(os.environ):
             rt.say(warning)
-    rt.barrier()
-    rt.stopping.end_at_once(partial(_end_of_signal, rt))
+        if attempt.is_beside(status) and not rt.resumes:
+            rt.say(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
     return place
 
 
-def take_place(run_dir: str, resume: str | None, rt: Runtime) -> Path:
-    """Make what this start has written the run of the directory: model, data and what is resumed have been checked. An
-    earlier run is renamed, never overwritten, unless this one resumes it. Every rank calls it.
+def take_place(rt: Runtime) -> None:
+    """Make this start, which has done a step, the run of the directory. An earlier run is renamed, never overwritten, unless
+    this one resumes it. Every rank calls it; from here on a signal asks for a stop that saves.
 
     Raises:
         ConfigError: the directory cannot be renamed.
     """
-    folder, status = Path(run_dir), rt.status
+    status = rt.status
     assert status is not None
+    rt.stopping.save_first()
     rt.barrier()  # nobody writes to the old place any more
-    if status.run_dir != folder and (problem := rt.from_main(lambda: _take_place(folder, resume, rt))):
+    if problem := rt.from_main(lambda: _take_place(status, rt)):
         raise ConfigError(problem)
-    status.open(folder)
-    return folder
+    _is_there(status)
 
 
-def _lock(folder: Path, resume: str | None, rt: Runtime) -> Path | str:
-    """Where to write, until the run ends. A problem is a text, because the other ranks wait for one."""
+def _lock(folder: Path, rt: Runtime) -> Path | str:
+    """Where to write before the first step. A problem is a text, because the other ranks wait for one."""
     try:
+        attempt.put_back(folder)
         rt.lock = lock.take(folder)
-        return attempt.place_of(folder, resume is not None)
+        return attempt.place_of(folder, rt.resumes)
     except ConfigError as error:
         return str(error)
     except OSError as error:
         return f"run.dir={folder}: {error}"
 
 
-def _take_place(folder: Path, resume: str | None, rt: Runtime) -> str | None:
+def _take_place(status: RunStatus, rt: Runtime) -> str | None:
     """Returns what went wrong: the other ranks wait for an answer."""
-    assert rt.lock is not None
-    try:
-        if resume is not None:
-            attempt.go_on(folder)
-            return None
-        rt.lock, rt.replaced = attempt.replace(folder, rt.lock)
-    except OSError as error:
-        return f"run.dir={folder}: the earlier run in it cannot make room: {error}"
-    rt.say(f"{folder} holds an earlier run: it is now {rt.replaced} (train.resume=auto would continue it)")
+    folder = status.run_dir.parent
+    with rt.leaving:  # a signal that came before this may be about to delete it
+        try:
+            if attempt.is_beside(status) and rt.resumes:
+                attempt.go_on(folder)
+            elif attempt.is_beside(status):
+                assert rt.lock is not None
+                rt.lock, aside = attempt.replace(folder, rt.lock)
+                rt.say(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
+        except OSError as error:
+            return f"run.dir={folder}: the earlier run in it cannot make room: {error}"
+        _is_there(status)
     return None
 
 
-def _end_of_signal(rt: Runtime, number: int) -> NoReturn:
+def _is_there(status: RunStatus) -> None:
+    """Note that this start is the run of the directory, which has its name again."""
+    if attempt.is_beside(status):
+        status.open(status.run_dir.parent)
+    status.stepped = True
+
+
+def _end_of_signal(rt: Runtime, number: int) -> None:
+    """End the process, unless its first step is done by now."""
+    assert rt.status is not None
+    if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
+        rt.leaving.release()
+        return
     try:
-        if rt.status is not None:
-            rt.status.end_of_signal(number)
+        rt.status.end_of_signal(number)
         rt.withdraw(refused=False)
     finally:
         end_process(128 + number)

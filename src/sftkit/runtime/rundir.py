@@ -42,7 +42,7 @@ ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
 
 ATTEMPT = ".attempt"
-"Folder inside the directory of an earlier run, in which a start writes until nothing can refuse it: runtime/attempt.py."
+"Folder inside the directory of an earlier run, in which a start writes until it has done a step: runtime/attempt.py."
 
 # ---- lines and results: tracking and evals ---------------------------------------------------------------------------
 
@@ -97,11 +97,11 @@ BEFORE_STEPS = (
     REPORT_DATA,
     TOKENIZER,
     COMPILE,
-    EVENTS,
+    f"{EVALUATIONS}/{_STEP}*",
 )
-"What a start writes before its first step; where there is nothing else, there is no run."
+"Glob patterns of what a start writes before it has done a step; where there is nothing else, there is no run."
 OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*")
-"Glob patterns of what a run has written that came to its first step, its checkpoints aside."
+"Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
 UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")

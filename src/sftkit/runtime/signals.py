@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 import weakref
@@ -18,12 +21,22 @@ import psutil
 
 from sftkit.runtime.lock import release_all
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
 "What asks for a stop; of several that came, the first of these is the reason that is written down."
+HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"In which torch's elastic launcher tells its ranks what it passes on; it kills those that do not end then."
 
 _UNKNOWN_SAVE_SECONDS = 120.0
 _END = b"\0"
 "No signal has this number."
+
+
+def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
+    """Return those of SIGNALS that this process heeds: under nohup, which has SIGHUP ignored, a terminal may be closed. But a
+    SIGHUP that torch's launcher passes on is heeded."""
+    passed_on = "SIGHUP" in environ.get(HANDLED_BY_TORCH, "")
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not passed_on
+    return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 class Deadline:
@@ -68,16 +81,16 @@ class Stopping:
         self.deadline: Deadline | None = None
         "of the main rank, in the loop"
         self._since = 0.0
-        self._at_once: Callable[[int], NoReturn] | None = None
+        self._at_once: Callable[[int], None] | None = None
         self._listener: Listener | None = None
 
     def wanted(self) -> bool:
         """Whether this rank asks for a stop."""
         return self.signal is not None or (self.deadline is not None and self.deadline.due())
 
-    def end_at_once(self, end: Callable[[int], NoReturn]) -> None:
+    def end_at_once(self, end: Callable[[int], None]) -> None:
         """Until `save_first` a signal ends the process: there is nothing to save, and compilers that it interrupts would
-        fail. `end` is given its number."""
+        fail. `end` is given its number; where it returns, there is something to save by now."""
         self._at_once = end
         self._listen()
 
@@ -98,6 +111,11 @@ class Stopping:
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            leave_lost_terminal()
+        if number == signal.SIGQUIT:
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback()
         if self._at_once is not None:
             self._at_once(number)
         if self.signal is None:
@@ -130,7 +148,7 @@ class Listener:
 
     def take_signals(self) -> None:
         """Have them come here; again after somebody else may have taken them."""
-        for number in SIGNALS:
+        for number in heeded():
             before = signal.signal(number, lambda _number, _frame: None)
             self._handlers_before.setdefault(number, before)
 
@@ -169,6 +187,7 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import api
 
     def once(signum: int, frame: FrameType | None) -> None:
+        leave_lost_terminal()
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
@@ -180,10 +199,41 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         sys.exit(128 + told.sigval)
 
 
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Inside, a signal that would end this process raises SystemExit, so that what it has started can be ended first."""
+
+    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
+        leave_lost_terminal()
+        sys.exit(128 + signum)
+
+    before = {number: signal.signal(number, leave) for number in heeded() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def say(text: str, error: bool = False) -> None:
     """Print a line; a log on a full disk or a terminal that is gone ends no run."""
-    with suppress(OSError, ValueError):
+    try:
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
+    except (OSError, ValueError):
+        leave_lost_terminal()
+
+
+def leave_lost_terminal() -> None:
+    """Let what goes to a terminal that was closed go nowhere. Every write to it fails, in libraries too, and with text that
+    it did not take Python ends with code 120."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def end_process(code: int) -> NoReturn:

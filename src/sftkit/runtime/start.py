@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, DataError, Stopped
-from sftkit.runtime.attempt import leaves_nothing, withdraw
+from sftkit.runtime.attempt import is_beside, leaves_nothing, withdraw
 from sftkit.runtime.hardware import device_name, why_no_gpu
 from sftkit.runtime.launcher import check_group
 from sftkit.runtime.lock import RunLock
@@ -37,6 +37,8 @@ from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
 from sftkit.runtime.status import RunStatus, report
 
 Value = TypeVar("Value")
+PATIENCE_SECONDS = 10.0
+"How long a process that is to end waits for its main thread, which may rename on a disk that hangs."
 
 
 @dataclass
@@ -59,9 +61,10 @@ class Runtime:
     "what writes the page of the run directory when the run has failed"
     lock: RunLock | None = None
     "of the run directory; on the main rank"
-    replaced: Path | None = None
-    "what an earlier run in the directory is called since this one took its place; on the main rank"
-    _withdrawing: threading.Lock = field(default_factory=threading.Lock)
+    resumes: bool = False
+    "whether this start goes on with the run of its directory"
+    leaving: threading.RLock = field(default_factory=threading.RLock)
+    "held by the thread that withdraws this start, or makes it the run of its directory"
     at_end: ExitStack = field(default_factory=ExitStack)
     "what has to be put back when the run ends, registered by whoever changes it"
 
@@ -72,13 +75,14 @@ class Runtime:
         try:
             # Told before signals are given back: the launcher sends one when another rank has failed.
             refused = isinstance(error, ConfigError | DataError)
-            stays = self.status is not None and not leaves_nothing(self.status, self.replaced, refused)
+            stays = self.status is not None and not leaves_nothing(self.status, refused)
             page = self.page if stays else None
             code = report(error, self.status, page) if isinstance(error, Exception) else None
-            if error is not None:
-                self.withdraw(refused)
             if code is not None and self.world_size > 1:
+                self.withdraw(refused)
                 end_process(code)  # closing the process group would wait for ranks that wait for this one
+            self.at_end.close()  # which may write
+            self.withdraw(refused)
         finally:
             self.close()
         if code is not None:
@@ -94,10 +98,18 @@ class Runtime:
                 self.lock.release()
 
     def withdraw(self, refused: bool) -> None:
-        """Leave the directory as it was, if this start came to no step; see attempt.withdraw."""
-        if self.is_main and self.status is not None:
-            with self._withdrawing, suppress(OSError):  # once: by the main thread or by the one that reads signals
-                withdraw(self.status, self.replaced, refused)
+        """Leave the directory as it was, if this start has done no step; see attempt.withdraw."""
+        if self.is_main and self.status is not None and self.leaving.acquire(timeout=PATIENCE_SECONDS):
+            try:
+                withdraw(self.status, refused)
+            except OSError:  # the disk is gone or full: the next start sweeps
+                pass
+            finally:
+                self.leaving.release()
+
+    def place(self, run_dir: Path) -> Path:
+        """Return where to write now what belongs into the run directory."""
+        return self.status.run_dir if self.status is not None and is_beside(self.status) else run_dir
 
     def open_status(self, run_dir: Path) -> RunStatus:
         """Return the status of the run in this directory, the same object until another directory is opened."""

@@ -25,7 +25,8 @@ from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
 from sftkit.runtime.signals import say
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
-_TOLD_TO_STOP = ("stopped", "preempted")
+_BEAT_BYTES = 96
+"Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 _LOOK_SECONDS = 3.0
 
@@ -66,9 +67,11 @@ class RunStatus:
     neighbours: dict[int, int] = field(default_factory=dict)
     "rank -> process id of the ranks on this machine"
     stepped: bool = False
-    "whether this start has come to its first step"
+    "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
     "of the directory that was opened: under its name may be an earlier run again; None: not known"
+    heartbeat: int | None = None
+    "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody looks"
 
     def at(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step."""
@@ -76,11 +79,18 @@ class RunStatus:
         if self.phase == "step":
             self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
         self.step, self.phase, self.since = step, phase, now
-        self.stepped = self.stepped or phase == "step"
+        self.beat()
 
     def progress(self) -> None:
         """Note that the present phase goes on: a part of it is done."""
         self.since = time.monotonic()
+
+    def beat(self) -> None:
+        """Tell the other ranks where this one is, and that it lives: a write to memory, some microseconds."""
+        if self.heartbeat is not None:
+            text = json.dumps({"step": self.step, "phase": self.phase, "time": round(time.time(), 3)})
+            with suppress(OSError):  # a full or shared disk that stumbles is no reason to end training
+                os.pwrite(self.heartbeat, text.ljust(_BEAT_BYTES).encode(), 0)
 
     def open(self, run_dir: Path) -> None:
         """Note where this start writes from here on."""
@@ -98,9 +108,17 @@ class RunStatus:
     def begin(self, environ: Mapping[str, str]) -> None:
         """The run starts: what an earlier start left is cleared. Main rank."""
         shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
-        self.write("running", launch=launch_id(environ))
+        self._write("running", launch=launch_id(environ))
 
-    def write(self, status: Outcome, **more: Any) -> None:
+    def end(self, status: Outcome, **more: Any) -> None:
+        """Write how the run ended, once: what a rank finds later, say when it is woken, changes nothing. But a cause takes the
+        place of what was only its symptom."""
+        before = read_status(self.run_dir)
+        symptoms = [str(failure) for failure in self.failures() if failure.symptom]
+        if before.get("status") in (None, "running") or before.get("error") in symptoms:
+            self._write(status, **more)
+
+    def _write(self, status: Outcome, **more: Any) -> None:
         """Replace run_status.json."""
         if self.is_withdrawn():
             return
@@ -122,13 +140,13 @@ class RunStatus:
         """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
         then how that one ended is what is written."""
         with suppress(OSError):
-            if self.failures() or read_status(self.run_dir).get("status") in _TOLD_TO_STOP:
+            if self.failures():
                 return
             if gone := self.gone():
                 text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
-                self.write("failed", first_failing_rank=gone[0], error=text)
+                self.end("failed", first_failing_rank=gone[0], error=text)
                 return
-            self.write("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
+            self.end("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
 
     def gone(self) -> list[int]:
         """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,
@@ -139,7 +157,7 @@ class RunStatus:
         """Training has ended with its checkpoint; `number`: the signal that stopped it, None: the time limit. Main rank."""
         outcome: Outcome = "preempted" if stopped else "finished"
         name = None if number is None else signal.Signals(number).name
-        self.write("stopped" if number == signal.SIGINT else outcome, signal=name)
+        self.end("stopped" if number == signal.SIGINT else outcome, signal=name)
 
     def failed(self, error: BaseException | str, symptom: bool = False) -> Failure:
         """Write this rank's error, once, for the others to find."""
@@ -179,11 +197,9 @@ class RunStatus:
     def write_failed(self) -> Failure | None:
         """run_status.json of a failed run, from what the ranks have written. Returns the first failure."""
         first = self.first_failure()
-        ended = read_status(self.run_dir).get("status")
-        # A rank that was told to stop before there was anything to save took the others with it.
-        if first is not None and not (ended in _TOLD_TO_STOP and all(failure.symptom for failure in self.failures())):
+        if first is not None:
             with suppress(OSError):
-                self.write("failed", step=first.step, first_failing_rank=first.rank, error=str(first))
+                self.end("failed", step=first.step, first_failing_rank=first.rank, error=str(first))
         return first
 
 

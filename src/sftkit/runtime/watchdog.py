@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -10,22 +11,27 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
 from sftkit.runtime.rundir import HEARTBEATS, error_file, error_files, heartbeat_file
-from sftkit.runtime.signals import Stopping, end_process, say
+from sftkit.runtime.signals import end_process, say
+from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
 
-_BEAT_SECONDS = 10.0
+_FLUSH_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+_STOPPED_SECONDS = 5.0
+"Between two looks: whoever has not looked for so long was stopped, or had no processor."
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 30.0
 _IN_LOOP = ("data", "step")
 
 
 @contextmanager
-def watched(status: RunStatus, run: RunConfig, stopping: Stopping) -> Iterator[None]:
+def watched(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
     """Inside, a hang or another rank's failure ends the process, and an error is written down for the other ranks."""
-    dog = Watchdog(status, run, stopping)
+    dog = Watchdog(rt, status, run)
     dog.start()
     try:
         yield
@@ -39,13 +45,12 @@ def watched(status: RunStatus, run: RunConfig, stopping: Stopping) -> Iterator[N
 class Watchdog:
     """Looks once a second at what the main thread last noted in `status`."""
 
-    def __init__(self, status: RunStatus, run: RunConfig, stopping: Stopping) -> None:
-        self._status, self._run, self._stopping = status, run, stopping
+    def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
+        self._rt, self._status, self._run = rt, status, run
         self._first_step = status.step + 1
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._beats = status.run_dir / HEARTBEATS
-        self._last_beat = 0.0
+        self._flushed = 0.0
         self._others_failed_at: float | None = None
 
     def start(self) -> None:
@@ -53,45 +58,54 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
+        heartbeat, self._status.heartbeat = self._status.heartbeat, None
+        if heartbeat is not None:
+            os.close(heartbeat)
 
     def limit(self) -> float:
         """Seconds that the present phase may take."""
         status = self._status
         if status.phase not in _IN_LOOP or status.step <= self._first_step:
             return self._run.start_timeout_seconds
-        if self._stopping.signal is not None:  # the launcher may end us because another rank is dead
+        if self._rt.stopping.signal is not None:  # the launcher may end us because another rank is dead
             return min(self._run.step_timeout_seconds, max(_STOP_SECONDS, 3 * status.longest_step_seconds))
         return self._run.step_timeout_seconds
 
     def _watch(self) -> None:
-        while not self._stopped.wait(1.0):
-            idle = time.monotonic() - self._status.since
+        looked = time.monotonic()
+        while not self._stopped.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if now - looked > _STOPPED_SECONDS:  # a debugger, Ctrl-Z, a queue that suspends: no hang of this rank
+                self._status.progress()
+            looked = now
             try:
                 if self._status.world_size > 1:
                     self._beat()
                     self._look_at_others()
             except OSError:  # a shared disk that stumbles is no reason to end training
                 pass
+            idle = time.monotonic() - self._status.since
             if idle > self.limit():
                 self._bite(idle)
 
-    def _beat(self, now: bool = False) -> None:
-        period = min(_BEAT_SECONDS, self._run.step_timeout_seconds / 3)
-        if now or time.monotonic() - self._last_beat > period:
-            self._beats.mkdir(parents=True, exist_ok=True)
-            status = self._status
-            text = json.dumps({"step": status.step, "phase": status.phase})
-            heartbeat_file(self._beats, status.rank).write_text(text)
-            self._last_beat = time.monotonic()
+    def _beat(self, flush: bool = False) -> None:
+        """Say that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
+        once."""
+        if self._status.heartbeat is None:
+            self._status.heartbeat = open_heartbeat(self._status)
+        self._status.beat()
+        period = min(_FLUSH_SECONDS, self._run.step_timeout_seconds / 3)
+        if flush or time.monotonic() - self._flushed > period:
+            os.fsync(self._status.heartbeat)
+            self._flushed = time.monotonic()
 
     def _look_at_others(self) -> None:
         """Another rank's error or death: this one has some seconds to notice by itself, in a collective that fails. NCCL's
         do not fail: they wait, and the launcher kills who waits for 30 s."""
         own = error_file(self._status.run_dir, self._status.rank)
         told = any(path != own for path in error_files(self._status.run_dir))
-        gone = self._status.gone() if self._stopping.signal is not None and not told else []
+        gone = self._status.gone() if self._rt.stopping.signal is not None and not told else []
         if not (told or gone):
             return
         self._others_failed_at = self._others_failed_at or time.monotonic()
@@ -100,7 +114,7 @@ class Watchdog:
                 self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
             first = self._status.write_failed()
             say(f"\nrank {self._status.rank} ends: {first}", error=True)
-            end_process(1)
+            self._end()
 
     def _bite(self, idle: float) -> None:
         status = self._status
@@ -109,35 +123,59 @@ class Watchdog:
         behind: list[int] = []
         if status.world_size > 1:
             with suppress(OSError):
-                self._beat(now=True)
+                self._beat(flush=True)
             time.sleep(2.0)  # the others, whose time is up as well, say where they are
-            behind, where = compare(self._beats, status.world_size)
+            behind, where = compare(status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2)
             text += f"; {where}"
         if self._stopped.is_set():
             return
-        status.failed(f"{text}\n{stack}")
         culprit = behind[0] if behind else status.rank
+        status.failed(f"{text}\n{stack}", symptom=culprit != status.rank)
         with suppress(OSError):
-            status.write("failed", first_failing_rank=culprit, error=text)
+            status.end("failed", first_failing_rank=culprit, error=text)
         limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
         say(f"\nerror: {text} ({limit} is {self.limit():.0f})\n{stack}", error=True)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self._rt.withdraw(refused=False)
         end_process(1)
 
 
-def compare(beats: Path, world_size: int) -> tuple[list[int], str]:
-    """(ranks that are behind the others, none if all are at the same place; where every rank is, in words)."""
-    places: dict[tuple[int, int, str], list[int]] = {}
+def open_heartbeat(status: RunStatus) -> int:
+    """Return the descriptor of this rank's heartbeat, which stays open when the directory is renamed.
+
+    Raises:
+        OSError: the disk takes no file.
+    """
+    beats = status.run_dir / HEARTBEATS
+    beats.mkdir(exist_ok=True)
+    return os.open(heartbeat_file(beats, status.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+
+def compare(beats: Path, world_size: int, silent_after: float) -> tuple[list[int], str]:
+    """Find who keeps the others waiting.
+
+    Args:
+        silent_after: seconds; who was not heard of for so long is stopped or gone, whatever it was last seen at.
+
+    Returns:
+        (the ranks that are silent, else those that are behind the others, none if all are at the same place; where every
+        rank is, in words)
+    """
+    places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
         try:
             beat = json.loads(heartbeat_file(beats, rank).read_text())
         except (OSError, ValueError):
-            beat = {"step": 0, "phase": "start"}
+            beat = {"step": 0, "phase": "start", "time": 0.0}
         phase = beat["phase"]
         order = _IN_LOOP.index(phase) if phase in _IN_LOOP else len(_IN_LOOP)
-        places.setdefault((beat["step"], order, phase), []).append(rank)
+        heard = time.time() - beat["time"] < silent_after
+        places.setdefault((heard, beat["step"], order, phase), []).append(rank)
     words = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase})"
-        for (step, _, phase), ranks in sorted(places.items())
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase}{'' if heard else ', silent'})"
+        for (heard, step, _, phase), ranks in sorted(places.items())
     ]
     behind = places[min(places)] if len(places) > 1 else []
     return behind, "; ".join(words)

@@ -31,6 +31,7 @@ from sftkit.runtime.rundir import (
     evaluation_dir,
     step_of,
 )
+from sftkit.runtime.signals import leave_lost_terminal
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
 
@@ -58,7 +59,7 @@ CONSOLE_VALUES = 8
 
 
 class Tracker:
-    """Writes one line per logged step, evaluation and event: file, console, dashboard."""
+    """Writes one line per logged step, evaluation and event: file, console, dashboard. Nothing before `open`."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Tracker:
         """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
         continued. `open_window`: the line of its step too, which told of a stop the steps that the next one tells."""
         self._rt, self._run_dir, self._step = rt, run_dir, first_step
+        self._config, self._settings, self._open_window = logging_config, config, open_window
         self.run_id = run_id
         "of the run on the dashboard, None without one; on the main rank"
         self._mirror: Mirror | None = None
@@ -80,26 +82,36 @@ class Tracker:
         self._task: Any = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[Kind, str]] = set()
-        if not rt.is_main:
-            return
-        drop_rows_after(run_dir / METRICS, first_step - open_window)
+        self._is_open = False
+
+    def open(self) -> Tracker:
+        """Begin to write: the run has done a step. Before, the files may be those of an earlier one. Returns itself."""
+        self._is_open = True
+        if not self._rt.is_main:
+            return self
+        run_dir, step = self._run_dir, self._step
+        drop_rows_after(run_dir / METRICS, step - self._open_window)
         for name in (EVALS, SAMPLES):
-            drop_rows_after(run_dir / name, first_step)
-        drop_evals_after(run_dir / EVALUATIONS, first_step)
+            drop_rows_after(run_dir / name, step)
+        drop_evals_after(run_dir / EVALUATIONS, step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes
-        dashboard = open_dashboard(logging_config, run_dir, run_id, config, rt.accelerator)
+        with suppress(OSError):
+            (run_dir / METRICS).touch()  # the mark of a run that has done a step
+        dashboard = open_dashboard(self._config, run_dir, self.run_id, self._settings, self._rt.accelerator)
         if dashboard is not None:
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
+        return self
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._progress is not None:
-            self._progress.stop()
-        if isinstance(error, NonFiniteError):
+            with suppress(OSError, ValueError):  # a terminal that is gone
+                self._progress.stop()
+        if self._is_open and isinstance(error, NonFiniteError):
             self._record("nonfinite", self._step, first_line(error))  # the console has the whole error
-        if isinstance(error, RecompileError):
+        if self._is_open and isinstance(error, RecompileError):
             self._record("recompile", self._step, first_line(error))
         if self._mirror is not None and (said := self._mirror.finish(exit_code=0 if kind is None else 1)):
             self._rt.say(f"{self._mirror.dashboard.name}: {said}")
@@ -130,8 +142,10 @@ class Tracker:
     def say(self, text: str) -> None:
         """A line for the person watching, above the progress bar where there is one."""
         if self._progress is not None:
-            with suppress(OSError, ValueError):  # a terminal that is gone
+            try:
                 self._progress.console.print(text, markup=False, highlight=False)
+            except (OSError, ValueError):
+                leave_lost_terminal()
         else:
             self._rt.say(text)
 

@@ -34,7 +34,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
-from sftkit.runtime.open import open_run, take_place
+from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
@@ -54,7 +54,7 @@ class Run:
     cfg: Config
     rt: Runtime
     dir: Path
-    "where it writes before it has passed every check: run.dir, or a folder in it beside an earlier run"
+    "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
     resume: str | None
     "train.resume, or auto where the launcher has started the run again"
 
@@ -202,7 +202,6 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     )
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
-    take_place(cfg.run.dir, run.resume, rt)
     there = (resumed["step"], resumed.get("tracker"), is_open(resumed))
     with Tracker(run_dir, cfg.log, rt, asdict(cfg), *there) as tracker:
         trained = train(

@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
-from sftkit.errors import NonFiniteError, Stopped
+from sftkit.errors import ConfigError, NonFiniteError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
+from sftkit.runtime.open import take_place
 from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
+from sftkit.runtime.status import RunStatus
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
@@ -55,6 +57,9 @@ class Saves(Protocol):
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None: ...
 
+    def set_later_aside(self, step: int) -> None:
+        """Checkpoints after this step are of a stretch that is done again."""
+
     def finish(self) -> None: ...
 
 
@@ -84,17 +89,17 @@ def train(
     """
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
-    status = rt.open_status(checkpoints.run_dir)
+    status = rt.open_status(rt.place(checkpoints.run_dir))
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
-    step = resumed["step"]
+    step = first = resumed["step"]
     orig_model, objective = engine.model.orig_model, engine.model.objective
     metrics: dict[str, float | None] = {}
     evals: dict[str, float | None] = {}
     evals_at_start: dict[str, float | None] = {}
     samples: list[dict[str, Any]] = []
-    with watched(status, cfg.run, rt.stopping), closing(engine):
+    with watched(rt, status, cfg.run), closing(engine):
         status.at(step, "warm-up")
         ready = engine.warm_up(tracker.say)
         ends = end_tokens(orig_model)
@@ -109,19 +114,19 @@ def train(
                 tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})")
         already_done = step == total_steps  # what proved it when it was trained stays
         if rt.is_main and not already_done:
-            proof.write(checkpoints.run_dir, checks)
-        for problem in checkpoints.passed_over:
-            tracker.event("checkpoint_fallback", step, problem)
-        rt.stopping.save_first()  # until here a signal ends the run at once: there is nothing to save
-        stopped = rt.stop_requested()
+            proof.write(status.run_dir, checks)
         # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
+        stopped = rt.stop_requested()
         if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
             status.at(step, "evaluation")
             with engine.evaluating():
                 evals, samples, stopped = _evaluated(evaluate, step)
             evals_at_start = {} if step else evals
-            tracker.log_evals(step, evals, samples)
-            checkpoints.evaluated(step, evals)
+        if stopped:  # a signal would have ended the process
+            raise ConfigError(
+                f"train.max_minutes={cfg.train.max_minutes:g}: the time was up before the first step, so this start has "
+                "trained nothing. Allow more than loading, compiling and the evaluation before it take"
+            )
 
         orig_model.train()
         meter = Meter(orig_model, objective, batches, rt)
@@ -132,12 +137,14 @@ def train(
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
         with (
-            proved(checkpoints.run_dir, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
+            proved(status, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
             engine.guarded(),
             completed(checkpoints),
             garbage_collected_between_steps() as collect,
         ):
             meter.start()
+            if already_done:
+                _begin(rt, checkpoints, tracker, step, evals, samples)
             while step < total_steps and not stopped:
                 started = time.perf_counter()
                 step += 1
@@ -152,6 +159,13 @@ def train(
                     outcome = engine.step(step_batches, lr, stop=wish)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
+                if step == first + 1:
+                    float(outcome.grad_norm)  # waits: the device has done the step
+                    pausing = time.perf_counter()
+                    _begin(rt, checkpoints, tracker, first, evals, samples)
+                    pause = time.perf_counter() - pausing
+                    meter.paused(pause)
+                    started += pause
                 tracker.advance(step)
 
                 last = step == total_steps
@@ -200,7 +214,7 @@ def train(
         logits = proof.logits_of(orig_model)
         checks += closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
-            proof.write(checkpoints.run_dir, checks, logits)
+            proof.write(status.run_dir, checks, logits)
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:
             status.write_end(stopped, number)
@@ -219,6 +233,30 @@ def train(
         evals_at_start=evals_at_start,
         checkpoint=str(folder) if step else "",
     )
+
+
+def _begin(
+    rt: Runtime,
+    checkpoints: Saves,
+    tracker: Tracker,
+    step: int,
+    evals: dict[str, float | None],
+    samples: list[dict[str, Any]],
+) -> None:
+    """Begin to write in the run directory: this start has done the step after `step`, or there is none left to do.
+
+    Args:
+        evals, samples: of the evaluation before it; empty without one.
+    """
+    take_place(rt)
+    checkpoints.set_later_aside(step)
+    tracker.open()
+    for problem in checkpoints.passed_over:
+        tracker.event("checkpoint_fallback", step, problem)
+    if evals or samples:
+        tracker.log_evals(step, evals, samples)
+        checkpoints.evaluated(step, evals)
+    rt.barrier()
 
 
 def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
@@ -246,14 +284,14 @@ def completed(checkpoints: Saves) -> Iterator[None]:
 
 @contextmanager
 def proved(
-    run_dir: Path, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
+    status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
     """What ends training early still leaves a proof.json that says what went wrong."""
     try:
         yield
     except BaseException as error:
         if rt.is_main:
-            proof.write(run_dir, [*checks, *at_end(error)])
+            proof.write(status.run_dir, [*checks, *at_end(error)])
         raise
 
 

@@ -20,6 +20,7 @@ import yaml
 
 from sftkit.config.schema import Positive, settings
 from sftkit.launch.launch import CONFIGS, Launch, command, cpu_cores
+from sftkit.runtime.signals import exit_on_signals
 
 SHUTDOWN_SECONDS = 5
 "After one rank has failed, how long the launcher waits for the others: they have nothing to save."
@@ -127,7 +128,8 @@ def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout
     with log.open("w") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
         try:
-            code = process.wait(timeout_seconds)
+            with exit_on_signals():
+                code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             return f"not done after {timeout_seconds} s"
         finally:

@@ -47,6 +47,9 @@ class NoCheckpoints:
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         return
 
+    def set_later_aside(self, step: int) -> None:
+        return
+
     def finish(self) -> None:
         return
 
