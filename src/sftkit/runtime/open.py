@@ -16,10 +16,12 @@ from sftkit.runtime import attempt, lock
 from sftkit.runtime.consistency import agree, identity, neighbours
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import environment
+from sftkit.runtime.killed import where_it_was
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.rundir import CONFIG, ENVIRONMENT
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.status import read_status
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
@@ -70,6 +72,9 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> Path | str:
     """Where to write, until the run ends. A problem is a text, because the other ranks wait for one."""
     try:
         rt.lock = lock.take(folder)
+        if read_status(folder).get("status") == "running":  # and the lock was free
+            goes_on = "this start goes on from there" if resume else "train.resume=auto would go on from there"
+            rt.say(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
         return attempt.place_of(folder, resume is not None)
     except ConfigError as error:
         return str(error)
