@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
+from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
-from sftkit.errors import NonFiniteError, Stopped
+from sftkit.errors import NumericsError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
+from sftkit.runtime.status import RunStatus
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
@@ -57,6 +60,9 @@ class Saves(Protocol):
 
     def finish(self) -> None: ...
 
+    def ended_saves(self) -> Sequence[SaveEnd]:
+        """How the saves ended that have ended since this was last asked."""
+
 
 def train(
     cfg: Config,
@@ -79,8 +85,9 @@ def train(
         checked: what was checked of the data before, for proof.json.
 
     Raises:
-        NonFiniteError: as numerics.on_nonfinite says.
+        NumericsError: as numerics.on_nonfinite says.
         CheckpointError: the last checkpoint could not be written.
+        WorkerError: a data worker was killed.
     """
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
@@ -128,13 +135,15 @@ def train(
         health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
+        tell = partial(tell_saves, checkpoints, tracker, status, rt)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
         with (
             proved(checkpoints.run_dir, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
             engine.guarded(),
-            completed(checkpoints),
+            completed(checkpoints, tell),
+            batches.workers_named(),
             garbage_collected_between_steps() as collect,
         ):
             meter.start()
@@ -161,6 +170,7 @@ def train(
                 # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
                 stopped, left_out = health.settle(wait=logs or saves or evaluates)
                 meter.left_out(left_out)
+                tell()
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 seen_tokens, window = meter.seen_tokens, None
@@ -197,6 +207,7 @@ def train(
                     meter.paused(time.perf_counter() - pausing)
         status.at(step, "checkpoint")
         checkpoints.finish()
+        tell()
         logits = proof.logits_of(orig_model)
         checks += closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
@@ -235,13 +246,24 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
 
 
 @contextmanager
-def completed(checkpoints: Saves) -> Iterator[None]:
-    """A loss that is not finite ends all ranks together: the checkpoint that is being written is completed first."""
+def completed(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
+    """Numbers that end all ranks together: the checkpoint that is being written is completed first."""
     try:
         yield
-    except NonFiniteError:
+    except NumericsError:
         checkpoints.finish()
+        tell()
         raise
+
+
+def tell_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
+    """Make an event of each save that has failed meanwhile, and keep in run_status.json whether the newest one has."""
+    for saved, failure in checkpoints.ended_saves():
+        if failure is not None:
+            text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"
+            tracker.event("checkpoint_failed", saved, text)
+        if rt.is_main:
+            status.save_ended(saved, failure)
 
 
 @contextmanager
