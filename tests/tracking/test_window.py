@@ -17,13 +17,13 @@ from sftkit.data.loader import Batches
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import Flags, StepOutcome
+from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.window import WINDOW, go_on
 from sftkit.train.proof import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
 OUTCOME = StepOutcome(
-    Totals((LOSS, *NextToken.measured), torch.ones(4)), torch.tensor(1.0), Flags(torch.zeros(2)), torch.ones(2)
+    Totals((LOSS, *NextToken.measured), torch.ones(4)), torch.tensor(1.0), Flags(torch.zeros(NUM_FLAGS)), torch.ones(2)
 )
 
 
@@ -46,7 +46,7 @@ def resume(meter: Meter, window: dict[str, Any]) -> str | None:
     """On the same ranks."""
     rt = cpu_runtime()
     resumed = {"step": 1, "world_size": 1, "topology": rt.topology.describe(), WINDOW: {"meter": window, "health": {}}}
-    return go_on(resumed, meter, SimpleNamespace(go_on=lambda window, same_ranks: None), rt, 4)  # type: ignore[arg-type]
+    return go_on(resumed, meter, SimpleNamespace(go_on=lambda window: None), rt, 4)  # type: ignore[arg-type]
 
 
 def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:

@@ -209,10 +209,12 @@ class TrainConfig:
 
 @settings
 class NumericsConfig:
-    """A loss or gradient norm that is not finite; such an update is left out in any case."""
+    """Losses and gradient norms that are not finite or far above those before; weights that ranks hold twice."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
-    "error: end training, naming step, ranks and documents; skip: count the step and go on."
+    "A loss or gradient norm that is not finite, whose update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
+    on_spike: Literal["warn", "skip", "error"] = "warn"
+    "A loss or gradient norm more than 6 standard deviations above the mean of the 128 steps before. warn: say so and go on; skip: leave the update out, too; error: leave it out and end training."
     max_skips: Positive = 10
     "skip: so many steps in a row may be left out; one more is an error."
 

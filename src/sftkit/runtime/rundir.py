@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 from sftkit.errors import ConfigError
 
@@ -100,7 +101,7 @@ BEFORE_STEPS = (
     EVENTS,
 )
 "What a start writes before its first step; where there is nothing else, there is no run."
-OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*")
+OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
 "Glob patterns of what a run has written that came to its first step, its checkpoints aside."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
@@ -179,9 +180,9 @@ def heartbeat_file(beats: Path, rank: int) -> Path:
     return beats / _rank(rank)
 
 
-def nonfinite_file(run_dir: Path, step: int, rank: int | None) -> Path:
-    """Return the file with a rank's documents of a step that was not finite; None: the pattern of all ranks' files."""
-    return run_dir / f"nonfinite-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
+def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
+    """Return the file with a rank's documents of a step that was left out; None: the pattern of all ranks' files."""
+    return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
 
 
 def compile_dir(run_dir: Path, rank: int) -> Path:

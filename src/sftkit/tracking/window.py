@@ -72,7 +72,7 @@ def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime,
     same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
     if not meter.go_on(window["meter"], same_ranks):
         return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
-    health.go_on(window["health"], same_ranks)
+    health.go_on(window["health"])
     if is_open(resumed) and len(meter.sources) > 1 and window["meter"].get("sources") != meter.sources:
         return f"data/share: {shorter}: the sources have other names now"
     return None

@@ -85,7 +85,7 @@ def train(
         checked: what was checked of the data before, for proof.json.
 
     Raises:
-        NumericsError: as numerics.on_nonfinite says.
+        NumericsError: as numerics.on_nonfinite and on_spike say.
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
@@ -132,7 +132,7 @@ def train(
 
         orig_model.train()
         meter = Meter(orig_model, objective, batches, rt)
-        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every, objective)
+        health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
@@ -158,7 +158,7 @@ def train(
                 lr = learning_rate(step, total_steps, cfg.optim)
                 wish = rt.stopping.wanted()
                 with meter.syncs.watching():
-                    outcome = engine.step(step_batches, lr, stop=wish)
+                    outcome = engine.step(step_batches, lr, stop=wish, spikes=health.spikes)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
                 tracker.advance(step)
@@ -306,14 +306,11 @@ def _logged(
 ) -> dict[str, float | None]:
     """Close the window: its line, with `values`, and its events; every rank must call it."""
     report = engine.report()
-    health_metrics, spikes = health.read()
     saved = {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
-    metrics = {**meter.read(), **values, **report.metrics, **saved, **health_metrics}
+    metrics = {**meter.read(), **values, **report.metrics, **saved, **health.read()}
     tracker.log_metrics(step, total_steps, metrics)
     for kind, texts in report.events:
         tracker.new_events(kind, step, texts)
-    for spike in spikes:
-        tracker.event("spike", step, spike)
     return metrics
 
 
