@@ -15,6 +15,7 @@ from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
+from sftkit.engine.replicas import Replicas
 from sftkit.errors import NumericsError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
@@ -85,7 +86,7 @@ def train(
         checked: what was checked of the data before, for proof.json.
 
     Raises:
-        NumericsError: as numerics.on_nonfinite and on_spike say.
+        NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
@@ -135,6 +136,7 @@ def train(
         health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
+        replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
@@ -171,6 +173,7 @@ def train(
                 stopped, left_out = health.settle(wait=logs or saves or evaluates)
                 meter.left_out(left_out)
                 tell()
+                replicas.check(step, is_kept=saves or evaluates or stopped)
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 seen_tokens, window = meter.seen_tokens, None
