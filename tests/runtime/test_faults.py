@@ -208,7 +208,7 @@ def test_a_full_disk_costs_saves_until_there_is_room_and_fails_a_run_whose_last_
         filler.unlink()
         run.until(lambda: step_dirs(run.dir)[-1].name > f"step-{full_at + 10:06d}")
         whole = step_dirs(run.dir)
-        assert run.status()["failed_save"] is None
+        run.until(lambda: run.status()["failed_save"] is None)
         filler = fill(disk, leave=0)
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.end() != 0

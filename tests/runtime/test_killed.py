@@ -13,7 +13,7 @@ from helpers import cpu_runtime
 
 from sftkit.reports.write import gather, write_report
 from sftkit.runtime import lock
-from sftkit.runtime.killed import as_killed, killed_by, last_step
+from sftkit.runtime.killed import as_killed, killed_by, last_step, tell_killed
 from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
 from sftkit.runtime.open import open_run
 from sftkit.runtime.status import RunStatus, read_status
@@ -79,6 +79,21 @@ def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> Non
     holder = json.loads((killed_run / ".lock").read_text())
     (killed_run / ".lock").write_text(json.dumps(holder | {"machine": "another boot", "host": "elsewhere"}))
     assert gather(killed_run)["status"]["status"] == "running"
+
+
+def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:
+    folder, started = tmp_path / "run", time.time() - 1.0
+    held = lock.take(folder)
+    status = RunStatus(folder, 0, 2, step=7)
+    status.begin({})
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
+    held.release()
+    status.write("failed", first_failing_rank=1, error="rank 1 ended without a word")
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
+    assert told.endswith("no checkpoint; start it again: go")
+    assert read_status(folder)["error"] == "rank 1 ended without a word"
 
 
 def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:

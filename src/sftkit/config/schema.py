@@ -217,8 +217,8 @@ class NumericsConfig:
     "A loss or gradient norm more than 6 standard deviations above the mean of the 128 steps before. warn: say so and go on; skip: leave the update out, too; error: leave it out and end training."
     max_skips: Positive = 10
     "skip: so many steps in a row may be left out; one more is an error."
-    check_replicas_every: Positive | None = 100
-    "Steps between comparisons of what several ranks hold alike, weights and optimizer states, by checksum; before each checkpoint too. A difference ends training. null: never."
+    check_replicas_every: Positive | None = 1000
+    "Steps between comparisons of what several ranks hold alike, weights and optimizer states, by checksum; before each checkpoint and evaluation too. A difference ends training. null: never."
 
 
 FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})

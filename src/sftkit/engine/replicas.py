@@ -105,11 +105,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = local(tensor).detach().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    whole = words.numel() // COLUMNS * COLUMNS
-    sums = words[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
-    rest = words[whole:]
-    sums[: len(rest)] += rest
-    return (sums * weights(flat.device)).sum()
+    whole = len(words) // COLUMNS * COLUMNS
+    sums = rest = words[whole:].to(torch.int64)
+    if whole:
+        sums = words[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
+        sums[: len(rest)] += rest
+    return (sums * weights(flat.device)[: len(sums)]).sum()
 
 
 def weights(device: torch.device) -> torch.Tensor:
