@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import tiny_llama, torchrun
 
-from sftkit.engine.replicas import COLUMNS, checksum, parted
+from sftkit.engine.replicas import COLUMNS, checksum, kept_buffers, parted
 
 
 def some(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -52,6 +52,15 @@ def test_what_is_not_a_number_counts_by_its_bits_and_an_empty_piece_has_a_checks
     assert int(checksum(torch.tensor([0.0]))) != int(checksum(torch.tensor([-0.0])))
     assert int(checksum(torch.zeros(0))) == 0
     assert int(checksum(torch.tensor(7, dtype=torch.int64))) != 0
+
+
+def test_buffers_that_follow_what_a_rank_has_seen_are_not_compared() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("kept", torch.ones(2))
+    model[0].register_buffer("seen", torch.ones(2), persistent=False)
+    model.register_buffer("top", torch.ones(2))
+    assert set(kept_buffers(model)) == {"0.kept", "top"}
+    assert set(model.state_dict()) == {"0.weight", "0.bias", *kept_buffers(model)}
 
 
 def test_the_ranks_that_differ_are_told_from_those_that_hold_other_pieces() -> None:

@@ -205,8 +205,8 @@ class Batches:
             worker.join(5.0)
         by = "has ended"
         if worker is not None and worker.exitcode is not None and worker.exitcode < 0:
-            number = signal.Signals(-worker.exitcode)
-            by = f"was killed by {number.name}: {likely_cause(number, before)}"
+            by_signal = signal.Signals(-worker.exitcode)
+            by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
         what = "It had nothing in hand"

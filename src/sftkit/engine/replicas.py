@@ -23,7 +23,7 @@ _SEED = 20010911
 
 class Replicas:
     """Compares checksums of all ranks. Under DDP everything is held by all of them; of shards each replica's rank has the
-    same; tensor-parallel ranks share norms. Where weights are only cut, without replicas, nothing but buffers is alike."""
+    same; tensor-parallel ranks share norms. Where weights are only cut, without replicas, only buffers that checkpoints keep are alike."""
 
     def __init__(self, orig_model: PreTrainedModel, optimizer: Optimizer, rt: Runtime, every: int | None) -> None:
         """`every`: steps between comparisons; None: there are none."""
@@ -50,7 +50,7 @@ class Replicas:
 
     def _shared(self) -> dict[str, torch.Tensor]:
         """Tensors of which another rank holds the same piece, by name, the same names on every rank."""
-        named = {**dict(self._orig_model.named_parameters()), **dict(self._orig_model.named_buffers())}
+        named = {**dict(self._orig_model.named_parameters()), **kept_buffers(self._orig_model)}
         named |= named_states(self._optimizer, self._orig_model)
         return {name: tensor for name, tensor in named.items() if len(holders(tensor, self._rt.world_size)) > 1}
 
@@ -83,6 +83,16 @@ class Replicas:
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in most and not unsure)
         return error
+
+
+def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that checkpoints keep, by name. Others follow what a rank has seen: some rotary frequencies do."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
