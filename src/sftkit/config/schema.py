@@ -209,7 +209,7 @@ class TrainConfig:
 
 @settings
 class NumericsConfig:
-    """Losses and gradient norms that are not finite or far above those before; weights that ranks hold twice."""
+    """Losses and gradient norms that are not finite or spike; weights that ranks hold alike."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
     "A loss or gradient norm that is not finite, whose update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
