@@ -56,6 +56,9 @@ class NoCheckpoints:
     def finish(self) -> None:
         pass
 
+    def ended_saves(self) -> tuple[()]:
+        return ()
+
 
 def run(
     folder: Path,
