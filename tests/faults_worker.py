@@ -124,6 +124,38 @@ def inject(fault: str, rank: int, batches: Batches) -> None:
         ModelWithLoss.forward = broken  # type: ignore[method-assign]
 
 
+def flip_bit(orig_model: torch.nn.Module, rank: int, batches: Batches) -> None:
+    """In rank 1, the lowest bit of one weight, before step 4."""
+    steps = batches.steps
+
+    def faulty(first: int, last: int) -> Any:
+        for step, step_batches in enumerate(steps(first, last), start=first + 1):
+            if step == 4 and rank == 1:
+                weight = orig_model.get_parameter("model.layers.1.mlp.up_proj.weight")
+                weight.data.view(torch.int32)[3, 5] ^= 1
+            yield step_batches
+
+    batches.steps = faulty  # type: ignore[method-assign]
+
+
+def spike(rank: int, batches: Batches) -> None:
+    """The loss of rank 1 in step 40, fifty times what it is."""
+    at, steps, forward = [0], batches.steps, ModelWithLoss.forward
+
+    def counted(first: int, last: int) -> Any:
+        for at[0], step_batches in enumerate(steps(first, last), start=first + 1):
+            yield step_batches
+
+    def larger(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
+        sums = forward(self, *args, **kwargs)
+        if not (rank == 1 and at[0] == 40):
+            return sums
+        return Sums(sums.loss * 50, {name: value * 50 for name, value in sums.measured.items()})
+
+    batches.steps = counted  # type: ignore[method-assign]
+    ModelWithLoss.forward = larger  # type: ignore[method-assign]
+
+
 FAULTY_CALL = 8
 "in step 3: the first three calls are the warm-up's, whose gradients are compared, then two micro-batches a step"
 
@@ -158,9 +190,13 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
     batches = Batches(examples, layout, 0, rt.rank, 0, cfg.data.num_workers)
     inject(fault, rt.rank, batches)
+    if fault == "spike":
+        spike(rt.rank, batches)
     if fault == "saving":
         save_slowly(run_dir, rt.rank)
     orig_model = tiny_llama()
+    if fault == "flipped bit":
+        flip_bit(orig_model, rt.rank, batches)
     engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
     if fault == "warming up":
         engine.warm_up = partial(stay_in_warm_up, run_dir, rt.rank)

@@ -16,13 +16,33 @@ class DataError(Exception):
         self.reason = reason
 
 
-class CheckpointError(Exception):
+class RunError(Exception):
+    """What ends a run with a message that is made for people. Scripts print it and exit with code 1."""
+
+
+class CheckpointError(RunError):
     """A checkpoint that had to be written, the last one of a run or of a stop, or one to resume that had to be read, could
     not be: the message says why."""
 
 
-class NonFiniteError(Exception):
+class NumericsError(RunError):
+    """Numbers that training must not go on with; raised on all ranks together."""
+
+
+class NonFiniteError(NumericsError):
     """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that this is it."""
+
+
+class SpikeError(NumericsError):
+    """A loss or gradient norm far above those before, and numerics.on_spike or max_skips says that this is it."""
+
+
+class ReplicaError(NumericsError):
+    """Ranks that must hold the same weights and optimizer states hold different ones."""
+
+
+class WorkerError(RunError):
+    """A process that makes batches was killed or crashed: the message names what it was making."""
 
 
 class Stopped(Exception):

@@ -24,6 +24,7 @@ from launched import fill, small_file_system
 from sftkit.checkpoint import writer as checkpoint_writer
 from sftkit.checkpoint.manifest import entries, read_best, verify, write_manifest
 from sftkit.checkpoint.state_store import SafeReader
+from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.runtime.rundir import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
@@ -139,19 +140,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("check", ["sees it before", "sees nothing"])
 def test_on_a_full_disk_training_goes_on_old_checkpoints_stay_and_only_a_final_save_fails(
-    small_disk: Path, tokenizer, caplog, monkeypatch, check: str
+    small_disk: Path, tokenizer, monkeypatch, check: str
 ) -> None:
     run = Run(small_disk / "run", tokenizer, cpu_runtime())
     run.steps(0, 1, every=1, wait=True)
     filler = fill(small_disk, leave=100_000)
     if check == "sees nothing":  # as when another process fills the disk in the middle of a save
         monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda folder: 10**12)
-    with caplog.at_level(logging.WARNING, logger="sftkit"):
-        run.steps(1, 2, every=2)
-        run.checkpoints.finish()
-    assert "checkpoint of step 2 not written" in caplog.text
-    assert ("0.1 MB free" in caplog.text) == (check == "sees it before")
-    assert ("No space left" in caplog.text) == (check == "sees nothing")
+    assert run.checkpoints.ended_saves() == [SaveEnd(1, None)]
+    run.steps(1, 2, every=2)
+    run.checkpoints.finish()
+    ((step, failure),) = run.checkpoints.ended_saves()
+    assert step == 2
+    assert ("0.1 MB free" in str(failure)) == (check == "sees it before")
+    assert ("No space left" in str(failure)) == (check == "sees nothing")
     assert [folder.name for folder in step_dirs(small_disk / "run")] == ["step-000001"]
     assert not list((small_disk / "run").glob(".step*"))
     with pytest.raises(CheckpointError, match="step-000003 could not be written"):

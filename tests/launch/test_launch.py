@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -222,3 +223,43 @@ def test_a_failing_script_fails_the_launcher(tmp_path: Path, recipe: Path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1  # accelerate launch knows only 0 and 1
     assert "Traceback" not in output
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sftkit.runtime import lock
+from sftkit.runtime.status import RunStatus
+folder = Path(sys.argv[2].removeprefix("run.dir="))
+if "optim.lr=0.5" not in sys.argv:
+    lock.take(folder)
+    RunStatus(folder, 0, 1).begin({})
+    (folder / "metrics.jsonl").write_text('{"step": 4}\\n')
+    (folder / "step-000003").mkdir()
+    (folder / "LATEST").write_text("step-000003\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("begins", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest_step_and_how_to_go_on(
+    tmp_path: Path, recipe: Path, begins: bool
+):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(KILLED)
+    words = [f"run.dir={folder}", *(["optim.lr=0.5"] if not begins else [])]
+    process = start(script, recipe, *words)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "Traceback" not in output
+    assert "error: the run was killed by SIGKILL: likely somebody, or a queue" in output
+    command = f"python -m sftkit.launch {script} {recipe} {' '.join(words)}"
+    if not begins:
+        assert f"It had not begun to train. Start it again: {command}\n" in output
+        assert not folder.exists()
+        return
+    where = f"{folder}: newest logged step 4, newest checkpoint {folder}/step-000003"
+    assert f"{where}; go on from there: {command} train.resume=auto" in output
+    status = json.loads((folder / "run_status.json").read_text())
+    assert (status["status"], status["step"]) == ("failed", 4)
+    assert status["error"].startswith("killed by SIGKILL: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime.status import RunStatus
-from sftkit.tracking.health import Health, LateFlags, Spikes, is_spike
+from sftkit.tracking.health import Health, LateFlags
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import Flags, StepOutcome
+from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
 NAN = float("nan")
@@ -38,9 +37,9 @@ OBJECTIVE = NextToken(LossConfig())
 
 
 def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0, losses: torch.Tensor | None = None) -> StepOutcome:
-    broken = float(nll != nll or norm != norm)
-    flags = Flags(torch.tensor([float(stop), broken]))
-    losses = torch.tensor([1.0, nll - 1.0]) if losses is None else losses
+    broken = torch.tensor(float(nll != nll or norm != norm))
+    flags = Flags.of(torch.tensor(float(stop)), broken, broken > 0)
+    losses = torch.tensor([1.0, 1.0, 1.0, nll - 3.0]) if losses is None else losses
     return StepOutcome(Totals(NAMES, torch.full((4,), nll)), torch.tensor(norm), flags, losses)
 
 
@@ -53,7 +52,7 @@ def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatch
     batches = some_batches()
     rt = cpu_runtime()
     tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {}).open()
-    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, log_every=8, objective=OBJECTIVE)
+    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, OBJECTIVE)
     return health, next(iter(batches.steps(0, 1)))
 
 
@@ -101,12 +100,12 @@ def test_the_documents_of_the_micro_batch_whose_loss_is_not_finite_are_named_and
 
 def test_a_step_whose_losses_are_finite_says_what_is_not_and_acquits_no_document(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip", max_skips=5))
-    finite = torch.tensor([1.0, 2.0])
+    finite = torch.tensor([1.0, 2.0, 1.0, 2.0])
     for step, (nll, norm, losses) in enumerate(
         [(1.0, NAN, finite), (1.0, float("inf"), finite), (float("inf"), 1.0, finite), (NAN, NAN, None)], start=1
     ):
         one = outcome(nll=nll, norm=norm, losses=losses)
-        health.add(step, step_batches, one._replace(flags=Flags(torch.tensor([0.0, 1.0]))))
+        health.add(step, step_batches, one._replace(flags=Flags.of(*torch.tensor([0.0, 1.0, 1.0]))))
     health.settle(wait=True)
     told = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert "every loss is finite, but the gradient norm is not: a gradient is NaN" in told[0]
@@ -115,7 +114,7 @@ def test_a_step_whose_losses_are_finite_says_what_is_not_and_acquits_no_document
     assert (
         "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond" in told[2]
     )
-    assert "micro-batch 2 of 2" in told[3]
+    assert "micro-batch 4 of 4" in told[3]
     assert not any("innocent" in text for text in told)
 
 
@@ -148,7 +147,11 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
     model = replicate(ModelWithLoss(orig_model, "reference", objective), rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
     steps = some_batches().steps(0, 2)
-    assert optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt).flags.vector.tolist() == [0, 0]
+    assert optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt).flags.vector[:3].tolist() == [
+        0,
+        0,
+        0,
+    ]
     before = {name: value.clone() for name, value in orig_model.state_dict().items()}
     forward = ModelWithLoss.forward
 
@@ -159,7 +162,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
     monkeypatch.setattr(ModelWithLoss, "forward", shifted)
     left_out = optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt)
     assert left_out.grad_norm.isfinite()
-    assert left_out.flags.vector.tolist() == [0, 1]
+    assert left_out.flags.vector[:3].tolist() == [0, 1, 1]
     assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())
 
 
@@ -168,8 +171,7 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
     for step, nll in enumerate([NAN, NAN, 1.0, NAN, NAN], start=1):
         health.add(step, step_batches, outcome(nll=nll))
         assert health.settle(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
-    values, _ = health.read()
-    assert values == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
+    assert health.read() == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
     written = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("nonfinite-step-*-rank000.json"))]
     assert [found["step"] for found in written] == [1, 2, 4, 5]
     assert all(found["documents"] for found in written)
@@ -200,7 +202,8 @@ def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     device = torch.device("cuda")
     flags = LateFlags(device, late=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
-    values = [torch.tensor([0.0, float(step == 3)], device=device) for step in range(1, 6)]
+    values = torch.zeros(5, NUM_FLAGS, device=device)
+    values[2, 1] = 1.0
     done = StepOutcome(
         Totals.zeros(NextToken.measured, device), torch.zeros((), device=device), Flags(values[0]), torch.zeros(1)
     )
@@ -259,23 +262,3 @@ def test_the_mfu_of_a_model_with_layers_of_a_kind_that_is_not_counted_is_unknown
         meter = Meter(model, OBJECTIVE, some_batches(), rt)
         meter.add(step_batches, outcome())
         assert (meter.read()["perf/mfu"] is not None) is known
-
-
-def test_spikes_are_measured_against_the_steps_before_and_only_when_there_are_enough() -> None:
-    quiet = deque([1.0, 1.1, 0.9, 1.0] * 8)
-    assert is_spike(2.0, quiet)
-    assert not is_spike(1.3, quiet)
-    assert not is_spike(2.0, deque(list(quiet)[:31]))
-    assert not is_spike(1.05, deque([1.0] * 32)), "a flat history is no reason to call 5 % a spike"
-    assert is_spike(1.07, deque([1.0] * 32))
-
-
-def test_a_spike_of_loss_or_gradient_norm_is_told_with_its_step_and_a_finite_history() -> None:
-    spikes = Spikes(cpu_runtime(), log_every=40, watched="nll")
-    for step in range(1, 41):
-        loss = 50.0 if step == 36 else 2.0 + 0.1 * (step % 3)
-        spikes.add(step, 10, outcome(nll=10 * loss, norm=NAN if step == 35 else 9.0 if step == 38 else 1.0))
-    lines = spikes.read()
-    assert [line.split(" is far")[0] for line in lines] == ["step 36: loss 50", "step 38: gradient norm 9"]
-    spikes.add(41, 10, outcome(nll=20.0))
-    assert spikes.read() == []

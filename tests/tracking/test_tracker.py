@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from helpers import cpu_runtime
 
 from sftkit.config.schema import LogConfig
-from sftkit.errors import ConfigError, NonFiniteError, RecompileError
+from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
 from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows
@@ -312,7 +312,14 @@ def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(NonFiniteError("step 7: not finite"), "nonfinite"), (RecompileError("guard"), "recompile")]
+    ("error", "kind"),
+    [
+        (NonFiniteError("step 7: not finite"), "nonfinite"),
+        (SpikeError("step 7: loss 9 is far above 1"), "spike"),
+        (ReplicaError("step 7: ranks differ"), "replicas"),
+        (CheckpointError("step-000007 could not be written"), "checkpoint_failed"),
+        (RecompileError("guard"), "recompile"),
+    ],
 )
 def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
     tmp_path: Path, error: Exception, kind: str

@@ -19,13 +19,13 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import Flags, StepOutcome
+from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.window import WINDOW, go_on
 from sftkit.train.proof import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
 OUTCOME = StepOutcome(
-    Totals((LOSS, *NextToken.measured), torch.ones(4)), torch.tensor(1.0), Flags(torch.zeros(2)), torch.ones(2)
+    Totals((LOSS, *NextToken.measured), torch.ones(4)), torch.tensor(1.0), Flags(torch.zeros(NUM_FLAGS)), torch.ones(2)
 )
 
 
@@ -124,7 +124,7 @@ def test_where_other_sums_are_measured_now_the_history_of_spikes_is_taken_over_a
     window["sums"].append("entropy")
     line = resume(meter_of()[0], window, SimpleNamespace(go_on=lambda *given: taken.append(given)))
     assert "other sums are measured now" in (line or "")
-    assert taken == [({}, True)]
+    assert taken == [({},)]
 
 
 def test_a_model_whose_work_cannot_be_counted_has_no_mfu_and_a_line_says_so(

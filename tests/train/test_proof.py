@@ -26,7 +26,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention import use_document_attention
 from sftkit.tracking.meter import Meter, ShapeCounts
-from sftkit.tracking.outcome import Flags, StepOutcome
+from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.train import proof
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
@@ -92,7 +92,7 @@ def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> Non
     meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
     assert proof.divisor_check(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
-    outcome = StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(2)), torch.ones(1))
+    outcome = StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(NUM_FLAGS)), torch.ones(1))
     for step in batches.steps(0, 2):
         meter.add(step, outcome)
     meter.read()
@@ -183,7 +183,9 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
     step = next(iter(batches.steps(0, 1)))
-    meter.add(step, StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(2)), torch.ones(1)))
+    meter.add(
+        step, StepOutcome(Totals(NAMES, torch.ones(4)), torch.ones(()), Flags(torch.zeros(NUM_FLAGS)), torch.ones(1))
+    )
     values = meter.read()
     share = examples.lengths[source == 0].sum() / examples.lengths.sum()
     assert values["data/share/long"] == pytest.approx(share)

@@ -60,6 +60,9 @@ class NoCheckpoints:
     def finish(self) -> None:
         pass
 
+    def ended_saves(self) -> tuple[()]:
+        return ()
+
 
 def run(
     folder: Path,

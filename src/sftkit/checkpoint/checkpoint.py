@@ -20,7 +20,7 @@ from sftkit.checkpoint.compatibility import check_identity, check_recipe
 from sftkit.checkpoint.manifest import Best, read_best, sweep, verify
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
-from sftkit.checkpoint.writer import Snapshot, Writer, free_bytes, in_mb
+from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.weights import load_weights
@@ -95,8 +95,8 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
 
-        An earlier save that is still being written is waited for. A save that fails (a full disk) is a warning: what was
-        there stays, training goes on and the next save tries again.
+        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`: what
+        was there stays, training goes on and the next save tries again.
 
         Args:
             state: JSON values that `resume` gives back.
@@ -120,8 +120,12 @@ class Checkpoints:
         return folder
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any; its failure is a warning."""
+        """Wait for the save that is being written, if any; how it ended is in `ended_saves`."""
         self._writer.finish()
+
+    def ended_saves(self) -> list[SaveEnd]:
+        """How the saves ended that have ended since this was last asked."""
+        return [self._writer.ended.get() for _ in range(self._writer.ended.qsize())]
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Hear what an evaluation found: the checkpoint of that step is kept if it is the best so far (checkpoint.best)."""

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,14 @@ SLOWEST = timedelta(hours=2)
 "How long ranks wait for the slowest writer."
 
 
+class SaveEnd(NamedTuple):
+    """How a save ended."""
+
+    step: int
+    failure: str | None
+    "why nothing was published; None: the checkpoint is there"
+
+
 @dataclass
 class Snapshot:
     """All that a checkpoint says, in host memory: training may go on while it is written."""
@@ -75,6 +84,8 @@ class Writer:
         "why the last write failed, None if it did not"
         self.figures: dict[str, float] = {}
         "write_seconds and bytes of the last published checkpoint"
+        self.ended: SimpleQueue[SaveEnd] = SimpleQueue()
+        "how each write ended, for the training thread to tell"
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
         self._token = ""
@@ -125,9 +136,9 @@ class Writer:
         except BaseException as error:  # torch's CheckpointException is not an Exception
             self.failure = reason(error)
             if self.rt.is_main:
-                log.warning("checkpoint of step %d not written: %s", snapshot.step, self.failure)
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:
+            self.ended.put(SaveEnd(snapshot.step, self.failure))
             with self._lock:
                 self._writing = self._best_in_writing = None
 

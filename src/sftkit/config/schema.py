@@ -209,12 +209,16 @@ class TrainConfig:
 
 @settings
 class NumericsConfig:
-    """A loss or gradient norm that is not finite; such an update is left out in any case."""
+    """Losses and gradient norms that are not finite or spike; weights that ranks hold alike."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
-    "error: end training, naming step, ranks and documents; skip: count the step and go on."
+    "A loss or gradient norm that is not finite, whose update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
+    on_spike: Literal["warn", "skip", "error"] = "warn"
+    "A loss or gradient norm more than 6 standard deviations above the mean of the 128 steps before. warn: say so and go on; skip: leave the update out, too; error: leave it out and end training."
     max_skips: Positive = 10
     "skip: so many steps in a row may be left out; one more is an error."
+    check_replicas_every: Positive | None = 1000
+    "Steps between comparisons of what several ranks hold alike, weights and optimizer states, by checksum; before each checkpoint and evaluation too. A difference ends training. null: never."
 
 
 FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})

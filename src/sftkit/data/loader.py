@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
@@ -19,7 +21,9 @@ from sftkit.data.balance import causal_pairs
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
 from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
-from sftkit.data.types import Examples, Tokenized
+from sftkit.data.types import Examples, Tokenized, listed
+from sftkit.errors import WorkerError
+from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
 from sftkit.runtime.signals import SIGNALS
 
 
@@ -54,8 +58,15 @@ class StepBatches:
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
 
 
+_WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
+"What torch says of a data worker that is gone."
+
+
 class _Steps(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
+
+    at_work: torch.Tensor
+    "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that it is making; 0: none"
 
     def __init__(
         self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: Part, divisors: np.ndarray
@@ -63,15 +74,15 @@ class _Steps(Dataset[StepBatches]):
         self.examples, self.layout, self.rank, self.pad_id, self.part = examples, layout, rank, pad_id, part
         self.lengths, self.num_targets, self.divisors = examples.lengths, examples.num_targets, divisors
 
-    def __getitem__(self, item: tuple[int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
-        epoch, batch = item
+    def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
+        step, epoch, batch = item
         docs = [i for row in batch.rows for i in row]
         lengths = self.lengths[docs]
         max_docs = self.layout.max_docs(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=[self._collated(rows, batch.row_length, max_docs) for rows in mine],
+            micro_batches=list(self._made(step, mine, batch.row_length, max_docs)),
             num_targets=int(self.num_targets[docs].sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -89,8 +100,17 @@ class _Steps(Dataset[StepBatches]):
         found = np.bincount(sources, weights=lengths, minlength=len(self.examples.source_names))
         return found.astype(np.int64).tolist()
 
-    def _collated(self, rows: tuple[tuple[int, ...], ...], row_length: int, max_docs: int) -> Batch:
-        return collate(self.examples, rows, row_length, self.pad_id, max_docs, self.layout.max_doc_length, self.part)
+    def _made(
+        self, step: int, mine: list[tuple[tuple[int, ...], ...]], row_length: int, max_docs: int
+    ) -> Iterator[Batch]:
+        worker, longest = get_worker_info(), self.layout.max_doc_length
+        own = None if worker is None else self.at_work[worker.id]
+        for number, rows in enumerate(mine, start=1):
+            if own is not None:
+                own.copy_(torch.tensor([os.getpid(), step, number]))
+            yield collate(self.examples, rows, row_length, self.pad_id, max_docs, longest, self.part)
+        if own is not None:
+            own[1:] = 0
 
 
 class Batches:
@@ -118,6 +138,7 @@ class Batches:
             examples, layout, rank, pad_id, part, examples.num_targets if divisors is None else divisors
         )
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
+        self._iterator: Iterator[StepBatches] = iter(())
         self.plan = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:
@@ -135,17 +156,20 @@ class Batches:
             steps += len(self.plan(epoch))
         return steps if max_steps is None else min(steps, max_steps)
 
-    def _items(self, first_step: int, last_step: int) -> Iterator[tuple[int, GlobalBatch]]:
+    def _items(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
+        """(step from 1, epoch, its batch)"""
         step, epoch = 0, 0
         while step < last_step:
             plan = self.plan(epoch)
-            for batch in plan[max(first_step - step, 0) : last_step - step]:
-                yield epoch, batch
+            first = max(first_step - step, 0)
+            for number, batch in enumerate(plan[first : last_step - step], start=step + first + 1):
+                yield number, epoch, batch
             step += len(plan)
             epoch += 1
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """The batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
+        self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
             batch_size=None,
@@ -155,7 +179,47 @@ class Batches:
             worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
             generator=torch.Generator(),  # else it draws from the one that dropout uses, and no resume is exact
         )
-        return iter(loader)
+        self._iterator = iter(loader)
+        return self._iterator
+
+    @contextmanager
+    def workers_named(self) -> Iterator[None]:
+        """Around the loop: torch tells it, wherever it is, that a data worker is gone; here it is said what that one made.
+
+        Raises:
+            WorkerError: with process, cause, step, micro-batch and documents.
+        """
+        before = oom_kills()
+        try:
+            yield
+        except RuntimeError as error:
+            died = _WORKER_DIED.search(str(error))
+            if died is None:
+                raise
+            raise WorkerError(self._last_words(int(died[1]), before)) from error
+
+    def _last_words(self, pid: int, before: OomKills) -> str:
+        """What is known of a data worker that is gone."""
+        # torch keeps its workers to itself, and does not always say what ended one.
+        worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
+        if worker is not None:
+            worker.join(5.0)
+        by = "has ended"
+        if worker is not None and worker.exitcode is not None and worker.exitcode < 0:
+            by_signal = signal.Signals(-worker.exitcode)
+            by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
+        row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
+        step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
+        what = "It had nothing in hand"
+        if step:
+            _, _, batch = next(self._items(step - 1, step))
+            rows = list(batch.micro_batches(self.layout, self._dataset.rank))[number - 1]
+            names = [self.examples.name(i) for i in chain.from_iterable(rows)]
+            what = f"It was making step {step}, micro-batch {number}: {listed(names)}"
+        return (
+            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint; with "
+            "data.num_workers=0 the training process makes the rows itself, fewer workers take less memory"
+        )
 
 
 def load_examples(

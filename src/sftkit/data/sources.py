@@ -9,6 +9,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,7 +23,8 @@ from sftkit.data import cache, chat, conversation, findings, hub, readers, rows
 from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, WorkerError
+from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import SIGNALS
 from sftkit.runtime.words import counted
 
@@ -302,7 +304,7 @@ class _Pool:
     """Worker processes that tokenize chunks; results come back in order, and only a few chunks are ahead of them."""
 
     def __init__(self, tokenize: Tokenize, data: DataConfig) -> None:
-        self.ahead = 4 * data.num_proc
+        self.processes, self.ahead = data.num_proc, 4 * data.num_proc
         self.executor = ProcessPoolExecutor(
             data.num_proc,
             mp_context=multiprocessing.get_context("spawn"),
@@ -311,13 +313,24 @@ class _Pool:
         )
 
     def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
-        waiting: deque[Future[_Part]] = deque()
-        for chunk in chunks:
-            waiting.append(self.executor.submit(_work, chunk))
-            if len(waiting) > self.ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        """Raises WorkerError, with what they were making, where one of the processes is gone."""
+        waiting: deque[tuple[Future[_Part], str]] = deque()
+        before = oom_kills()
+        try:
+            for chunk in chunks:
+                waiting.append((self.executor.submit(_work, chunk), f"{chunk[0][0]} to {chunk[-1][0]}"))
+                if len(waiting) > self.ahead:
+                    yield waiting[0][0].result()
+                    waiting.popleft()
+            while waiting:
+                yield waiting[0][0].result()
+                waiting.popleft()
+        except BrokenProcessPool as error:
+            left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
+            raise WorkerError(
+                f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows were "
+                f"in hand: {'; '.join(left[: self.processes])}. Fewer processes (data.num_proc) take less memory"
+            ) from error
 
     def close(self) -> None:
         self.executor.shutdown(wait=True, cancel_futures=True)

@@ -103,6 +103,10 @@ and the messages of each role in conversations that are learned from, see source
         a, b = self.offsets[i], self.offsets[i + 1]
         return TokenizedExample(self.ids[a:b], self.is_target[a:b], int(self.num_bytes[i]))
 
+    def name(self, i: int) -> str:
+        """What document i is called in messages."""
+        return f"{self.source_names[int(self.source[i])]} #{i}"
+
     @property
     def lengths(self) -> np.ndarray:
         """int64 [D]: row positions each document takes. Its last token is only ever a target, so n tokens take n - 1."""
@@ -113,3 +117,15 @@ and the messages of each role in conversations that are learned from, see source
         """int64 [D]: target tokens of each document (token 0 has no context and is never one)."""
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
         return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+
+
+SHOWN = 5
+"Documents named in a message."
+
+
+def listed(documents: Sequence[str]) -> str:
+    """Return the first few of some documents, by name, and how many more there are."""
+    if not documents:
+        return "padding only"
+    more = f" and {len(documents) - SHOWN} more" if len(documents) > SHOWN else ""
+    return f"documents {', '.join(documents[:SHOWN])}{more}"

@@ -42,6 +42,7 @@ from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.spikes import Spikes
 
 log = logging.getLogger(__name__)
 
@@ -183,11 +184,14 @@ class Blocks:
         with contract, explained(self._plan, self._cfg, self._layout):
             yield
 
-    def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
         """The compiled forward and backward passes, gradients summed in fp32, one exchange, clipping inside the update."""
+        model, optimizer, objective = self._wrapped, self.optimizer, self.model.objective
         max_norm = self._cfg.optim.max_grad_norm
         return optimizer_step(
-            self._wrapped, self.optimizer, self.model.objective, batches, learning_rate, max_norm, self._rt, stop=stop
+            model, optimizer, objective, batches, learning_rate, max_norm, self._rt, stop=stop, spikes=spikes
         )
 
     @property

@@ -12,6 +12,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.spikes import Spikes
 from sftkit.tracking.tracker import Kind
 
 
@@ -86,12 +87,16 @@ class Engine(Protocol):
     def guarded(self) -> AbstractContextManager[None]:
         """Around all steps: what may not happen inside ends training with an error that says why."""
 
-    def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
-        """One update from the mean over a global batch; none where a loss or the gradient norm is not finite.
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
+        """One update from the mean over a global batch; none where a loss or the gradient norm is not finite, or where
+        `spikes` leaves the step out.
 
         Args:
             batches: of this rank, with micro-batches on the device.
             stop: this rank asks to end training, which all ranks find in the flags of the outcome.
+            spikes: judges the step by those before, on the device; None: it is not judged.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:

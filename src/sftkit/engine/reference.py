@@ -36,6 +36,7 @@ from sftkit.optim.protocol import parameters_of, set_learning_rate
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.spikes import Spikes
 
 
 def build(
@@ -91,7 +92,9 @@ class Reference:
         """Nothing is refused here."""
         return nullcontext()
 
-    def step(self, batches: StepBatches, learning_rate: float, *, stop: bool = False) -> StepOutcome:
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
         """Gradients of the mean over the global batch, document by document; one exchange; one update."""
         totals, losses = self._nothing(), []
         for batch in batches.micro_batches:
@@ -105,8 +108,8 @@ class Reference:
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
-        grad_norm, flags = exchange(squared / self._rt.world_size, totals, stop, self._rt)
-        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, self._max_norm))
+        grad_norm, flags = exchange(squared / self._rt.world_size, totals, stop, self._rt, spikes, batches.divisor)
+        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 

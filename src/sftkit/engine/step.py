@@ -16,6 +16,7 @@ from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import Flags, StepOutcome
+from sftkit.tracking.spikes import Spikes
 
 
 class GradientSum:
@@ -100,34 +101,46 @@ def optimizer_step(
     rt: Runtime,
     *,
     stop: bool = False,
+    spikes: Spikes | None = None,
 ) -> StepOutcome:
-    """All micro-batches, one update; no update where the loss of any rank or the gradient norm is not finite.
+    """All micro-batches, one update; no update where the loss of any rank or the gradient norm is not finite, or where
+    `spikes` leaves the step out.
 
     Args:
         model: what gives the sums of a batch: compiled and wrapped.
         step_batches: with micro-batches on the device.
         stop: this rank asks to end training, which all ranks find in the flags.
+        spikes: judges the step by those before; None: it is not judged.
     """
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(objective.measured, rt.device)
     losses = gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
-    grad_norm, flags = exchange(squared_norm(parameters, rt.world_size), totals, stop, rt)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.nonfinite == 0, max_grad_norm))
+    squared = squared_norm(parameters, rt.world_size)
+    grad_norm, flags = exchange(squared, totals, stop, rt, spikes, step_batches.divisor)
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 
 
-def exchange(squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime) -> tuple[torch.Tensor, Flags]:
+def exchange(
+    squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime, spikes: Spikes | None = None, divisor: int = 1
+) -> tuple[torch.Tensor, Flags]:
     """Gradient norm and flags of a step: one small exchange between the ranks, no host sync.
 
     Args:
         squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64: the precision of the sum over
             ranks. The norm is its root in fp32.
+        spikes: judges the step; None: it is not judged.
+        divisor: of the global batch.
     """
     share = squared.to(rt.device)
     asked = torch.full_like(share, float(stop))
     broken = (~totals[LOSS].isfinite()).to(share.dtype)
-    norm, stops, losses = rt.sum(torch.stack([share, asked, broken]))
+    watched = torch.zeros_like(share) if spikes is None else totals[spikes.watched].to(share.dtype)
+    norm, stops, losses, total = rt.sum(torch.stack([share, asked, broken, watched]))
     grad_norm = norm.sqrt().float()
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
-    return grad_norm, Flags(torch.stack([stops, nonfinite]).float())
+    if spikes is None:
+        return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)
+    verdict, left_out = spikes.judge(total / max(divisor, 1), grad_norm, nonfinite == 0)
+    return grad_norm, Flags.of(stops, nonfinite, left_out, verdict)

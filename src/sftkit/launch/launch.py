@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +20,11 @@ from pathlib import Path
 from sftkit.config.load import fail, read_config
 from sftkit.errors import ConfigError
 from sftkit.models.size import GIB, Replica, replica_of
+from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import heeded, leave_lost_terminal, torch_passes_on_once
+from sftkit.runtime.status import resume_command
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
 USABLE = 0.92
@@ -157,7 +162,7 @@ def _read(path: str) -> str:
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
     code = "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
-    options = ["--quiet", "--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
+    options = ["--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
     return [sys.executable, "-c", code, *options, script, *arguments]
 
 
@@ -165,10 +170,11 @@ def accelerate_launch() -> None:
     """`accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
     As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
-    elastic agent passes signals on, see torch_passes_on_once.
+    elastic agent passes signals on, see torch_passes_on_once. Of a process that a signal has ended it passes on which.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     def pass_on(signum: int, _frame: object) -> None:
         leave_lost_terminal()
@@ -181,8 +187,16 @@ def accelerate_launch() -> None:
     numbers = heeded()
     for number in numbers:
         signal.signal(number, pass_on)
-    with torch_passes_on_once(numbers):
-        accelerate_main()
+    try:
+        with torch_passes_on_once(numbers):
+            accelerate_main()
+    except subprocess.CalledProcessError as error:  # the only process
+        sys.exit(1 if error.returncode > 0 else 128 - error.returncode)
+    except ChildFailedError as error:
+        traceback.print_exc()
+        first = min(failure.timestamp for failure in error.failures.values())
+        ends = [failure.exitcode for failure in error.failures.values() if failure.timestamp == first]
+        sys.exit(128 - min(ends) if min(ends) < 0 else 1)
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
@@ -194,7 +208,12 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
     print(launch.summary, flush=True)
-    return call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
+    started, before = time.time(), oom_kills()
+    code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
+    if (number := killed_by(code)) is not None:
+        run_dir, go_on = Path(cfg.run.dir), resume_command([script, recipe, *overrides])
+        print("\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), file=sys.stderr)
+    return code
 
 
 def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:

@@ -13,6 +13,7 @@ from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapp
 from sftkit.reports.numbers import show
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
+from sftkit.runtime.killed import as_killed
 from sftkit.runtime.rundir import (
     CONFIG,
     ENVIRONMENT,
@@ -98,7 +99,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
     check_run(run_dir)
     notes: list[str] = []
     settings = read_settings(run_dir / CONFIG, notes)
-    status = mapping(read_json(run_dir / STATUS, notes))
+    status = as_killed(run_dir, mapping(read_json(run_dir / STATUS, notes)))
     environment = mapping(read_json(run_dir / ENVIRONMENT, notes))
     summary = mapping(read_json(run_dir / SUMMARY, notes))
     proof = mapping(read_json(run_dir / PROOF, notes))

@@ -23,7 +23,7 @@ SECTIONS = (
     ("settings", "Settings", details.settings),
     ("environment", "Environment", details.environment),
 )
-_GOOD = {"finished": True, "failed": False}
+_GOOD = {"finished": True, "failed": False, "killed": False}
 
 
 def render(report: dict[str, Any]) -> str:

@@ -57,7 +57,9 @@ class Holder:
     def lives(self) -> bool:
         """Whether there is such a process, and not a later one of its id; for one that is here."""
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < _SAME_START
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < _SAME_START
+            return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -144,6 +146,15 @@ def read_holder(path: Path) -> Holder | None:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def at_work(run_dir: Path) -> bool | None:
+    """Return whether a process that holds the lock of a run directory lives; None: it cannot be seen from here."""
+    path = run_dir / LOCK
+    if not path.exists():
+        return False
+    holder = read_holder(path)
+    return holder.lives() if holder is not None and holder.is_here() else None
 
 
 def place() -> tuple[str, str, str]:

@@ -15,11 +15,12 @@ from sftkit.runtime import attempt, lock
 from sftkit.runtime.consistency import agree, identity, neighbours
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import environment
+from sftkit.runtime.killed import where_it_was
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.rundir import CONFIG, ENVIRONMENT
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import PATIENCE_SECONDS, Runtime
-from sftkit.runtime.status import RunStatus
+from sftkit.runtime.status import RunStatus, read_status
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
@@ -75,6 +76,9 @@ def _lock(folder: Path, rt: Runtime) -> Path | str:
     try:
         attempt.put_back(folder)
         rt.lock = lock.take(folder)
+        if read_status(folder).get("status") == "running":  # and the lock was free
+            goes_on = "this start goes on from there" if rt.resumes else "train.resume=auto would go on from there"
+            rt.say(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
         return attempt.place_of(folder, rt.resumes)
     except ConfigError as error:
         return str(error)

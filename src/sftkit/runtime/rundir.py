@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 from sftkit.errors import ConfigError
 
@@ -100,7 +101,7 @@ BEFORE_STEPS = (
     f"{EVALUATIONS}/{_STEP}*",
 )
 "Glob patterns of what a start writes before it has done a step; where there is nothing else, there is no run."
-OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*")
+OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
 "Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
@@ -179,9 +180,9 @@ def heartbeat_file(beats: Path, rank: int) -> Path:
     return beats / _rank(rank)
 
 
-def nonfinite_file(run_dir: Path, step: int, rank: int | None) -> Path:
-    """Return the file with a rank's documents of a step that was not finite; None: the pattern of all ranks' files."""
-    return run_dir / f"nonfinite-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
+def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
+    """Return the file with a rank's documents of a step that was left out; None: the pattern of all ranks' files."""
+    return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
 
 
 def compile_dir(run_dir: Path, rank: int) -> Path:

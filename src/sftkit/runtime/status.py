@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
-from sftkit.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
 from sftkit.runtime.signals import say
@@ -108,7 +108,15 @@ class RunStatus:
     def begin(self, environ: Mapping[str, str]) -> None:
         """The run starts: what an earlier start left is cleared. Main rank."""
         shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
-        self._write("running", launch=launch_id(environ))
+        self._write("running", launch=launch_id(environ), failed_save=None)
+
+    def save_ended(self, step: int, failure: str | None) -> None:
+        """Note that the newest save has failed, and why; or that one was written after it, None. Main rank."""
+        failed = None if failure is None else {"step": step, "error": failure}
+        before = read_status(self.run_dir)
+        with suppress(OSError):  # on a full disk the event is what tells of it
+            if before and failed != before.get("failed_save"):
+                _replace(self.run_dir / STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
 
     def end(self, status: Outcome, **more: Any) -> None:
         """Write how the run ended, once: what a rank finds later, say when it is woken, changes nothing. But a cause takes the
@@ -132,6 +140,7 @@ class RunStatus:
             "error": None,
             "resume": resume_command(sys.argv),
             "launch": before.get("launch"),
+            "failed_save": before.get("failed_save"),
             "time": round(time.time(), 3),
         }
         _replace(self.run_dir / STATUS, values | more)
@@ -220,7 +229,7 @@ def report(error: BaseException, status: RunStatus | None = None, page: Callable
 
 def _tell(error: BaseException, status: RunStatus | None) -> int:
     code = 2 if isinstance(error, ConfigError | DataError) else 1
-    expected = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
+    expected = isinstance(error, ConfigError | DataError | RunError)
     prefix, cause = "", None
     if status is not None:
         own = status.failed(error)
@@ -240,7 +249,7 @@ def _tell(error: BaseException, status: RunStatus | None) -> int:
 def describe(error: BaseException) -> str:
     """The message, with the class of an error that is not made for users."""
     text = str(error).strip()
-    named = isinstance(error, ConfigError | DataError | NonFiniteError | CheckpointError)
+    named = isinstance(error, ConfigError | DataError | RunError)
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 

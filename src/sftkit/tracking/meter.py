@@ -82,7 +82,7 @@ class Meter:
         self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """One step. The sums of one that is not finite are left out here, its targets by `left_out`."""
+        """One step. The sums of one that changed nothing are left out here, its targets by `left_out`."""
         self._steps += 1
         self._clock.step_ended()
         self.shapes.add(step_batches)
@@ -94,7 +94,7 @@ class Meter:
         self._pairs += self._layer_pairs(step_batches)
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
-        usable = torch.where(outcome.flags.nonfinite > 0, 0.0, outcome.sums.vector)
+        usable = torch.where(outcome.flags.left_out > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
@@ -105,7 +105,7 @@ class Meter:
         return sum(layers * int(causal_pairs(lengths, *window).sum()) for window, layers in windows)
 
     def left_out(self, divisor: int) -> None:
-        """A step of this window turned out not to be finite: its share of the divisor is in no mean."""
+        """A step of this window turned out to be left out: its share of the divisor is in no mean."""
         self._left_out += divisor
 
     def read(self) -> dict[str, float | None]:

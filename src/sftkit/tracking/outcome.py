@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sftkit.objectives.sums import Totals
@@ -15,7 +16,13 @@ class Flags:
     """What all ranks must know of a step, in one small vector, so that it reaches the host in one copy."""
 
     vector: Tensor
-    "fp32 [2], the same on every rank"
+    "fp32 [11], the same on every rank"
+
+    @classmethod
+    def of(cls, stop: Tensor, nonfinite: Tensor, left_out: Tensor, verdict: Tensor | None = None) -> Flags:
+        """Put together what was found, each 0-d, and `verdict`, fp32 [2, 4], as Spikes.judge returns it; None: not judged."""
+        flags = torch.stack([stop, nonfinite, left_out.to(stop.dtype)]).float()
+        return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
 
     @property
     def stop(self) -> Tensor:
@@ -26,6 +33,19 @@ class Flags:
     def nonfinite(self) -> Tensor:
         """How many ranks have a loss that is not finite; 1 if only the gradient norm is not."""
         return self.vector[1]
+
+    @property
+    def left_out(self) -> Tensor:
+        """1 for a step that has changed nothing."""
+        return self.vector[2]
+
+    @property
+    def verdict(self) -> Tensor:
+        """What Spikes.judge found: [2, 4]."""
+        return self.vector[3:].view(2, 4)
+
+
+NUM_FLAGS = 11
 
 
 class StepOutcome(NamedTuple):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sftkit.config.schema import LogConfig
-from sftkit.errors import NonFiniteError, RecompileError
+from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.rundir import (
     EVALS,
     EVALUATIONS,
@@ -37,7 +37,16 @@ from sftkit.tracking.remote import Mirror, first_line, open_dashboard
 
 log = logging.getLogger(__name__)
 Kind = Literal[
-    "recompile", "fallback", "graph_break", "hook", "nonfinite", "spike", "checkpoint_fallback", "starvation"
+    "recompile",
+    "fallback",
+    "graph_break",
+    "hook",
+    "nonfinite",
+    "spike",
+    "replicas",
+    "checkpoint_failed",
+    "checkpoint_fallback",
+    "starvation",
 ]
 ALERTS: dict[Kind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
@@ -46,10 +55,20 @@ ALERTS: dict[Kind, tuple[str, str]] = {
     "hook": ("hooks that the step does not run", "WARN"),
     "nonfinite": ("loss or gradient norm not finite", "ERROR"),
     "spike": ("spike of loss or gradient norm", "WARN"),
+    "replicas": ("ranks hold different weights", "ERROR"),
+    "checkpoint_failed": ("checkpoint not written", "ERROR"),
     "checkpoint_fallback": ("resumed from an older checkpoint", "WARN"),
     "starvation": ("training waits for data", "WARN"),
 }
 "Kind of event -> (title, level) of the alert on the dashboard."
+ENDS: dict[type[BaseException], Kind] = {
+    NonFiniteError: "nonfinite",
+    SpikeError: "spike",
+    ReplicaError: "replicas",
+    RecompileError: "recompile",
+    CheckpointError: "checkpoint_failed",
+}
+"Error that ends training -> the kind of event that it is."
 STARVED_PCT, STARVED_LINES = 20.0, 3
 SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
 RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
@@ -109,10 +128,9 @@ class Tracker:
         if self._progress is not None:
             with suppress(OSError, ValueError):  # a terminal that is gone
                 self._progress.stop()
-        if self._is_open and isinstance(error, NonFiniteError):
-            self._record("nonfinite", self._step, first_line(error))  # the console has the whole error
-        if self._is_open and isinstance(error, RecompileError):
-            self._record("recompile", self._step, first_line(error))
+        for ended_by, event in ENDS.items():
+            if self._is_open and isinstance(error, ended_by):
+                self._record(event, self._step, first_line(error))  # the console has the whole error
         if self._mirror is not None and (said := self._mirror.finish(exit_code=0 if kind is None else 1)):
             self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 

@@ -70,7 +70,7 @@ def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime,
     if window is None:
         return f"{shorter}: the checkpoint is of a version that kept no open window" if step > since else None
     same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
-    health.go_on(window["health"], same_ranks)
+    health.go_on(window["health"])
     if not meter.go_on(window["meter"], same_ranks):
         return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
     if is_open(resumed) and len(meter.sources) > 1 and window["meter"].get("sources") != meter.sources:

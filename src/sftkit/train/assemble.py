@@ -185,7 +185,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
 
     Raises:
         ConfigError: the run cannot work or be resumed like this.
-        NonFiniteError, CheckpointError: as train says.
+        NumericsError, CheckpointError: as train says.
     """
     cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
     run_dir = Path(cfg.run.dir)

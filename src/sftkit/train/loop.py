@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
+from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
-from sftkit.errors import ConfigError, NonFiniteError, Stopped
+from sftkit.engine.replicas import Replicas
+from sftkit.errors import ConfigError, NumericsError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.open import take_place
@@ -62,6 +65,9 @@ class Saves(Protocol):
 
     def finish(self) -> None: ...
 
+    def ended_saves(self) -> Sequence[SaveEnd]:
+        """How the saves ended that have ended since this was last asked."""
+
 
 def train(
     cfg: Config,
@@ -84,8 +90,9 @@ def train(
         checked: what was checked of the data before, for proof.json.
 
     Raises:
-        NonFiniteError: as numerics.on_nonfinite says.
+        NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
         CheckpointError: the last checkpoint could not be written.
+        WorkerError: a data worker was killed.
     """
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
@@ -130,16 +137,19 @@ def train(
 
         orig_model.train()
         meter = Meter(orig_model, objective, batches, rt)
-        health = Health(cfg.numerics, rt, status, batches, tracker, cfg.log.every, objective)
+        health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
+        replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
+        tell = partial(tell_saves, checkpoints, tracker, status, rt)
         tracker.start_progress(step, total_steps)
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
         with (
             proved(status, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
             engine.guarded(),
-            completed(checkpoints),
+            completed(checkpoints, tell),
+            batches.workers_named(),
             garbage_collected_between_steps() as collect,
         ):
             meter.start()
@@ -156,7 +166,7 @@ def train(
                 lr = learning_rate(step, total_steps, cfg.optim)
                 wish = rt.stopping.wanted()
                 with meter.syncs.watching():
-                    outcome = engine.step(step_batches, lr, stop=wish)
+                    outcome = engine.step(step_batches, lr, stop=wish, spikes=health.spikes)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
                 if step == first + 1:
@@ -175,6 +185,8 @@ def train(
                 # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
                 stopped, left_out = health.settle(wait=logs or saves or evaluates)
                 meter.left_out(left_out)
+                tell()
+                replicas.check(step, is_kept=saves or evaluates or stopped)
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 seen_tokens, window = meter.seen_tokens, None
@@ -211,6 +223,7 @@ def train(
                     meter.paused(time.perf_counter() - pausing)
         status.at(step, "checkpoint")
         checkpoints.finish()
+        tell()
         logits = proof.logits_of(orig_model)
         checks += closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
@@ -273,13 +286,24 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
 
 
 @contextmanager
-def completed(checkpoints: Saves) -> Iterator[None]:
-    """A loss that is not finite ends all ranks together: the checkpoint that is being written is completed first."""
+def completed(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
+    """Numbers that end all ranks together: the checkpoint that is being written is completed first."""
     try:
         yield
-    except NonFiniteError:
+    except NumericsError:
         checkpoints.finish()
+        tell()
         raise
+
+
+def tell_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
+    """Make an event of each save that has failed meanwhile, and keep in run_status.json whether the newest one has."""
+    for saved, failure in checkpoints.ended_saves():
+        if failure is not None:
+            text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"
+            tracker.event("checkpoint_failed", saved, text)
+        if rt.is_main:
+            status.save_ended(saved, failure)
 
 
 @contextmanager
@@ -322,14 +346,11 @@ def _logged(
 ) -> dict[str, float | None]:
     """Close the window: its line, with `values`, and its events; every rank must call it."""
     report = engine.report()
-    health_metrics, spikes = health.read()
     saved = {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
-    metrics = {**meter.read(), **values, **report.metrics, **saved, **health_metrics}
+    metrics = {**meter.read(), **values, **report.metrics, **saved, **health.read()}
     tracker.log_metrics(step, total_steps, metrics)
     for kind, texts in report.events:
         tracker.new_events(kind, step, texts)
-    for spike in spikes:
-        tracker.event("spike", step, spike)
     return metrics
 
 

@@ -53,6 +53,9 @@ class NoCheckpoints:
     def finish(self) -> None:
         return
 
+    def ended_saves(self) -> tuple[()]:
+        return ()
+
 
 class Probe(Tracker):
     """A tracker that also notes, on every rank, when the first step has run on the device, the peak, the compiles."""

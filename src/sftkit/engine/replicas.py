@@ -1,0 +1,151 @@
+"""What several ranks hold alike, weights and optimizer states, compared to the bit: ranks that drift apart end the run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.errors import ReplicaError
+from sftkit.ops.dtensor import local
+from sftkit.optim.protocol import Optimizer
+from sftkit.optim.state import named_states
+from sftkit.runtime.start import Runtime
+
+COLUMNS = 1 << 16
+"Words that a tensor is folded to before they are weighted: 512 KiB, the only temporary memory."
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SEED = 20010911
+
+
+class Replicas:
+    """Compares checksums of all ranks. Under DDP everything is held by all of them; of shards each replica's rank has the
+    same; tensor-parallel ranks share norms. Where weights are only cut, without replicas, only buffers that checkpoints keep are alike."""
+
+    def __init__(self, orig_model: PreTrainedModel, optimizer: Optimizer, rt: Runtime, every: int | None) -> None:
+        """`every`: steps between comparisons; None: there are none."""
+        self._orig_model, self._optimizer, self._rt = orig_model, optimizer, rt
+        self._every = every if rt.world_size > 1 else None
+
+    def check(self, step: int, is_kept: bool) -> None:
+        """Compare, if it is time to; every rank must call it. Waits for the device where it compares.
+
+        Args:
+            is_kept: what there is at this step is saved or evaluated.
+
+        Raises:
+            ReplicaError: on every rank, with the ranks that differ and the first tensor in which they do.
+        """
+        if self._every is None or not (is_kept or step % self._every == 0):
+            return
+        tensors = self._shared()
+        differing = []
+        for name, sums in zip(tensors, self._exchange(tensors.values()), strict=True):
+            differing += [(name, ranks) for ranks in parted(sums)]
+        if differing:
+            raise self._error(step, differing, len(tensors))
+
+    def _shared(self) -> dict[str, torch.Tensor]:
+        """Tensors of which another rank holds the same piece, by name, the same names on every rank."""
+        named = {**dict(self._orig_model.named_parameters()), **kept_buffers(self._orig_model)}
+        named |= named_states(self._optimizer, self._orig_model)
+        return {name: tensor for name, tensor in named.items() if len(holders(tensor, self._rt.world_size)) > 1}
+
+    @torch.no_grad()
+    def _exchange(self, tensors: Iterable[torch.Tensor]) -> list[list[tuple[int, int]]]:
+        """Of each tensor what every rank has: (the first rank that holds this piece, checksum)."""
+        device, ranks = self._rt.device, self._rt.world_size
+        sums, first = [], []
+        for tensor in tensors:
+            sums.append(checksum(tensor).to(device))
+            first.append(min(holders(tensor, ranks)))
+        if not sums:
+            return []
+        table = torch.zeros(ranks, 2, len(sums), dtype=torch.int64, device=device)
+        table[self._rt.rank, 0] = torch.tensor(first, device=device)
+        table[self._rt.rank, 1] = torch.stack(sums)
+        return [[(piece, found) for piece, found in rows] for rows in self._rt.sum(table).permute(2, 0, 1).tolist()]
+
+    def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
+        name, groups = differing[0]
+        *odd, most = groups
+        unsure = len(odd[-1]) == len(most)  # nobody is in the minority
+        error = ReplicaError(
+            f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
+            f"({len(differing)} of {of} tensors differ). {'' if unsure else f'The odd one out is {_named(odd[0])}. '}"
+            "Since the last comparison their updates were not the same: a GPU or its memory that errs, an exchange that "
+            "failed, or an operator that is not deterministic. Nothing of this step is saved; resume from the last "
+            "checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
+        )
+        if self._rt.status is not None:
+            self._rt.status.failed(error, symptom=self._rt.rank in most and not unsure)
+        return error
+
+
+def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that checkpoints keep, by name. Others follow what a rank has seen: some rotary frequencies do."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
+    """Return the ranks that hold the same piece of a tensor as this one, itself among them."""
+    if not isinstance(tensor, DTensor):
+        return list(range(world_size))
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    places = zip(tensor.placements, coordinate, strict=True)
+    index = tuple(slice(None) if place.is_replicate() else at for place, at in places)
+    return tensor.device_mesh.mesh[index].flatten().tolist()
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum over the bits of this rank's piece: int64 0-d on its device. No host sync.
+
+    Integers only, modulo 2^64, so exact in any order. Elements whose positions differ by a multiple of COLUMNS are added up,
+    the sums weighted by odd numbers: a change of one element always changes it, changes of several can only cancel out
+    within a column or by a chance of 2^-63.
+    """
+    flat = local(tensor).detach().reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    whole = len(words) // COLUMNS * COLUMNS
+    sums = rest = words[whole:].to(torch.int64)
+    if whole:
+        sums = words[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
+        sums[: len(rest)] += rest
+    return (sums * weights(flat.device)[: len(sums)]).sum()
+
+
+def weights(device: torch.device) -> torch.Tensor:
+    """Return odd numbers, the same on every rank: int64 [COLUMNS]."""
+    if device not in _weights:
+        generator = torch.Generator().manual_seed(_SEED)
+        made = torch.randint(-(2**63), 2**63 - 1, (COLUMNS,), generator=generator, dtype=torch.int64)
+        _weights[device] = (made | 1).to(device)
+    return _weights[device]
+
+
+_weights: dict[torch.device, torch.Tensor] = {}
+
+
+def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:
+    """Return the holders of each piece that do not have the same, grouped by what they have, the fewest first.
+
+    Args:
+        sums: of each rank (the first rank that holds its piece, checksum).
+    """
+    pieces: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, (piece, found) in enumerate(sums):
+        pieces[piece][found].append(rank)
+    return [sorted(groups.values(), key=len) for groups in pieces.values() if len(groups) > 1]
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,104 @@
+"""A run that was killed could not say so: what its directory says for it, to the launcher, the next start and the report.
+No torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sftkit.runtime.files import replace_shared
+from sftkit.runtime.lock import at_work
+from sftkit.runtime.rundir import METRICS, STATUS, latest
+from sftkit.runtime.status import read_status
+
+RESUMES = " train.resume=auto"
+"The last word of a command that resumes a run."
+_TAIL = 1 << 16
+"Bytes at the end of METRICS in which its last line is looked for."
+
+
+def killed_by(code: int) -> signal.Signals | None:
+    """Return the signal that ended a process of this exit code, 128 + its number, without a wish to stop; None: none did."""
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+    try:
+        number = signal.Signals(code - 128)
+    except ValueError:
+        return None
+    return None if number in asked else number
+
+
+def where_it_was(run_dir: Path) -> str:
+    """Return the newest step that a run has logged and its newest checkpoint, in words."""
+    step, checkpoint = last_step(run_dir), None
+    with suppress(OSError):
+        checkpoint = latest(run_dir)
+    logged = "no step was logged" if step is None else f"newest logged step {step}"
+    return f"{logged}, {f'newest checkpoint {checkpoint}' if checkpoint else 'no checkpoint'}"
+
+
+def how_to_go_on(run_dir: Path, command: str) -> str:
+    """Return what to do next. `command`: the one that resumes the run."""
+    with suppress(OSError):
+        if latest(run_dir) is not None:
+            return f"go on from there: {command}"
+    return f"start it again: {command.removesuffix(RESUMES)}"
+
+
+def last_step(run_dir: Path) -> int | None:
+    """Return the step of the last whole line of METRICS; None without one."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return None
+
+
+def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """Return a status that says running as what it is where the run is gone: `killed`, with what is known; else as it is."""
+    if status.get("status") != "running" or at_work(run_dir) is not False:
+        return status
+    command = str(status.get("resume") or "")
+    text = f"killed without a word (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
+    step = last_step(run_dir)
+    next_one = f"; {how_to_go_on(run_dir, command)}" if command else ""
+    return {
+        **status,
+        "status": "killed",
+        "step": status.get("step") if step is None else step,
+        "error": text + next_one,
+    }
+
+
+def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, command: str) -> str:
+    """Return what to tell of a run that was killed; written down too, unless a rank that was left has done so.
+
+    Args:
+        started: Unix time before the run was started.
+        command: the one that resumes it.
+    """
+    status = read_status(run_dir)
+    if at_work(run_dir):
+        return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
+    who = "the run"
+    if status.get("time", 0.0) < started:
+        end = f"It had not begun to train. Start it again: {command.removesuffix(RESUMES)}"
+        return f"error: {who} was killed by {number.name}: {cause}\n{end}"
+    if status.get("status") == "running":
+        step = last_step(run_dir)
+        values = {"status": "failed", "error": f"killed by {number.name}: {cause}", "time": round(time.time(), 3)}
+        values |= {} if step is None else {"step": step}
+        with suppress(OSError):
+            replace_shared(run_dir / STATUS, json.dumps(status | values, indent=1))
+    elif status.get("first_failing_rank") is not None:
+        who = f"rank {status['first_failing_rank']}"
+    where = f"{run_dir}: {where_it_was(run_dir)}; {how_to_go_on(run_dir, command)}"
+    return f"error: {who} was killed by {number.name}: {cause}\n{where}"

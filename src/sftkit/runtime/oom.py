@@ -1,0 +1,115 @@
+"""Who ended a process that was killed: what the kernel lets one read of its OOM killer, and what a signal says. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_BY_SIGNAL = {
+    signal.SIGSEGV: "a crash in compiled code, of a library or a kernel",
+    signal.SIGABRT: "a library gave up: its message stands above",
+    signal.SIGBUS: "a file or shared memory that it had mapped had no room: see df -h of /dev/shm and of the data",
+    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGFPE: "a division by zero in compiled code",
+}
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """Processes that the kernel's OOM killer has ended so far; None: cannot be read."""
+
+    own: int | None
+    "in the control group of this process"
+    machine: int | None
+    "on the whole machine"
+    time: float
+    "when they were counted, time.monotonic(): on Linux seconds since the boot, as the kernel's log has them"
+
+
+def oom_kills(root: Path = Path("/")) -> OomKills:
+    """Count them, for `likely_cause`. `root`: of the file system."""
+    machine = _counter(root / "proc/vmstat")
+    found = (_counter(file) for file in _group_files(root))
+    own = next((count for count in found if count is not None), None)
+    return OomKills(own, machine, time.monotonic())
+
+
+def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Path = Path("/dev/kmsg")) -> str:
+    """Return what has likely sent a signal that nobody here has sent, in words that promise no more than is known.
+
+    Args:
+        before: counted when what was killed was started.
+    """
+    if number != signal.SIGKILL:
+        return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
+    now = oom_kills(root)
+    said = last_kill(log, before.time)
+    told = f" The kernel's log: {said}." if said else ""
+    if grown := _grown(before.own, now.own):
+        return f"likely the kernel's OOM killer, which has ended {grown} in this control group since the start.{told}"
+    if grown := _grown(before.machine, now.machine):
+        return f"perhaps the kernel's OOM killer, which has ended {grown} on this machine since the start.{told}"
+    if now.own is None and now.machine is None:
+        return "not known: no count of the kernel's OOM killer can be read here"
+    return (
+        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, has ended "
+        "nothing since the start"
+    )
+
+
+def last_kill(log: Path, since: float) -> str | None:
+    """Return the kernel log's last line about a process that was killed for memory, `since` this time.monotonic();
+    None: there is none, or the log cannot be read."""
+    found = None
+    try:
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        while record := os.read(descriptor, 8192):
+            for line in record.decode(errors="replace").splitlines():
+                head, _, text = line.partition(";")
+                fields = head.split(",")
+                if "Killed process" in text and len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0:
+                    found = text
+    except (OSError, ValueError):  # the end of what is there, or of what may be read
+        pass
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def _group_files(root: Path) -> Iterable[Path]:
+    """Files that may count the kills of this process's control group: of version 2, else of version 1. In a container the
+    path that the kernel gives may be the host's, and the group's files lie at the top."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            yield from (mount / path.lstrip("/") / "memory.events", mount / "memory.events")
+        elif "memory" in controllers.split(","):
+            yield from (mount / "memory" / path.lstrip("/") / "memory.oom_control", mount / "memory/memory.oom_control")
+
+
+def _counter(file: Path) -> int | None:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else None
+
+
+def _grown(before: int | None, now: int | None) -> str:
+    """How many more there are, in words; nothing where there are none or it is not known."""
+    count = (now or 0) - (before or 0) if before is not None else 0
+    return f"{count} process{'es' * (count > 1)}" if count > 0 else ""

@@ -1,0 +1,95 @@
+"""Losses and gradient norms far above those of the steps before: judged on the device, before the update."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sftkit.tracking.window import Window
+
+WINDOW = 128
+"steps that a spike is measured against"
+ENOUGH = 32
+"steps before which nothing is called a spike"
+SIGMAS = 6.0
+LEAST = 0.01
+"of the mean: what a standard deviation counts as at least"
+JUDGED = ("loss", "gradient norm")
+
+
+class Spike(NamedTuple):
+    """A value far above those before."""
+
+    name: str
+    value: float
+    mean: float
+    deviation: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {self.value:.4g} is far above {self.mean:.4g}, the mean of the steps before "
+            f"(standard deviation {self.deviation:.4g})"
+        )
+
+
+class Spikes:
+    """The last 128 steps that were taken, and the rule that judges the next one by them.
+
+    All ranks judge the same numbers in the same order, so they decide alike, to the bit. What a step is left out for is in
+    no history: a loss that stays high is left out until numerics.max_skips ends the run.
+    """
+
+    def __init__(self, on_spike: Literal["warn", "skip", "error"], watched: str, device: torch.device) -> None:
+        """
+        Args:
+            watched: the sum of the objective whose mean is judged.
+        """
+        self.watched = watched
+        self._leaves_out = on_spike != "warn"
+        self._history = torch.full((WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """Judge a step, and keep it if it is taken. No host sync.
+
+        Args:
+            loss: 0-d, per target, of all ranks. norm: 0-d. finite: bool 0-d, whether the step may be taken at all.
+
+        Returns:
+            (fp32 [2, 4]: of each of JUDGED its value, the mean and the deviation before, and 1 for a spike; bool 0-d:
+            whether the step is left out)
+        """
+        values = torch.stack([loss.double(), norm.double()])
+        known = ~self._history.isnan()
+        count = known.sum(0)
+        divisor = count.clamp(min=1)
+        mean = torch.where(known, self._history, 0.0).sum(0) / divisor
+        variance = torch.where(known, self._history - mean, 0.0).square().sum(0) / divisor
+        deviation = torch.maximum(variance.sqrt(), LEAST * mean.abs())
+        usable = finite & values.isfinite().all()
+        spikes = usable & (count >= ENOUGH) & (values > mean + SIGMAS * deviation)
+        left_out = ~finite | spikes.any() if self._leaves_out else ~finite
+        later = torch.cat([self._history[1:], values[None]])
+        self._history.copy_(torch.where(usable & ~left_out, later, self._history))
+        return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), left_out
+
+    def window(self) -> Window:
+        """The history, for a checkpoint. Waits for the device."""
+        taken = self._history[~self._history.isnan().any(1)].tolist()
+        return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
+
+    def go_on(self, window: Window) -> None:
+        """Go on from a checkpoint, before the first step. Earlier versions kept a history for each, of unequal lengths."""
+        count = min(len(window["losses"]), len(window["norms"]))
+        if count:
+            taken = torch.tensor([window["losses"][-count:], window["norms"][-count:]], dtype=torch.float64)
+            self._history[-count:] = taken.T.to(self._history.device)
+
+
+def spikes_in(verdict: Tensor) -> list[Spike]:
+    """The spikes of a step, as `judge` has found them: fp32 [2, 4], on the host."""
+    rows = zip(JUDGED, verdict.tolist(), strict=True)
+    return [Spike(name, value, mean, deviation) for name, (value, mean, deviation, is_spike) in rows if is_spike]

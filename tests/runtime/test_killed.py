@@ -1,0 +1,186 @@
+"""A run that was killed: what did it, as far as can be read, and what its directory says to the next start and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from helpers import cpu_runtime
+
+from sftkit.reports.write import gather, write_report
+from sftkit.runtime import lock
+from sftkit.runtime.killed import as_killed, killed_by, last_step, tell_killed
+from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
+from sftkit.runtime.open import open_run
+from sftkit.runtime.status import RunStatus, read_status
+
+
+@pytest.fixture
+def killed_run(tmp_path: Path) -> Path:
+    """The directory of a run that is really killed after its fourth step."""
+    folder = tmp_path / "run"
+    child = os.fork()
+    if child == 0:
+        try:
+            lock.take(folder)
+            RunStatus(folder, 0, 1, total_steps=9).begin({})
+            (folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n{"step": 5, "trai')
+            (folder / "step-000003").mkdir()
+            (folder / "LATEST").write_text("step-000003\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert read_status(folder)["status"] == "running"
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("resume", "then"), [("auto", "this start goes on from there"), (None, "train.resume=auto would")]
+)
+def test_the_next_start_says_that_the_run_before_was_killed_and_where_it_was(
+    killed_run: Path, capsys: pytest.CaptureFixture[str], resume: str | None, then: str
+) -> None:
+    with cpu_runtime() as rt:
+        open_run(str(killed_run), resume, "run: {}\n", rt)
+    told = f"{killed_run}: the run before was killed without a word: newest logged step 4, newest checkpoint "
+    out = capsys.readouterr().out
+    assert f"{told}{killed_run}/step-000003; {then}" in out
+
+
+def test_a_start_after_a_run_that_ended_says_nothing(killed_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunStatus(killed_run, 0, 1, step=9).write("finished")
+    with cpu_runtime() as rt:
+        open_run(str(killed_run), "auto", "run: {}\n", rt)
+    assert "killed" not in capsys.readouterr().out
+
+
+def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_running(killed_run: Path) -> None:
+    status = gather(killed_run)["status"]
+    assert (status["status"], status["step"]) == ("killed", 4)
+    assert f"newest logged step 4, newest checkpoint {killed_run}/step-000003; go on from there: " in status["error"]
+    assert status["error"].endswith("train.resume=auto")
+    page = write_report(killed_run).read_text()
+    assert ">killed<" in page
+    assert ">running<" not in page
+    held = lock.take(killed_run)
+    try:
+        assert gather(killed_run)["status"]["status"] == "running"
+    finally:
+        held.release()
+    assert as_killed(killed_run, {"status": "finished"}) == {"status": "finished"}
+
+
+def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> None:
+    holder = json.loads((killed_run / ".lock").read_text())
+    (killed_run / ".lock").write_text(json.dumps(holder | {"machine": "another boot", "host": "elsewhere"}))
+    assert gather(killed_run)["status"]["status"] == "running"
+
+
+def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:
+    folder, started = tmp_path / "run", time.time() - 1.0
+    held = lock.take(folder)
+    status = RunStatus(folder, 0, 2, step=7)
+    status.begin({})
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
+    held.release()
+    status.write("failed", first_failing_rank=1, error="rank 1 ended without a word")
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
+    assert told.endswith("no checkpoint; start it again: go")
+    assert read_status(folder)["error"] == "rank 1 ended without a word"
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    assert last_step(tmp_path) is None
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("")
+    assert last_step(tmp_path) is None
+    file.write_text("".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(1, 5001)) + '{"ste')
+    assert last_step(tmp_path) == 5000
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        (137, signal.SIGKILL),
+        (139, signal.SIGSEGV),
+        (143, None),
+        (130, None),
+        (138, None),
+        (1, None),
+        (0, None),
+        (255, None),
+    ],
+)
+def test_a_signal_that_asks_for_a_stop_kills_nobody(code: int, number: signal.Signals | None) -> None:
+    assert killed_by(code) == number
+
+
+# ---- what the kernel lets one read -----------------------------------------------------------------------------------
+
+
+def machine(root: Path, group: str, own: int | None, whole: int | None) -> Path:
+    """A file system with the kernel's counters, as version 2 or 1 of control groups or a container has them."""
+    paths = {
+        "v2": ("0::/user/run", "sys/fs/cgroup/user/run/memory.events", "low 0\nhigh 3\nmax 7\noom 1\noom_kill {}\n"),
+        "v2 in a container": ("0::/host/path", "sys/fs/cgroup/memory.events", "low 0\noom 0\noom_kill {}\n"),
+        "v1": (
+            "9:name=systemd:/\n4:memory:/run\n0::/",
+            "sys/fs/cgroup/memory/run/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
+        ),
+    }
+    line, file, text = paths[group]
+    files = {"proc/self/cgroup": f"{line}\n"}
+    files |= {file: text.format(own)} if own is not None else {}
+    files |= {"proc/vmstat": f"pgfault 12\noom_kill {whole}\n"} if whole is not None else {}
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize("group", ["v2", "v2 in a container", "v1"])
+def test_a_kill_counted_in_the_control_group_is_likely_the_cause(tmp_path: Path, group: str) -> None:
+    before = oom_kills(machine(tmp_path, group, 2, 5))
+    assert (before.own, before.machine) == (2, 5)
+    found = likely_cause(signal.SIGKILL, before, machine(tmp_path, group, 3, 6), tmp_path / "no log")
+    assert found == "likely the kernel's OOM killer, which has ended 1 process in this control group since the start."
+    found = likely_cause(signal.SIGKILL, before, machine(tmp_path, group, 2, 7), tmp_path / "no log")
+    assert found.startswith("perhaps the kernel's OOM killer, which has ended 2 processes on this machine since")
+    found = likely_cause(signal.SIGKILL, before, machine(tmp_path, group, 2, 5), tmp_path / "no log")
+    assert found.startswith("likely somebody, or a queue or container at its limit")
+
+
+def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
+    before = oom_kills(tmp_path)
+    assert (before.own, before.machine) == (None, None)
+    assert likely_cause(signal.SIGKILL, before, tmp_path).startswith("not known")
+    assert "compiled code" in likely_cause(signal.SIGSEGV, before, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/vmstat").exists(), reason="needs Linux")
+def test_this_machine_counts_too() -> None:
+    assert oom_kills().machine is not None
+
+
+def test_the_kernels_log_says_who_was_killed_since_the_start(tmp_path: Path) -> None:
+    log, now = tmp_path / "kmsg", time.monotonic()
+    kills = [
+        f"3,{i},{int(at * 1e6)},-;Out of memory: Killed process {i} (python) total-vm:9kB"
+        for i, at in ((1, 5), (2, now))
+    ]
+    log.write_text("\n".join(["6,0,0,-;Linux", *kills, " SUBSYSTEM=x", f"6,9,{int(now * 1e6)},-;eth0 up", ""]))
+    assert last_kill(log, now) == "Out of memory: Killed process 2 (python) total-vm:9kB"
+    assert last_kill(log, now + 60) is None
+    assert last_kill(tmp_path / "none", 0.0) is None
+    root = machine(tmp_path, "v2", 0, 0)
+    before = oom_kills(root)
+    found = likely_cause(signal.SIGKILL, before, machine(tmp_path, "v2", 1, 1), log)
+    assert found.endswith("The kernel's log: Out of memory: Killed process 2 (python) total-vm:9kB.")
