@@ -45,7 +45,10 @@ ROOMS = {
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
     *("preflight/flags.py", "evals/flags.py", "experiments/validate/flags.py"),
-    *(f"runtime/{name}.py" for name in ("files", "launcher", "rundir", "script", "signals", "status", "words")),
+    *(
+        f"runtime/{name}.py"
+        for name in ("files", "launcher", "manifest", "rundir", "script", "signals", "status", "words")
+    ),
 )
 "Rooms and modules that are read before, or without, torch."
 
