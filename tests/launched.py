@@ -21,10 +21,10 @@ import preloaded
 import psutil
 import pytest
 
-from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.writer import free_bytes
 from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import LATEST, step_dirs
 
 ROOT = Path(__file__).parents[1]

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples, make_layout_of, tiny_llama
+from helpers import make_examples, tiny_llama
 from transformers import AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.compatibility import run_identity
+from sftkit.checkpoint.found import find
+from sftkit.config.load import to_yaml
 from sftkit.config.schema import (
     AttentionConfig,
     CheckpointConfig,
@@ -29,7 +32,7 @@ from sftkit.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from sftkit.data.loader import Batches
+from sftkit.data.loader import StepBatches
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
@@ -39,7 +42,7 @@ from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import is_open
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import engine_of, lay_out
 from sftkit.train.loop import train
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -47,45 +50,61 @@ STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
 "The step whose loss is not finite lies in the window that the checkpoint of step 10 leaves open."
 
 
-def config(folder: Path, log_every: int) -> Config:
+def config(folder: Path, log_every: int, layout: str = "packed", batch: int = 8, micro: int = 2) -> Config:
     return Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+        data=DataConfig(train=(), layout=layout),  # type: ignore[arg-type]
         optim=OptimConfig(name="adamw", lr=1e-2),
-        train=TrainConfig(max_steps=STEPS),
+        train=TrainConfig(max_steps=STEPS, global_batch_size=batch, micro_batch_size=micro),
         loss=LossConfig(token_metrics=True),
         numerics=NumericsConfig(on_nonfinite="skip"),
         attention=AttentionConfig(backend="reference"),
         compile=CompileConfig(enabled=False),
-        checkpoint=CheckpointConfig(every=SAVE_EVERY),
+        checkpoint=CheckpointConfig(every=SAVE_EVERY, keep=5),
         eval=EvalConfig(every=7),
         log=LogConfig(every=log_every, wandb="off"),
     )
 
 
 def run(
-    folder: Path, tokenizer: Any, rt: Runtime, resume: str | None = None, stop_at: int | None = None, log_every: int = 4
-) -> None:
-    """Train to the last step, or to one at which the main rank wishes to stop."""
-    cfg = config(folder, log_every)
+    folder: Path,
+    tokenizer: Any,
+    rt: Runtime,
+    resume: str | None = None,
+    stop_at: int | None = None,
+    log_every: int = 4,
+    broken_at: int | None = BROKEN,
+    changes: tuple[str, ...] = (),
+    **sizes: Any,
+) -> dict[int, StepBatches]:
+    """Train to the last step, or to one at which the main rank wishes to stop. Returns what each step has taken.
+
+    Args:
+        changes: train.resume_changes. sizes: see `config`.
+    """
+    cfg = config(folder, log_every, **sizes)
     folder.mkdir(exist_ok=True)
     examples = make_examples(LENGTHS, target_share=0.4)
-    layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
-    batches = Batches(examples, layout, 0, rt.data_rank, pad_id=0)
+    found, objective = find(folder, resume, rt), NextToken(cfg.loss)
+    batches = lay_out(cfg, rt, examples, 32, 0, objective, found)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
-    resumed = checkpoints.resume(resume)
+    engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+    identity = run_identity(orig_model, tokenizer, examples, batches.layout)
+    kept = (orig_model, tokenizer, engine.optimizer, to_yaml(cfg), identity)
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, *kept)
+    resumed = checkpoints.resume(found, changes)
     at, steps, forward = [0], batches.steps, ModelWithLoss.forward
+    taken: dict[int, StepBatches] = {}
 
     def counted(first: int, last: int) -> Any:
         for at[0], step_batches in enumerate(steps(first, last), start=first + 1):
+            taken[at[0]] = step_batches
             yield step_batches
 
     def broken(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
         sums = forward(self, *args, **kwargs)
-        return Sums(sums.loss * float("nan"), sums.measured) if at[0] == BROKEN and rt.is_main else sums
+        return Sums(sums.loss * float("nan"), sums.measured) if at[0] == broken_at and rt.is_main else sums
 
     batches.steps = counted  # type: ignore[method-assign]
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
@@ -98,6 +117,7 @@ def run(
             )  # fmt: skip
     finally:
         ModelWithLoss.forward = forward  # type: ignore[method-assign]
+    return taken
 
 
 def without_window(folder: Path, step: int) -> None:

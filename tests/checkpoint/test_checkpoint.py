@@ -15,7 +15,7 @@ from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.manifest import verify
+from sftkit.checkpoint.found import find
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
     AttentionConfig,
@@ -34,6 +34,7 @@ from sftkit.data.loader import Batches
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.runtime.rundir import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.tracking.tracker import Tracker
@@ -180,22 +181,12 @@ def test_auto_falls_back_to_the_last_checkpoint_that_verifies_and_names_the_bad_
     newest.write_bytes(bytes(content))
     assert verify(tmp_path / "step-000002") is None
     rt = cpu_runtime()
-    orig_model = tiny_llama()
-    checkpoints = Checkpoints(
-        tmp_path,
-        CheckpointConfig(),
-        rt,
-        orig_model,
-        tokenizer,
-        build_optimizer(orig_model, OptimConfig(name="adamw")),
-        "",
-    )
     with caplog.at_level(logging.WARNING, logger="sftkit"):
-        assert checkpoints.find("auto") == tmp_path / "step-000002"
+        assert find(tmp_path, "auto", rt).folder == tmp_path / "step-000002"
     assert "model.safetensors" in caplog.text
     with pytest.raises(ConfigError, match="sha256"):
-        checkpoints.find(str(tmp_path / "step-000004"))
-    assert checkpoints.find(None) is None
+        find(tmp_path, str(tmp_path / "step-000004"), rt)
+    assert find(tmp_path, None, rt).folder is None
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tokenizer) -> None:

@@ -22,11 +22,12 @@ from helpers import cpu_runtime
 from launched import fill, small_file_system
 
 from sftkit.checkpoint import writer as checkpoint_writer
-from sftkit.checkpoint.manifest import entries, read_best, verify, write_manifest
+from sftkit.checkpoint.manifest import entries, read_best, write_manifest
 from sftkit.checkpoint.state_store import SafeReader
 from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
 
 ROOT = Path(__file__).parents[2]
@@ -182,13 +183,16 @@ def test_what_training_does_after_save_returned_is_not_in_the_checkpoint(
     weights = {name: value.clone() for name, value in run.orig_model.state_dict().items()}
     expected = torch.get_rng_state()
     began = time.perf_counter()
-    run.checkpoints.save(1, {})
+    state = {"open": [1, 2]}
+    run.checkpoints.save(1, state)
     assert time.perf_counter() - began < 0.3
     torch.rand(3)
+    state["open"].append(3)
     run.steps(1, 4)
     run.checkpoints.finish()
     again = Run(tmp_path, tokenizer, cpu_runtime())
-    assert again.checkpoints.resume("auto")["step"] == 1
+    resumed = again.checkpoints.resume("auto")
+    assert (resumed["step"], resumed["open"]) == (1, [1, 2])
     assert torch.equal(torch.get_rng_state(), expected)
     assert all(torch.equal(value, again.orig_model.state_dict()[name]) for name, value in weights.items())
     assert again.steps(1, 4) == Run.steps(resumed_now(tmp_path, tokenizer), 1, 4)

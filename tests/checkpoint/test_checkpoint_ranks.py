@@ -11,8 +11,8 @@ from checkpoint_worker import Run
 from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
-from sftkit.checkpoint.manifest import verify
 from sftkit.checkpoint.weight_files import plan_files
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import step_dirs
 
 

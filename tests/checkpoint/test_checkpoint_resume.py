@@ -57,6 +57,20 @@ def test_a_changed_setting_that_a_run_keeps_is_refused_unless_it_is_named(tmp_pa
         run.checkpoints.resume("auto", ("optim.lrr",))
 
 
+def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() -> None:
+    there, here = (
+        "model: {path: runs/a/base, revision: null}\n" + RECIPE,
+        "model: {path: org/b, revision: null}\n" + RECIPE,
+    )
+    with pytest.raises(
+        ConfigError, match=r'model\.path: "runs/a/base" in the checkpoint, "org/b" in this run'
+    ) as refused:
+        check_recipe(there, here, (), "here")
+    assert "(model.path: its weights are not loaded: those of the checkpoint are)" in str(refused.value)
+    (line,) = check_recipe(there, here, ("model.path",), "here")
+    assert line.startswith('model.path is now "org/b" (was "runs/a/base"): its weights are not loaded')
+
+
 def test_a_run_may_grow_and_the_rest_of_its_recipe_may_change() -> None:
     longer = RECIPE.replace("max_steps: 10", "max_steps: 20").replace("micro_batch_size: 4", "micro_batch_size: 1")
     (line,) = check_recipe(RECIPE, longer, (), "here")

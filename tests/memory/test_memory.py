@@ -324,11 +324,28 @@ def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch
         "  accelerate_configs/fsdp2.yaml on 2 GPUs saves 78.3 GiB",
         "  train.micro_batch_size=3 saves 66.1 GiB",
         "  train.memory=balanced saves 32.9 GiB, train.memory=low 99.7 GiB",
+        "The newest checkpoint can be resumed (train.resume=auto) with accelerate_configs/fsdp2.yaml on 2 GPUs or "
+        "train.micro_batch_size=3 or train.memory=balanced or train.memory=low",
     ]
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=7))  # two GPUs cannot share 7 rows equally
-    assert settings[-1] == (
-        "  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit (pip install 'sftkit[fp8]') 16.0 GiB"
-    )
+    assert settings[-2:] == [
+        "  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit (pip install 'sftkit[fp8]') 16.0 GiB",
+        "The newest checkpoint can be resumed (train.resume=auto) with train.micro_batch_size=1 or train.memory=balanced "
+        "or train.memory=low",
+    ]
+
+
+def test_what_a_resumed_run_keeps_is_not_offered_for_it() -> None:
+    cfg = recipe(optim=OptimConfig(name="adamw_sr"))
+    *settings, resume = explanation(cfg, qwen3("0.6B"), packed(2048))
+    assert any("data.max_length=1024" in setting for setting in settings)
+    assert any("optim.name=adamw8bit" in setting for setting in settings)
+    assert resume.endswith("can be resumed (train.resume=auto) with train.memory=balanced or train.memory=low")
+
+
+def test_an_automatic_optimizer_has_to_be_named_on_resume() -> None:
+    resume = explanation(recipe(), qwen3("0.6B"), packed(rows=64))[-1]  # it fits with less: auto is adamw then
+    assert resume.endswith("together with optim.name=adamw_sr, as auto may now mean another")
 
 
 def test_settings_in_use_are_not_offered_again() -> None:
@@ -340,7 +357,7 @@ def test_settings_in_use_are_not_offered_again() -> None:
     assert explanation(cfg, qwen3("1.7B"), packed(1024))[-1].endswith(
         "Every setting that saves memory is in use: take a smaller model or a larger GPU"
     )
-    _, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=4))
+    _, *settings, _ = explanation(cfg, qwen3("1.7B"), packed(rows=4))
     assert [setting.split("=")[0].split()[0] for setting in settings] == [
         "accelerate_configs/fsdp2.yaml",
         "train.micro_batch_size",
@@ -386,7 +403,10 @@ def test_fp32_weights_are_offered_bf16_and_unused_checkpointing_is_offered_eager
 def test_an_unknown_model_is_told_the_settings_without_numbers() -> None:
     model = on_meta("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=128)
     text = "\n".join(explanation(recipe(), model, packed(128)))
-    assert text.endswith("Lower train.micro_batch_size, or set train.memory=low or optim.name=adamw_sr")
+    assert text.endswith(
+        "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
+        "optim.name=adamw_sr"
+    )
 
 
 def test_other_errors_pass_through() -> None:

@@ -565,7 +565,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     def open_recipe(_: Config) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
-        yield assemble.Run(cfg, cpu_runtime(), run_dir, None)
+        yield assemble.Run(cfg, cpu_runtime(), run_dir, assemble.ANEW)
 
     def build_engine(_: Any, __: Any, ___: Any, data: assemble.Data) -> None:
         found.append(data.batches.examples)

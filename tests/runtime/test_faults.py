@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from launched import Launcher, fill, launching, small_file_system
 
-from sftkit.checkpoint.manifest import verify
 from sftkit.runtime.consistency import compare
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import HEARTBEATS, heartbeat_file, step_dirs
 from sftkit.runtime.status import RunStatus, effective_resume, is_symptom, read_status
 from sftkit.runtime.watchdog import compare as compare_places

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
-from sftkit.checkpoint.manifest import verify
 from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import step_dirs
 
 pytestmark = [

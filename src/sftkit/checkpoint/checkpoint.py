@@ -10,14 +10,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.manifest import Best, read_best, sweep, verify
+from sftkit.checkpoint.found import Found, find
+from sftkit.checkpoint.manifest import Best, read_best, sweep
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
 from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb
@@ -36,7 +37,6 @@ from sftkit.runtime.rundir import (
     OPTIMIZER,
     RECIPE,
     STATE,
-    TRAINING_STATE,
     random_state_file,
     step_dir,
     step_dirs,
@@ -45,15 +45,6 @@ from sftkit.runtime.rundir import (
 from sftkit.runtime.start import Runtime, seed_everything
 
 log = logging.getLogger(__name__)
-
-
-class Found(NamedTuple):
-    """The checkpoint to resume, as the main rank found it."""
-
-    folder: Path
-    state: dict[str, Any]
-    lines: list[str]
-    "what to print about the change of recipe"
 
 
 class Checkpoints:
@@ -80,8 +71,8 @@ class Checkpoints:
         self.orig_model, self.tokenizer, self.optimizer = orig_model, tokenizer, optimizer
         self.identity = identity or {}
         self.resumed_from: Path | None = None
-        self.passed_over: list[str] = []
-        "why newer checkpoints were not resumed; on the main rank"
+        self.passed_over: Sequence[str] = ()
+        "why newer checkpoints were not resumed"
         self._writer = Writer(run_dir, config, rt, orig_model)
         self._block_seconds: float | None = None
         self._small_files: dict[str, bytes] = {}
@@ -156,7 +147,7 @@ class Checkpoints:
             "identity": self.identity,
             **state,
         }
-        return Snapshot(step, kept, weights, states, random_state(), self._small_files)
+        return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files)
 
     def _unchanging_files(self) -> dict[str, bytes]:
         """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another."""
@@ -202,11 +193,11 @@ class Checkpoints:
             "run.dir on another disk, or set checkpoint.every=null for the last one only"
         )
 
-    def resume(self, setting: str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
+    def resume(self, found: Found | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
 
         Args:
-            setting: null starts anew; "auto" takes the newest directory whose manifest verifies; else a directory.
+            found: the checkpoint, or a setting (train.resume) by which it is found.
             changes: keys of the recipe that may differ although a resumed run keeps them (train.resume_changes).
 
         Returns:
@@ -217,13 +208,15 @@ class Checkpoints:
                 optimizer or recipe.
             CheckpointError: what is there cannot be read.
         """
-        found = self.rt.from_main(lambda: self._decide(setting, changes))
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
-            return {"step": 0}
-        folder, state, lines = found
-        self.resumed_from = folder
+        if not isinstance(found, Found):
+            found = find(self.run_dir, found, self.rt)
+        folder, state = found.folder, found.state
+        if folder is None:
+            return state
+        self.resumed_from, self.passed_over = folder, found.passed_over
+        lines = self.rt.from_main(lambda: self._fit(found, folder, changes))
+        if isinstance(lines, Exception):
+            raise lines
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         load_states(tensors, folder / OPTIMIZER)
@@ -234,61 +227,21 @@ class Checkpoints:
             self.rt.say(line)
         return state
 
-    def _decide(self, setting: str | None, changes: Sequence[str]) -> Found | Exception | None:
-        """Whatever goes wrong is a value, because the other ranks wait for one."""
+    def _fit(self, found: Found, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
+        """Lines to print about what was changed. Whatever goes wrong is a value, because the other ranks wait for one."""
+        place, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
         try:
-            folder = self.find(setting)
-            if folder is None:
-                return None
-            state = json.loads((folder / TRAINING_STATE).read_text())
-            place = f"train.resume={setting}: {folder}"
-            here = self.optimizer.kind
-            if state["optimizer"] != here:
+            if found.state["optimizer"] != here:
                 raise ConfigError(
-                    f"{place} was written with the optimizer {state['optimizer']}, and this run has {here}: resume with "
-                    "its optim.name and train.precision, or start from its weights with model.path"
+                    f"{place} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
+                    "with its optim.name and train.precision, or start from its weights with model.path"
                 )
             if not (folder / OPTIMIZER).is_dir():
                 raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(state.get("identity"), self.identity, place)
-            return Found(folder, state, check_recipe((folder / RECIPE).read_text(), self.recipe, changes, place))
+            check_identity(found.state.get("identity"), self.identity, place)
+            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, place)
         except Exception as error:
             return error
-
-    def find(self, setting: str | None) -> Path | None:
-        """The checkpoint that `setting` means, None for a new start.
-
-        Raises:
-            ConfigError: the one that is named does not verify, or none of those that are there does.
-            CheckpointError: what is on the disk cannot be read.
-        """
-        if setting is None:
-            return None
-        try:
-            if setting != "auto":
-                folder = Path(setting)
-                if problem := verify(folder):
-                    raise ConfigError(f"train.resume={setting}: {problem}")
-                return folder
-            for folder in reversed(step_dirs(self.run_dir)):
-                problem = verify(folder)
-                if problem is None:
-                    return folder
-                log.warning("checkpoint passed over: %s", problem)
-                self.passed_over.append(f"checkpoint passed over: {problem}")
-        except OSError as error:
-            raise CheckpointError(
-                f"train.resume={setting}: {self.run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
-                "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
-                "directory"
-            ) from error
-        if self.passed_over:
-            lines = "\n  ".join(self.passed_over)
-            raise ConfigError(
-                f"train.resume=auto: no checkpoint in {self.run_dir} verifies:\n  {lines}\nName one that is whole "
-                "(train.resume=PATH), or start anew with train.resume=null: this run is then renamed, not overwritten"
-            )
-        return None
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         there = (state["world_size"], state["topology"])

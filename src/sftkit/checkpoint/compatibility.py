@@ -20,13 +20,24 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 
 MISSING = object()
-FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing")
+FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "model.path", "model.revision")
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 LENGTH = ("train.max_steps", "train.epochs")
-
+_WEIGHTS = "its weights are not loaded: those of the checkpoint are"
+CHANGED = {
+    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the learning rate "
+    "follows the schedule of the steps that there are now",
+    "run.seed": "the documents that this epoch still has to take come in another order",
+    "model.path": _WEIGHTS,
+    "model.revision": _WEIGHTS,
+}
+"What it means that one of them has changed, where that is not plain."
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets by itself."
+ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
+STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
+"Kept by versions that had no stretches; they may change."
 
 
 def run_identity(
@@ -34,13 +45,12 @@ def run_identity(
 ) -> dict[str, Any]:
     """What a checkpoint's optimizer states and position in the data belong to, at any number of ranks."""
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
-    rows = ("kind", "row_lengths", "global_batch_size", "max_length", "docs_per_row", "budget_rows", "pad_multiple")
     return {
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": _digest(str(tokenizer.chat_template).encode()),
         "data": {"documents": len(examples), "tokens": len(examples.ids), "ids": _sample_digest(examples)},
-        "rows": {name: getattr(layout, name) for name in rows},
+        "rows": {name: getattr(layout, name) for name in ROWS},
     }
 
 
@@ -88,7 +98,7 @@ def check_identity(there: Any, here: Any, place: str) -> None:
     Raises:
         ConfigError: a line for each key that differs.
     """
-    different = differences(there, here)
+    different = {key: values for key, values in differences(there, here).items() if key not in STRETCHES}
     if there and different:
         raise ConfigError(
             f"{place}: the checkpoint belongs to another model, tokenizer or data:\n"
@@ -117,9 +127,13 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
     if refused:
         raise ConfigError(
             f"{place}: the recipe is not the one of the checkpoint:\n{_lines(refused)}\n"
-            f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
+            + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
+            + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )
-    lines = [f"{key} is now {shortened(b)} (was {shortened(a)})" for key, (a, b) in kept.items()]
+    lines = [
+        f"{key} is now {shortened(b)} (was {shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
+        for key, (a, b) in kept.items()
+    ]
     for key in LENGTH:
         if key in changed:
             a, b = map(shortened, changed[key])

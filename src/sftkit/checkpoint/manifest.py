@@ -1,8 +1,7 @@
-"""Step directories on disk: a manifest of sizes and hashes, publishing by rename, pruning, the BEST and LATEST files."""
+"""Step directories on disk: writing their manifest, publishing by rename, pruning, the BEST and LATEST files."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -10,17 +9,16 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftkit.runtime.files import flush, replace_text, set_aside
+from sftkit.runtime.manifest import sha256_of
 from sftkit.runtime.rundir import (
     BEST,
     LATEST,
     MANIFEST,
     PINNED,
-    TRAINING_STATE,
     UNFINISHED,
     being_deleted,
     step_dirs,
@@ -31,15 +29,9 @@ LOWER_IS_BETTER = re.compile(
     r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
 )
 "Metrics of tasks that measure an error; lm_eval may add the name of a filter to them."
-HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Entries = dict[str, dict[str, Any]]
 """File name relative to the step directory -> {"bytes": size, "sha256": hex}."""
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def entries(folder: Path, files: Iterable[Path]) -> Entries:
@@ -47,8 +39,7 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
     paths = sorted(files)
     for path in paths:
         flush(path)
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        hashes = list(pool.map(sha256, paths))
+    hashes = sha256_of(paths)
     names = (path.relative_to(folder).as_posix() for path in paths)
     return {
         name: {"bytes": path.stat().st_size, "sha256": digest}
@@ -66,46 +57,6 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
     if present != set(files):
         raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
-
-
-def verify(folder: Path) -> str | None:
-    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest.
-
-    Raises:
-        OSError: a file that is there cannot be read, so nothing is known of it.
-    """
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
-    if TRAINING_STATE not in expected:
-        return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
-    for name, (size, _) in expected.items():
-        if problem := _misplaced(folder, name):
-            return problem
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{path}: missing or not {size} bytes"
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        hashes = pool.map(sha256, [folder / name for name in expected])
-        for (name, (_, digest)), found in zip(expected.items(), hashes, strict=True):
-            if found != digest:
-                return f"{folder / name}: content does not match its sha256"
-    return None
-
-
-def _misplaced(folder: Path, name: str) -> str | None:
-    """A manifest decides what is read, so no name in it may lead out of its folder."""
-    parts = PurePosixPath(name).parts
-    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-        return f"{folder}/{MANIFEST}: {name!r} leads out of the folder"
-    path = folder
-    for part in parts:
-        path = path / part
-        if path.is_symlink():
-            return f"{path}: a symbolic link, which a checkpoint never has"
-    return None
 
 
 def publish(temporary: Path, final: Path) -> None:

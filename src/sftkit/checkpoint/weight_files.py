@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,9 +115,13 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
 
 def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
     """Write this rank's files; the main rank also the index, and with a whole model its configuration."""
+    written = [folder / name for name in snapshot.files]
     if snapshot.whole is not None:
         orig_model.save_pretrained(folder, state_dict=snapshot.whole, max_shard_size=MAX_FILE_BYTES)
+        written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})
+    for path in written:  # safetensors makes files that only their owner may read
+        path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
     if snapshot.index is not None:
         (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(snapshot.index, indent=2))

@@ -6,7 +6,6 @@ disk no file could carry the message that it is full.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
@@ -61,7 +60,8 @@ class Snapshot:
     """All that a checkpoint says, in host memory: training may go on while it is written."""
 
     step: int
-    state: dict[str, Any]
+    state: str
+    "JSON text: of values, training could still change a list"
     weights: WeightSnapshot
     states: dict[str, HostShard]
     rng: dict[str, Any]
@@ -191,7 +191,7 @@ class Writer:
         torch.save(snapshot.rng, random_file)
         write_weights(snapshot.weights, self.orig_model, folder)
         if self.rt.is_main:
-            (folder / TRAINING_STATE).write_text(json.dumps(snapshot.state, indent=1))
+            (folder / TRAINING_STATE).write_text(snapshot.state)
             for name, content in snapshot.small_files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +25,7 @@ from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.models.structure import class_name
 from sftkit.ops.flash import fa4_folder
+from sftkit.runtime.files import replace_shared
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -231,14 +231,7 @@ def _write(path: str, whole: bytes) -> None:
         return
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(whole)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_shared(target, whole)
 
 
 def _version(package: str) -> str | None:

@@ -190,7 +190,7 @@ class TrainConfig:
     global_batch_size: Positive = 32
     "Rows of row_length (max_length where there is none) per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
     micro_batch_size: Positive = 8
-    "The most rows per forward pass on a rank; accumulation follows from it."
+    "The most rows per forward pass on a rank; accumulation follows from it. May change when a run is resumed."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
     engine: Literal["blocks", "reference"] = "blocks"
@@ -204,7 +204,7 @@ class TrainConfig:
     resume: str | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing."
+    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, model.path, model.revision."
 
 
 @settings

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples, Finding
+from sftkit.runtime.files import own_name
 
 FORMAT = 2
 DECIDING = (
@@ -70,9 +70,8 @@ def save(folder: Path, examples: Examples) -> Examples:
     Several processes may do so at once: they write the same bytes, and the first one to rename wins.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-        temporary.chmod(0o755)
+        temporary = own_name(folder)
+        temporary.mkdir(parents=True)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
         return examples
@@ -103,7 +102,7 @@ def _replace(temporary: Path, folder: Path) -> None:
             raise
         # Another process was faster, or the old one is damaged: keep the one that loads.
         if load(folder) is None:
-            damaged = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
+            damaged = own_name(folder)
             os.rename(folder, damaged)
             os.rename(temporary, folder)
             shutil.rmtree(damaged, ignore_errors=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,8 @@ from sftkit.data import sources
 from sftkit.data.balance import causal_pairs
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
-from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
+from sftkit.data.order import Order, with_stretch
+from sftkit.data.pack import GlobalBatch, Layout, Stretch
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
@@ -114,7 +115,7 @@ class _Steps(Dataset[StepBatches]):
 
 
 class Batches:
-    """The training data of a run as a function of the step number. State: only the plan of the current epoch.
+    """The training data of a run as a function of the step number. State: only plans of epochs.
 
     `rank` counts the `layout.world_size` groups of processes that hold different rows; `part` says what of each row a
     process of such a group computes.
@@ -130,8 +131,13 @@ class Batches:
         num_workers: int | None = 0,
         part: Part = WHOLE,
         divisors: np.ndarray | None = None,
+        earlier: Sequence[Stretch] = (),
+        first_step: int = 0,
     ) -> None:
-        """`divisors`: what each document adds to the divisor of its step, int64 [D]; None: its target tokens."""
+        """Args:
+        divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
+        earlier, first_step: the stretches of the checkpoint that is resumed, and its step.
+        """
         check_part(layout, part)
         self.examples, self.layout, self.seed = examples, layout, seed
         self._dataset = _Steps(
@@ -139,33 +145,9 @@ class Batches:
         )
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.plan = lru_cache(maxsize=2)(self._plan)
-
-    def _plan(self, epoch: int) -> list[GlobalBatch]:
-        return plan_epoch(self._dataset.lengths, self.layout, self.seed, epoch)
-
-    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
-        """Optimizer steps of a run: those of so many epochs, but at most max_steps; null is no limit."""
-        if epochs is None:
-            assert max_steps is not None, "checked with the recipe"
-            return max_steps
-        steps = 0
-        for epoch in range(epochs):
-            if max_steps is not None and steps >= max_steps:
-                break
-            steps += len(self.plan(epoch))
-        return steps if max_steps is None else min(steps, max_steps)
-
-    def _items(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
-        """(step from 1, epoch, its batch)"""
-        step, epoch = 0, 0
-        while step < last_step:
-            plan = self.plan(epoch)
-            first = max(first_step - step, 0)
-            for number, batch in enumerate(plan[first : last_step - step], start=step + first + 1):
-                yield number, epoch, batch
-            step += len(plan)
-            epoch += 1
+        self.stretches = with_stretch(earlier, first_step, layout, seed)
+        order = Order(self._dataset.lengths, layout, self.stretches)
+        self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """The batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""

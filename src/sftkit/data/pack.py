@@ -6,6 +6,7 @@ import bisect
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,11 +119,32 @@ class GlobalBatch:
         return costs, balance.deal(costs, layout.accumulation, layout.world_size)
 
 
-def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_size: int, lengths: np.ndarray) -> Layout:
+class Stretch(NamedTuple):
+    """Steps of a run whose global batches are made alike: from one step on until the next stretch begins."""
+
+    after_step: int
+    "it begins with the step after this one"
+    seed: int
+    global_batch_size: int
+    budget_rows: int
+
+
+def make_layout(
+    data: DataConfig,
+    max_length: int,
+    train: TrainConfig,
+    world_size: int,
+    lengths: np.ndarray,
+    earlier: Sequence[Stretch] = (),
+) -> Layout:
     """The layout of a run, from the recipe and the lengths of its training documents.
 
     The micro-batch is lowered to the largest that divides a rank's share of the global batch. `max_length` is the
     recipe's or inherited; `lengths`, int [D] in positions, are equal on all ranks, and so is the layout.
+
+    Args:
+        earlier: of the checkpoint that is resumed. Buckets are those that the run began with, and their numbers of rows
+            change with the global batch only, so that another micro-batch makes no other global batches.
     """
     share = train.global_batch_size // world_size
     micro = largest_divisor(share, train.micro_batch_size)
@@ -139,10 +161,14 @@ def make_layout(data: DataConfig, max_length: int, train: TrainConfig, world_siz
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
     )
+    if earlier and earlier[-1].global_batch_size == train.global_batch_size:
+        plain = replace(plain, budget_rows=earlier[-1].budget_rows)
     if data.layout == "packed":
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
-        return replace(plain, row_lengths=_bucket_lengths(plain, data, lengths))
+        begun = earlier[0]._asdict() if earlier else {}
+        first = replace(plain, **{name: begun[name] for name in ("global_batch_size", "budget_rows") if begun})
+        return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
     if data.layout == "dynamic":
         return replace(plain, row_lengths=_warm_up_lengths(max_length, plain.pad_multiple))
     return plain
@@ -237,11 +263,24 @@ def pack(
     return [tuple(row) for row in rows]
 
 
-def plan_epoch(lengths: np.ndarray, layout: Layout, seed: int, epoch: int, shuffle: bool = True) -> list[GlobalBatch]:
-    """All global batches of an epoch. Each document appears exactly once; the last batch is filled with empty rows."""
+def plan_epoch(
+    lengths: np.ndarray,
+    layout: Layout,
+    seed: int,
+    epoch: int,
+    shuffle: bool = True,
+    documents: np.ndarray | None = None,
+) -> list[GlobalBatch]:
+    """All global batches of an epoch. Each document appears exactly once; the last batch is filled with empty rows.
+
+    Args:
+        documents: those that the epoch still has to take, indices in ascending order; None: all.
+    """
     assert lengths.max(initial=0) <= layout.row_lengths[-1]
     rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(lengths)) if shuffle else np.arange(len(lengths))
+    order = np.arange(len(lengths)) if documents is None else documents
+    if shuffle:
+        order = order[rng.permutation(len(order))]
     batches = []
     buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
     for low, row_length in zip((0, *buckets), buckets, strict=False):

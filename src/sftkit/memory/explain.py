@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from sftkit.config.optimizers import FALLBACK
 from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.memory.plan import MemoryPlan, gib, remedies
+from sftkit.memory.plan import MemoryPlan, Remedy, gib, remedies
 
 
 def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
@@ -26,14 +26,29 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
         lines.append(f"{tried.group(1)} more did not fit")
     if plan.estimate is not None:
         lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
-    best = [f"\n  {remedy.text}" for remedy in remedies(plan, cfg, layout)[:3]]
+    best = remedies(plan, cfg, layout)[:3]
     if best:
-        advice = "What saves most here (estimated):" + "".join(best)
+        advice = "What saves most here (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
+        advice += f"\n{_on_resume(best, plan, cfg)}"
     elif plan.estimate is None:
-        advice = f"Lower train.micro_batch_size, or set train.memory=low or optim.name={FALLBACK}"
+        advice = (
+            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
+            f"optim.name={FALLBACK}"
+        )
     else:
         advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"
     return ConfigError(", ".join(lines) + ". " + advice)
+
+
+def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, cfg: Config) -> str:
+    """With which of them the run can go on from its newest checkpoint."""
+    settings = [setting for remedy in best for setting in remedy.on_resume]
+    if not settings:
+        return "A resumed run keeps what these change: they are for a new one"
+    named = (
+        f" together with optim.name={plan.optim.name}, as auto may now mean another" if cfg.optim.name == "auto" else ""
+    )
+    return f"The newest checkpoint can be resumed (train.resume=auto) with {' or '.join(settings)}{named}"
 
 
 @contextmanager

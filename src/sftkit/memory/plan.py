@@ -55,6 +55,8 @@ class Remedy(NamedTuple):
 
     text: str
     saved_bytes: int
+    on_resume: tuple[str, ...]
+    "which of its settings a resumed run may take"
 
 
 def make_plan(
@@ -245,12 +247,21 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
         return []
     s, found = replace(plan.setup, layout=layout), []
     for options in (_smaller_batch(s, cfg), _recompute(s, cfg), _optimizer(s), _chunk(s), _more_shards(s)):
-        saved = [(text, plan.estimate.total - estimate(after).total) for text, after in options]
-        saved = [(text, n) for text, n in saved if n >= 0.05 * GIB]
+        saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
+        saved = [one for one in saved if one[1] >= 0.05 * GIB]
         if saved:
-            more = "".join(f", {text} {gib(n)}" for text, n in saved[1:])
-            found.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1]))
+            more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
+            resumable = tuple(text for text, _, after in saved if _may_resume(s, after))
+            found.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1], resumable))
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+
+
+def _may_resume(there: Setup, here: Setup) -> bool:
+    """Whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
+    return (there.optimizer, there.precision, there.layout.row_lengths, there.layout.max_length) == (
+        *(here.optimizer, here.precision),
+        *(here.layout.row_lengths, here.layout.max_length),
+    )
 
 
 Option = tuple[str, Setup]

@@ -32,6 +32,7 @@ from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 from sftkit.runtime.start import Runtime
 
@@ -66,10 +67,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     The tokens of a template that was named are added where they are missing (models/vocabulary.py).
 
     Raises:
-        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks.
+        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
+            checkpoint whose files are damaged.
     """
     own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
+    check_loadable(path)
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
@@ -176,12 +179,14 @@ def load_model(
             each rank then reads only its own pieces (models/weights.py).
 
     Raises:
-        ConfigError: nothing there, a config that transformers refuses, or a tokenizer larger than the vocabulary.
+        ConfigError: nothing there, damaged files of a checkpoint, a config that transformers refuses, or a tokenizer larger
+            than the vocabulary.
     """
     if model.scratch is not None:
         orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
         path = resolve(model.path or "")
+        check_loadable(path)
         try:
             options = load_options(path, model)
             load = empty_model if empty else whole_model

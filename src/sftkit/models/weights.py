@@ -20,6 +20,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.load import load_options
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
+from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.rundir import resolve
 
 INDEX = "model.safetensors.index.json"
@@ -47,6 +48,7 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
 def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
     """Weights of the recipe's model.path into the live model; rows for tokens that were added are the mean."""
     path = resolve(model.path or "")
+    check_loadable(path)
     options = load_options(path, model)
     if not options["local_files_only"] or not Path(path).is_dir():
         path = snapshot_download(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.schema import Config
 from sftkit.data import findings
 from sftkit.data.loader import Batches
-from sftkit.data.pack import GlobalBatch, Layout
+from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
 from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
 from sftkit.preflight import answers, costs, turns
@@ -103,7 +103,9 @@ def record(
     if not rt.is_main:
         return
     here = (device_name(rt.device), rt.world_size)
-    examples, layout, epoch = batches.examples, batches.layout, batches.plan(0)
+    examples, layout = batches.examples, batches.layout
+    # Of a run whose batch size was changed on the way: an epoch as it is now.
+    epoch = batches.plan(0) if len(batches.stretches) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
     found = look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan, here)
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(found, indent=1, ensure_ascii=False))

@@ -18,14 +18,20 @@ def replace_text(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def replace_shared(path: Path, text: str) -> None:
-    """Write a small file that several processes may write at a time, under a name of each one's own; not flushed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+def replace_shared(path: Path, content: str | bytes) -> None:
+    """Write a file that several processes may write at a time, under a name of each one's own; not flushed."""
+    temporary = own_name(path)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def own_name(path: Path) -> Path:
+    """Return a name beside `path` that no other process takes. What is made there by it has the mode that the umask leaves;
+    what tempfile makes is closed to all others, and stays so when it is renamed."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
 
 def set_aside(folder: Path) -> Path:

@@ -125,7 +125,7 @@ def take(run_dir: Path) -> RunLock:
     while True:
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+            lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except FileNotFoundError:  # renamed by the holder that has just ended
             continue
         try:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
+from sftkit.checkpoint.found import ANEW, Found, find
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data import chat, loader
@@ -55,8 +56,8 @@ class Run:
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
-    resume: str | None
-    "train.resume, or auto where the launcher has started the run again"
+    resume: Found
+    "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,13 @@ def open_recipe(cfg: Config) -> Iterator[Run]:
     and an error is written down and told.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, or the ranks have not the same recipe.
+        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is not
+            whole.
     """
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
-        yield Run(cfg, rt, open_run(cfg.run.dir, resume, to_yaml(cfg), rt), resume)
+        folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+        yield Run(cfg, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
@@ -124,17 +127,25 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     cfg = run.cfg
     examples, validation = loader.load_examples(cfg.data, tokenize, run.rt.main_first())
     pad_id = int(start.tokenizer.pad_token_id or 0)
-    batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective)
+    batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective, run.resume)
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, cfg.eval.samples), asked(tokenize))
 
 
 def lay_out(
-    cfg: Config, rt: Runtime, examples: Examples, max_length: int, pad_id: int, objective: Objective
+    cfg: Config,
+    rt: Runtime,
+    examples: Examples,
+    max_length: int,
+    pad_id: int,
+    objective: Objective,
+    resume: Found = ANEW,
 ) -> Batches:
-    """This rank's share of documents in rows of declared shapes."""
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths)
+    """This rank's share of documents in rows of declared shapes, after those that the checkpoint has taken."""
+    earlier = resume.stretches
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths, earlier)
     part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
-    return Batches(examples, layout, cfg.run.seed, rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
+    place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
+    return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
 
 
 def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
@@ -236,5 +247,5 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
         recipe,
         identity,
     )
-    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=run.resume is None)
+    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=run.resume.setting is None)
     return checkpoints

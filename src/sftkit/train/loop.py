@@ -202,6 +202,7 @@ def train(
                 pausing = time.perf_counter()
                 state: dict[str, Any] = {"tokens": seen_tokens, "max_length": batches.layout.max_length}
                 state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
+                state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
                 state |= {name: getattr(cfg.data, name) for name in ("thinking", "split_turns", "targets", "too_long")}
                 state["save_seconds"] = save_seconds(checkpoints.last_save)
                 if saves or evaluates or stopped:

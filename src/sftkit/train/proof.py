@@ -26,6 +26,7 @@ from sftkit.models.structure import vocab_size
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
+from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.rundir import MANIFEST, PROOF
 from sftkit.tracking.checks import Check
 from sftkit.tracking.meter import ShapeCounts
@@ -143,7 +144,11 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     Args:
         folder: a step directory.
         recorded: "logits" of the run's proof.json.
+
+    Raises:
+        ConfigError: a file of it is damaged.
     """
+    check_loadable(str(folder))
     dtype = getattr(torch, recorded["dtype"])
     name = auto_classes.auto_class_in(folder)
     model = getattr(transformers, name).from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()

@@ -1,0 +1,107 @@
+"""Which checkpoint a start goes on from: looked for once, before anything that depends on it is made."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sftkit.data.pack import Stretch
+from sftkit.errors import CheckpointError, ConfigError
+from sftkit.runtime.manifest import verify
+from sftkit.runtime.rundir import RECIPE, TRAINING_STATE, step_dirs
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What train.resume means."""
+
+    setting: str | None
+    folder: Path | None = None
+    "a step directory whose every file verifies; None: a new start"
+    state: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    "what was given to `save`, and the step"
+    stretches: Sequence[Stretch] = ()
+    "how the global batches of its steps were made"
+    passed_over: Sequence[str] = ()
+    "why newer checkpoints are not resumed"
+
+
+ANEW = Found(None)
+
+
+def find(run_dir: Path, setting: str | None, rt: Runtime) -> Found:
+    """Return the checkpoint that `setting` means, the same on all ranks; every rank calls it.
+
+    Args:
+        setting: null starts anew; "auto" takes the newest directory whose manifest verifies; else a directory.
+
+    Raises:
+        ConfigError: the one that is named does not verify, or none of those that are there does.
+        CheckpointError: what is on the disk cannot be read.
+    """
+    found = rt.from_main(lambda: _find(run_dir, setting))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _find(run_dir: Path, setting: str | None) -> Found | Exception:
+    """Whatever goes wrong is a value, because the other ranks wait for one."""
+    try:
+        passed_over: list[str] = []
+        folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, passed_over)
+        if folder is None:
+            return Found(setting)
+        state = json.loads((folder / TRAINING_STATE).read_text())
+        return Found(setting, folder, state, _stretches(state, folder), passed_over)
+    except OSError as error:
+        return CheckpointError(
+            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
+            "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
+            "directory"
+        )
+    except Exception as error:
+        return error
+
+
+def _named(setting: str) -> Path:
+    if problem := verify(Path(setting)):
+        raise ConfigError(f"train.resume={setting}: {problem}")
+    return Path(setting)
+
+
+def _newest(run_dir: Path, passed_over: list[str]) -> Path | None:
+    for folder in reversed(step_dirs(run_dir)):
+        problem = verify(folder)
+        if problem is None:
+            return folder
+        log.warning("checkpoint passed over: %s", problem)
+        passed_over.append(f"checkpoint passed over: {problem}")
+    if passed_over:
+        lines = "\n  ".join(passed_over)
+        raise ConfigError(
+            f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName one that is whole "
+            "(train.resume=PATH), or start anew with train.resume=null: this run is then renamed, not overwritten"
+        )
+    return None
+
+
+def _stretches(state: dict[str, Any], folder: Path) -> Sequence[Stretch]:
+    """Those of the steps up to the checkpoint's; one of a version that kept none has one, which its identity tells."""
+    if "stretches" in state:
+        kept = [Stretch(**stretch) for stretch in state["stretches"]]
+        return [stretch for stretch in kept if stretch.after_step < state["step"]]
+    rows = (state.get("identity") or {}).get("rows")
+    if not rows:
+        return []
+    seed = yaml.safe_load((folder / RECIPE).read_text())["run"]["seed"]
+    return [Stretch(0, seed, rows["global_batch_size"], rows["budget_rows"])]

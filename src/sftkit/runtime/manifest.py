@@ -1,0 +1,201 @@
+"""Folders that say what is in them: whether their files are still those that a run wrote. No torch.
+
+A hash that was computed is kept beside what the file system says of the file, in the cache directory, so that a file is read
+for it once; whoever resumes a run trusts none of these.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from sftkit.config.schema import DataConfig
+from sftkit.errors import ConfigError
+from sftkit.runtime.files import replace_shared
+from sftkit.runtime.rundir import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
+
+HASH_THREADS = min(8, os.cpu_count() or 1)
+HASHES = "hashes"
+"Folder in the cache directory with a file of hashes for each folder that was verified."
+SETTLED_SECONDS = 2.0
+"A file is as old when its hash is kept: a change within one tick of the clock of a file system would not be seen."
+
+Stamp = tuple[int, ...]
+"""What the file system says of a file: device, inode, size, times of its content and of its entry in ns."""
+
+
+class Entry(NamedTuple):
+    """A file as a manifest describes it."""
+
+    size: int
+    sha256: str
+
+
+def sha256_of(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file, in hex."""
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest.
+
+    Raises:
+        OSError: a file that is there cannot be read, so nothing is known of it.
+    """
+    files = read_manifest(folder)
+    if isinstance(files, str):
+        return files
+    if TRAINING_STATE not in files:
+        return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
+    if problem := _misplaced_or_cut(folder, files):
+        return problem
+    return _other_content(folder, files, sha256_of([folder / name for name in files]))
+
+
+def check_loadable(path: str) -> None:
+    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub name and a
+    folder of another origin are not looked at. Of several processes that ask at a time one reads the files; the others wait.
+
+    Optimizer and random states are left out: only a resume loads them, and that verifies all.
+
+    Raises:
+        ConfigError: the file, what was expected and found, and what to do.
+    """
+    folder = Path(path)
+    own = (folder / RECIPE).is_file() or (folder / STATE).is_dir()
+    if not (own and (folder / MANIFEST).is_file()):
+        return
+    try:
+        problem = _problem_of_loaded(folder)
+    except OSError as error:
+        problem = f"{folder} cannot be read: {error}"
+    if problem is not None:
+        raise ConfigError(f"{problem}. {_what_to_do(folder)}")
+
+
+def _problem_of_loaded(folder: Path) -> str | None:
+    files = read_manifest(folder)
+    if isinstance(files, str):
+        return files
+    state = {TRAINING_STATE} if (folder / STATE).is_dir() else set()  # may be deleted: the model loads without
+    files = {name: entry for name, entry in files.items() if not name.startswith(f"{STATE}/") or name in state}
+    return _misplaced_or_cut(folder, files) or _other_content(folder, files, _hashes(folder, files))
+
+
+def read_manifest(folder: Path) -> dict[str, Entry] | str:
+    """Name -> entry of every file that a manifest lists, or what is wrong with it."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
+
+
+def _misplaced_or_cut(folder: Path, files: Mapping[str, Entry]) -> str | None:
+    for name, entry in files.items():
+        if problem := _misplaced(folder, name):
+            return problem
+        path = folder / name
+        if not path.is_file():
+            return f"{path}: missing, and {MANIFEST} lists it"
+        if (size := path.stat().st_size) != entry.size:
+            return f"{path}: not {entry.size} bytes, as {MANIFEST} says, but {size}"
+    return None
+
+
+def _other_content(folder: Path, files: Mapping[str, Entry], hashes: Iterable[str]) -> str | None:
+    for (name, entry), found in zip(files.items(), hashes, strict=True):
+        if found != entry.sha256:
+            return f"{folder / name}: content does not match its sha256: {found}, and {MANIFEST} says {entry.sha256}"
+    return None
+
+
+def _misplaced(folder: Path, name: str) -> str | None:
+    """A manifest decides what is read, so no name in it may lead out of its folder."""
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
+        return f"{folder}/{MANIFEST}: {name!r} leads out of the folder"
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            return f"{path}: a symbolic link, which a checkpoint never has"
+    return None
+
+
+def _what_to_do(folder: Path) -> str:
+    others = [step for step in step_dirs(folder.parent) if step.name != folder.name]
+    other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
+    return (
+        f"The disk or a copy has damaged it, or somebody changed it: {other}copy it again from where it is whole. If the change "
+        f"is meant, remove {folder / MANIFEST}"
+    )
+
+
+# ---- hashes that were computed before ---------------------------------------------------------------------------------
+
+
+def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
+    """sha256 of the files, from the cache where a file has not changed since; bad ones are kept like good ones."""
+    paths = [folder / name for name in files]
+    place = folder.resolve()
+    kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
+    with _alone(kept.with_suffix(".lock")):
+        known = _read(kept)
+        stamps = [_stamp(path) for path in paths]
+        unknown = [path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
+        began = time.time()
+        computed = dict(zip(unknown, sha256_of(unknown), strict=True))
+        found = [computed.get(path) or known[stamp] for path, stamp in zip(paths, stamps, strict=True)]
+        if computed:
+            lines = [
+                [*stamp, value]
+                for path, stamp, value in zip(paths, stamps, found, strict=True)
+                if _stamp(path) == stamp and max(stamp[-2:]) < (began - SETTLED_SECONDS) * 1e9
+            ]
+            with suppress(OSError):  # a full disk costs time at the next start
+                replace_shared(kept, json.dumps({"folder": str(place), "files": lines}))
+    return found
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read(kept: Path) -> dict[Stamp, str]:
+    try:
+        return {tuple(map(int, stamp)): str(value) for *stamp, value in json.loads(kept.read_text())["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Inside, no other process of this machine is, as far as the file system can tell."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # a cache that cannot be written: each process reads the files itself
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
