@@ -1,0 +1,34 @@
+"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from contextlib import suppress
+
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
+    "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # bidi, zero width, separators
+    "\ud800-\udfff\U000e0000-\U000e0fff]"  # halves of a character, which cannot be written; tags
+    "|(?<![^\x00-\x7f])[\u200c\u200d]"  # joiners, which scripts and emoji need, behind an ASCII character
+)
+
+
+def visible(text: str) -> str:
+    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators and
+    characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, error: bool = False, end: str = "\n") -> None:
+    """Print text of any origin; a log on a full disk or a terminal that is gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(visible(text), file=sys.stderr if error else sys.stdout, flush=True, end=end)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Log records as `say` prints text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
