@@ -74,19 +74,13 @@ def opened(source: SourceConfig) -> Opened:
 
 def parse(raw: RawRow) -> Row:
     """A raw row to a Row, or a DataError."""
-    where, value = raw
-    if isinstance(value, bytes):
-        try:
-            value = readers.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise readers.json_error(where, error) from error
-    return rows.convert(value, where)
+    return rows.convert(readers.parsed(raw), raw[0])
 
 
 def _find(source: SourceConfig) -> Opened:
     if source.path.startswith("builtin:"):
         return _builtin(source)
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     if path.exists():
         return _local(source, path)
     if readers.looks_local(source.path):
@@ -165,7 +159,7 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     """
     names = _names(sources)
     found = [opened(source) for source in sources]
-    folder = Path(data.cache_dir).expanduser() / cache.key(_description(sources, found, data, tokenize, cache_key))
+    folder = Path(data.cache_dir) / cache.key(_description(sources, found, data, tokenize, cache_key))
     examples = cache.load(folder)
     if examples is None:
         examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
@@ -312,7 +306,12 @@ class _Pool:
     def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
         waiting: deque[Future[_Part]] = deque()
         for chunk in chunks:
-            waiting.append(self.executor.submit(_work, chunk))
+            # A process that it starts has no Ctrl-C of its own, not even while it imports: this one ends it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                waiting.append(self.executor.submit(_work, chunk))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             if len(waiting) > self.ahead:
                 yield waiting.popleft().result()
         while waiting:
