@@ -467,7 +467,7 @@ def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
     plain = shown(prepared, 1, force_terminal=False)
     assert "\x1b" not in plain
     assert "[[It is [2].<<|im_end|>>]]" in plain
-    assert "<<|im_start|>>user\nWhat comes␛[31m next?<<|im_end|>>" in plain
+    assert "<<|im_start|>>user\nWhat comes\\x1b[31m next?<<|im_end|>>" in plain
     assert plain == shown(prepared, 1, force_terminal=True, no_color=True, color_system=None)
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = shown(prepared, 1, force_terminal=True, color_system="standard", no_color=False)

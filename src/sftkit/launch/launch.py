@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sftkit.config.load import fail, read_config
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.runtime.launcher import signal_env
@@ -156,7 +157,10 @@ def _read(path: str) -> str:
 
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
-    code = "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
+    code = (
+        "import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(130)); "  # until it passes signals on
+        "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
+    )
     options = ["--quiet", "--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
     return [sys.executable, "-c", code, *options, script, *arguments]
 
@@ -193,7 +197,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
-    print(launch.summary, flush=True)
+    say(launch.summary)
     return call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
 
 
@@ -215,10 +219,12 @@ def _signals():
         for child in children:
             child.send_signal(signum)
 
+    listening = signal.set_wakeup_fd(-1)  # runtime/script.py would end this process and its children
     before = {number: signal.signal(number, pass_on) for number in FORWARDED}
     try:
         yield children
     finally:
+        signal.set_wakeup_fd(listening)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -226,13 +232,10 @@ def _signals():
 def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(__doc__, "Settings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...", sep="\n")
+        say(f"{__doc__}\nSettings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...")
         return 0
     if len(words) < 2 or "=" in words[1]:
         fail("usage: python -m sftkit.launch SCRIPT RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
-    try:
-        return run(words[0], words[1], words[2:])
-    except ConfigError as error:
-        fail(str(error))
+    return run(words[0], words[1], words[2:])

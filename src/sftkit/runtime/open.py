@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -93,6 +94,7 @@ def _take_place(folder: Path, resume: str | None, rt: Runtime) -> str | None:
 
 def _end_of_signal(rt: Runtime, number: int) -> NoReturn:
     try:
+        rt.say(f"\n{signal.Signals(number).name}: ended before the first step")
         if rt.status is not None:
             rt.status.end_of_signal(number)
         rt.withdraw(refused=False)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from sftkit.config.terminal import say
 from sftkit.runtime.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -178,12 +179,6 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         yield
     except api.SignalException as told:
         sys.exit(128 + told.sigval)
-
-
-def say(text: str, error: bool = False) -> None:
-    """Print a line; a log on a full disk or a terminal that is gone ends no run."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def end_process(code: int) -> NoReturn:

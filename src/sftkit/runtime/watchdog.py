@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftkit.config.schema import RunConfig
+from sftkit.config.terminal import say
 from sftkit.runtime.rundir import HEARTBEATS, error_file, error_files, heartbeat_file
-from sftkit.runtime.signals import Stopping, end_process, say
+from sftkit.runtime.signals import Stopping, end_process
 from sftkit.runtime.status import RunStatus
 
 _BEAT_SECONDS = 10.0

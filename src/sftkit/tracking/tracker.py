@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import NonFiniteError, RecompileError
+from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.rundir import (
     EVALS,
     EVALUATIONS,
@@ -106,7 +106,7 @@ class Tracker:
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """A live bar with ETA on a terminal; plain lines need nothing."""
-        console = Console()
+        console = VisibleConsole()
         if not (self._rt.is_main and console.is_terminal):
             return
         columns = (
