@@ -106,6 +106,10 @@ def test_only_regular_files_are_recipes(recipe: Path, tmp_path: Path) -> None:
     assert "File name too long" in refused(recipe)
 
 
+def test_a_recipe_may_be_json(recipe: Path) -> None:
+    assert read_config(recipe, ['data.train.0.name="\\ud83d\\ude00"'], world_size=1).data.train[0].name == "😀"
+
+
 def test_recipes_that_extend_one_another_for_ever_are_refused(tmp_path: Path) -> None:
     for i in range(1, 50):
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml\n")

@@ -185,5 +185,4 @@ def _scalar(kind: str, text: str) -> Any:
     if kind == "float":
         number = float(text)
         return number if math.isfinite(number) else text  # 1e999 is no number that a setting can take
-    text.encode()
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")  # "\ud83d\ude00", as JSON writes a character

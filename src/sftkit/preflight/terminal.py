@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.terminal import visible
 from sftkit.data.stages import STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
@@ -60,7 +61,7 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
     is_special = np.isin(example.ids, special)
     pieces = []
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
-        text = str(tokenizer.decode(example.ids[start:end].tolist()))
+        text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
     return Preview(name, document, int(examples.lengths[document]), int(example.is_target.sum()), tuple(pieces))

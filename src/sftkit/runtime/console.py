@@ -12,10 +12,14 @@ from sftkit.config.terminal import visible
 
 
 class VisibleConsole(Console):
-    """A Console that writes out what `visible` does, and takes no word in brackets for markup."""
+    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself
+    would leave some control characters of a text out without a word."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **kwargs):

@@ -32,6 +32,8 @@ def script(main: Callable[[], int | None]) -> None:
         listener.close()
         for number in SIGNALS:  # all is written: a signal that comes late does not make a failure of a finished run
             signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:  # of a library that has taken the signal
+        code = 130
     except Exception as error:
         code = report(error)
         group = process_group()
