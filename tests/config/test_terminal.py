@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import logging
+import sys
 
 import pytest
 from helpers import ROOT
@@ -41,6 +42,13 @@ def test_what_could_steer_a_terminal_or_hide_is_written_out(text: str, shown: st
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}|")
     record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "row: %s", (text,), None)
     assert VisibleFormatter("%(message)s").format(record) == f"row: {shown}"
+
+
+def test_what_a_terminal_has_no_character_for_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    say("ü")
+    assert written.getvalue() == b"\\xfc\n"
 
 
 @pytest.mark.parametrize("text", PLAIN)

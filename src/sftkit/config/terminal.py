@@ -22,9 +22,12 @@ def visible(text: str) -> str:
 
 
 def say(text: str, error: bool = False, end: str = "\n") -> None:
-    """Print text of any origin; a log on a full disk or a terminal that is gone ends no run."""
+    """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
+    character for is written out too."""
+    stream = sys.stderr if error else sys.stdout
     with suppress(OSError, ValueError):
-        print(visible(text), file=sys.stderr if error else sys.stdout, flush=True, end=end)
+        encoding = stream.encoding or "utf-8"
+        print(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True, end=end)
 
 
 class VisibleFormatter(logging.Formatter):
