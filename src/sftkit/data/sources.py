@@ -23,6 +23,7 @@ from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.signals import starting_processes
 from sftkit.runtime.words import counted
 
 OnBadRow = Literal["error", "skip"]
@@ -306,12 +307,8 @@ class _Pool:
     def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
         waiting: deque[Future[_Part]] = deque()
         for chunk in chunks:
-            # A process that it starts has no Ctrl-C of its own, not even while it imports: this one ends it.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            try:
+            with starting_processes():
                 waiting.append(self.executor.submit(_work, chunk))
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             if len(waiting) > self.ahead:
                 yield waiting.popleft().result()
         while waiting:

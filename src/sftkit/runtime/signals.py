@@ -181,8 +181,25 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         sys.exit(128 + told.sigval)
 
 
+_starting = threading.Lock()
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Around what starts processes of ours: they hear of no Ctrl-C, not even while they import, and `end_process` sees all
+    of them. A terminal sends it to them too."""
+    with _starting:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def end_process(code: int) -> NoReturn:
-    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing."""
+    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing but those that come into
+    being."""
+    _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
