@@ -4,11 +4,12 @@ make base
 accelerate launch --config_file accelerate_configs/cpu.yaml scripts/base_train.py recipes/default/base.yaml
 """
 
-from sftkit.config.load import load_config
 from sftkit.runtime.script import script
 
 
 def main() -> None:
+    from sftkit.config.load import load_config
+
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
     from sftkit.data import stages

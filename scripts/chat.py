@@ -4,13 +4,16 @@ make chat
 python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
 """
 
-import argparse
-import sys
+from sftkit.runtime.script import script
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", help="run, step directory, model folder or hub id; default: the newest run")
+    from sftkit.config.command_line import Parser, path_or_id
+
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
+    )
     parser.add_argument("--prompt", help="one question; print the answer and exit")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
@@ -18,6 +21,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from sftkit.config.schema import ModelConfig
+    from sftkit.config.terminal import say
     from sftkit.errors import DataError
     from sftkit.generation.decode import stream
     from sftkit.models.load import load_model, load_tokenizer
@@ -33,15 +37,15 @@ def main() -> None:
     def answer(messages: list[dict[str, str]]) -> str:
         parts = []
         for part in stream(orig_model, tokenizer, messages, args.max_new_tokens, args.temperature):
-            print(part, end="", flush=True)
+            say(part, end="")
             parts.append(part)
-        print()
+        say("")
         return "".join(parts)
 
     if args.prompt is not None:
         answer([*opening, {"role": "user", "content": args.prompt}])
         return
-    print(f"{path}  (an empty line ends, /new starts over)", file=sys.stderr)
+    say(f"{path}  (an empty line ends, /new starts over)", error=True)
     messages = list(opening)
     for line in iter(ask, ""):
         if line == "/new":
@@ -50,7 +54,7 @@ def main() -> None:
         try:
             reply = answer([*messages, {"role": "user", "content": line}])
         except DataError as error:
-            print(error, file=sys.stderr)
+            say(str(error), error=True)
             continue
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
 
@@ -63,6 +67,4 @@ def ask() -> str:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.script import script
-
     script(main)

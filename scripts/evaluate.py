@@ -8,10 +8,12 @@ python scripts/evaluate.py runs/default/sft winogrande --backend lm_eval
 python scripts/evaluate.py runs/default/sft --val held_out.jsonl "wikitext[validation]" --out runs/evals/sft
 """
 
-from sftkit.evals.flags import eval_config, flags_named, parse
+from sftkit.runtime.script import script
 
 
 def main() -> None:
+    from sftkit.evals.flags import flags_named, parse
+
     args = parse(__doc__)
 
     from sftkit.config.schema import RunConfig, TrainConfig
@@ -20,16 +22,16 @@ def main() -> None:
 
     with flags_named():
         check_arguments(args)
-    with runtime.start(RunConfig(dir="."), TrainConfig()) as rt:
+    with runtime.start(RunConfig(dir="."), TrainConfig()) as rt, flags_named():
         evaluate(args, rt)
 
 
-@flags_named()
 def evaluate(args, rt) -> None:
     from pathlib import Path
 
     from sftkit.config.schema import ModelConfig
     from sftkit.evals import results
+    from sftkit.evals.flags import eval_config
     from sftkit.evals.loading import load, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
     from sftkit.models.load import load_tokenizer
@@ -59,6 +61,4 @@ def evaluate(args, rt) -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.script import script
-
     script(main)

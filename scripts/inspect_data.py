@@ -8,10 +8,12 @@ python scripts/inspect_data.py my_recipe.yaml --stage mid
 
 import json
 
-from sftkit.preflight.flags import parse
+from sftkit.runtime.script import script
 
 
 def main() -> None:
+    from sftkit.preflight.flags import parse
+
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
     from sftkit.data import stages
@@ -50,6 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.script import script
-
     script(main)

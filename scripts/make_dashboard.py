@@ -5,12 +5,16 @@ python scripts/make_dashboard.py --entity me --project sftkit --report default-s
 python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 """
 
-import argparse
 import json
+
+from sftkit.runtime.script import script
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from sftkit.config.command_line import Parser
+    from sftkit.config.terminal import say
+
+    parser = Parser(__doc__)
     parser.add_argument("--entity", required=True, help="user or team on wandb")
     parser.add_argument("--project", default="sftkit", help="project of the runs, log.project of the recipe")
     parser.add_argument("--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two runs, by id or name")
@@ -23,13 +27,11 @@ def main() -> None:
     if args.report:
         views["report"] = dashboard.comparison(args.entity, args.project, args.report)
     if args.dry_run:
-        print(json.dumps({name: dashboard.spec(view) for name, view in views.items()}, indent=1))
+        say(json.dumps({name: dashboard.spec(view) for name, view in views.items()}, indent=1))
         return
     for name, view in views.items():
-        print(f"{name}: {dashboard.save(view)}")
+        say(f"{name}: {dashboard.save(view)}")
 
 
 if __name__ == "__main__":
-    from sftkit.runtime.script import script
-
     script(main)

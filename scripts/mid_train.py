@@ -4,11 +4,12 @@ make mid
 accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
 """
 
-from sftkit.config.load import load_config
 from sftkit.runtime.script import script
 
 
 def main() -> None:
+    from sftkit.config.load import load_config
+
     cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
 
     from sftkit.data import stages

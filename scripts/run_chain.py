@@ -7,41 +7,41 @@ python scripts/run_chain.py recipes/default train.max_steps=100     overrides go
 
 import sys
 import time
-from pathlib import Path
 
-from sftkit.config.load import fail
-from sftkit.errors import ConfigError
-from sftkit.launch import launch
-from sftkit.launch.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
+from sftkit.runtime.script import script
 
 
 def main() -> int:
+    from pathlib import Path
+
+    from sftkit.config.paths import expanded
+    from sftkit.config.terminal import say
+    from sftkit.launch import launch
+    from sftkit.launch.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
+
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print(__doc__)
+        say(__doc__ or "")
         return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
-    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
-    try:
-        recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
-    except ConfigError as error:
-        fail(str(error))
+    folder, overrides = Path(expanded(sys.argv[1])), sys.argv[2:]
+    recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
 
     runs = {stage: Path(cfg.run.dir) for stage, cfg in recipes.items()}
     started = time.perf_counter()
-    for stage, script in STAGES.items():
-        print(f"\n=== {stage}: {folder / stage}.yaml", flush=True)
+    for stage, name in STAGES.items():
+        say(f"\n=== {stage}: {folder / stage}.yaml")
         stage_started = time.time()
-        code = launch.run(script, str(folder / f"{stage}.yaml"), overrides)
+        code = launch.run(name, str(folder / f"{stage}.yaml"), overrides)
         if was_stopped(runs[stage], stage_started):
-            print("stopped; `train.resume=auto` goes on from the newest checkpoint")
+            say("stopped; `train.resume=auto` goes on from the newest checkpoint")
             return 130
         if code != 0:
             return code
-    print("\n=== evaluate", flush=True)
+    say("\n=== evaluate")
     code = launch.call(evaluate_command(recipes["sft"]))
     if code == 0:
-        print(summary(runs, time.perf_counter() - started))
+        say(summary(runs, time.perf_counter() - started))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

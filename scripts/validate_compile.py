@@ -10,34 +10,30 @@ any criterion fails.
 python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """
 
-import sys
-
-from sftkit.experiments.validate.flags import folder_of, parse, plan_of
+from sftkit.runtime.script import script
 
 
-def main() -> None:
+def main() -> int:
+    from sftkit.experiments.validate.flags import folder_of, parse, plan_of
+
     args = parse(__doc__)
 
-    from sftkit.config.load import fail
-    from sftkit.errors import ConfigError
+    from sftkit.config.terminal import say
     from sftkit.experiments.validate.ledger import open_ledger, record
     from sftkit.experiments.validate.page import markdown
     from sftkit.experiments.validate.run import judge_again, validate
 
-    try:
-        ledger = open_ledger(args.ledger, args.record)
-        if args.judge:
-            result, out = judge_again(args.judge, ledger), args.judge.parent
-        else:
-            plan, out = plan_of(args), folder_of(args)
-            result = validate(plan, out, ledger)
-        print(f"\n{markdown(result)}\nresult: {out}/validation.html")
-        if ledger and ledger.records:
-            print(record(result, ledger.path))
-    except ConfigError as error:
-        fail(str(error))
-    sys.exit(0 if result["passed"] else 1)
+    ledger = open_ledger(args.ledger, args.record)
+    if args.judge:
+        result, out = judge_again(args.judge, ledger), args.judge.parent
+    else:
+        plan, out = plan_of(args), folder_of(args)
+        result = validate(plan, out, ledger)
+    say(f"\n{markdown(result)}\nresult: {out}/validation.html")
+    if ledger and ledger.records:
+        say(record(result, ledger.path))
+    return 0 if result["passed"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

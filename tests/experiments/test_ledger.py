@@ -300,7 +300,7 @@ def test_the_command_records_what_passes_and_holds_the_next_to_it(tmp_path: Path
     assert "nothing was recorded" in worse.stdout
     ledger.write_text("{\n")
     broken = command()
-    assert (broken.returncode, broken.stderr.startswith(f"{ledger}:1: no JSON")) == (2, True)
+    assert (broken.returncode, f"error: {ledger}:1: no JSON" in broken.stderr) == (2, True)
 
 
 def test_the_ledger_of_the_repository_can_be_read() -> None:

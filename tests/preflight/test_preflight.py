@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import yaml
 from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
@@ -39,6 +38,7 @@ from sftkit.preflight import prepare
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight import turns as preflight_turns
 from sftkit.preflight.page import page
+from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.rundir import TRAINING_STATE
 from sftkit.train import assemble
 
@@ -454,7 +454,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
 
 
 def shown(prepared: Prepared, count: int, **console: Any) -> str:
-    terminal = Console(width=300, **console)
+    terminal = VisibleConsole(width=300, **console)
     with terminal.capture() as capture:
         inspection.show(terminal, prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count))
     return capture.get()
@@ -467,7 +467,7 @@ def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
     plain = shown(prepared, 1, force_terminal=False)
     assert "\x1b" not in plain
     assert "[[It is [2].<<|im_end|>>]]" in plain
-    assert "<<|im_start|>>user\nWhat comes␛[31m next?<<|im_end|>>" in plain
+    assert "<<|im_start|>>user\nWhat comes\\x1b[31m next?<<|im_end|>>" in plain
     assert plain == shown(prepared, 1, force_terminal=True, no_color=True, color_system=None)
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = shown(prepared, 1, force_terminal=True, color_system="standard", no_color=False)
@@ -706,7 +706,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80))
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:
-        inspection.show(Console(file=nowhere), found, samples)
+        inspection.show(VisibleConsole(file=nowhere), found, samples)
     page("all", found, samples)
     seconds = time.perf_counter() - started
     print(f"{seconds:.2f} s")

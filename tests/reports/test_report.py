@@ -476,7 +476,7 @@ def script(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_script_reports_the_newest_run_without_torch_and_explains_wrong_folders(tmp_path: Path) -> None:
     empty = script(cwd=tmp_path)
     assert (empty.returncode, empty.stdout) == (2, "")
-    assert empty.stderr.startswith("runs/: no run there")
+    assert "error: runs/: no run there" in empty.stderr
     make_run(tmp_path / "runs" / "a" / "sft", steps=100)
     newest = script(cwd=tmp_path)
     assert (newest.returncode, newest.stdout.strip()) == (0, "runs/a/sft/report.html"), newest.stderr

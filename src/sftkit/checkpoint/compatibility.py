@@ -13,7 +13,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.keys import table
-from sftkit.config.yaml_tree import RecipeLoader
+from sftkit.config.yaml_text import RecipeLoader
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples

@@ -183,7 +183,7 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
 def _file(where: str, key: str, index: int) -> str | None:
     """The file for this key and GPU: `where` itself if it is or looks like a file, for the first GPU only, else a file in
     that folder."""
-    if where.endswith(SUFFIX) or ("://" not in where and Path(where).expanduser().is_file()):
+    if where.endswith(SUFFIX) or ("://" not in where and Path(where).is_file()):
         return where if index == 0 else None
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
@@ -211,7 +211,7 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
 
 def _bytes(path: str) -> bytes:
     if "://" not in path:
-        return Path(path).expanduser().read_bytes()
+        return Path(path).read_bytes()
     import fsspec  # type: ignore[import-untyped]
 
     with fsspec.open(path, "rb") as file:
@@ -229,7 +229,7 @@ def _write(path: str, whole: bytes) -> None:
         filesystem.pipe_file(temporary, whole)
         filesystem.mv(temporary, inside)
         return
-    target = Path(path).expanduser()
+    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_shared(target, whole)
 

@@ -1,1 +1,2 @@
-"""What a recipe may say: its schema, its rules, and the way from YAML and key=value to a frozen Config. No torch."""
+"""What a recipe and a command line may say: schema, rules, the way from YAML and key=value to a frozen Config; and what of any
+text may reach a terminal. No torch."""

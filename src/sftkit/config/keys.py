@@ -32,6 +32,8 @@ class Key:
     doc: str
     required: bool
     default: Any
+    is_path: bool
+    "Its text is a path, or may be one."
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str
         if prefix:
             required = field in schema.get("required", ())
             doc = prop.get("description") or _docs()[name].get(field, "")
-            yield key, Key(_kind(prop), doc, required, prop.get("default"))
+            yield key, Key(_kind(prop), doc, required, prop.get("default"), _is_path(prop))
         if target:
             inner = f"{key}.N." if prop.get("type") == "array" else f"{key}."
             yield from _rows(classes, target, inner)
@@ -71,13 +73,17 @@ def _target(prop: dict[str, Any]) -> str | None:
     return None
 
 
+def _is_path(prop: dict[str, Any]) -> bool:
+    return any(part.get("format") == "path" for part in (prop, *prop.get("anyOf", ())))
+
+
 def _kind(prop: dict[str, Any]) -> str:
     if "anyOf" in prop:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
         return " | ".join(prop.get("enum") or [prop["const"]])
     low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
-    if "minimum" in prop and "maximum" in prop:
+    if "minimum" in prop and "maximum" in prop and prop["type"] == "number":
         return f"number {prop['minimum']:g} to {prop['maximum']:g}"
     if prop.get("type") == "array":
         items = prop.get("items") if isinstance(prop.get("items"), dict) else (prop.get("prefixItems") or [{}])[0]

@@ -16,20 +16,33 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from sftkit.config.keys import USAGE, adapter, help_text, sections, shown, table
-from sftkit.config.rules import Unusable, cross_check, secret_in
+from sftkit.config.paths import expanded, unusable
+from sftkit.config.rules import Unusable, cross_check
 from sftkit.config.schema import Config, source_label
+from sftkit.config.secrets import SECRET, secret_in
+from sftkit.config.terminal import say
 from sftkit.config.topology import read_topology
-from sftkit.config.yaml_tree import COMMAND_LINE, Keys, Node, apply_override, dotted, read_tree, render
+from sftkit.config.yaml_text import COMMAND_LINE, MOST_CHARACTERS, Keys, Node, dotted
+from sftkit.config.yaml_tree import apply_override, read_tree, render
 from sftkit.errors import ConfigError
 
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
 
 
 def load_config(description: str | None) -> Config:
-    """The Config that this script's command line asks for. Prints problems and exits with code 2 if there are any."""
+    """The Config that this script's command line asks for, whose run directory can be made. Prints problems and exits with
+    code 2 if there are any."""
+    cfg = read_command_line(description)
+    if problem := unusable(cfg.run.dir):
+        fail(f"run.dir: {problem}")
+    return cfg
+
+
+def read_command_line(description: str | None) -> Config:
+    """What load_config returns, for a script that makes no run directory."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        print(help_text(description or "", sys.argv[0]))
+        say(help_text(description or "", sys.argv[0]))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
@@ -41,7 +54,7 @@ def load_config(description: str | None) -> Config:
     for note in kept_settings(tree):
         _tell(note)
     if "--print-config" in words:
-        print(_annotated(cfg, tree), end="")
+        say(_annotated(cfg, tree), end="")
         sys.exit(0)
     return cfg
 
@@ -68,7 +81,7 @@ def fail(message: str) -> NoReturn:
 
 def _tell(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr)
+        say(message, error=True)
 
 
 def kept_settings(tree: Node) -> list[str]:
@@ -92,12 +105,17 @@ def kept_settings(tree: Node) -> list[str]:
 
 def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | None) -> tuple[Config, Node]:
     problems: list[str] = []
-    harmless = [word for word in overrides if not _secret_word(word, problems)]
+    words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
+    if len(words) < len(overrides):
+        problems.append(f"{COMMAND_LINE}: a word of more than {MOST_CHARACTERS:,} characters: put it into the recipe")
+    harmless = [word for word in words if not _secret_word(word, problems)]
+    recipe = expanded(str(recipe))
     tree = read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise ConfigError("\n".join(problems))  # no file: what it lacks is no news
     for word in harmless:
         apply_override(tree, word, problems)
+    _expand(tree, problems)
     for section in sections():  # an absent or emptied section has its defaults
         if tree.nearest((section,)).value is None or section not in tree.value:
             tree.value[section] = Node({}, str(recipe))
@@ -124,18 +142,24 @@ def _row_ranks(problems: list[str]) -> int:
         return 1
 
 
+def _expand(tree: Node, problems: list[str]) -> None:
+    """Put the home directory in the place of ~ in all settings that are paths."""
+    for keys, node in list(_walk(tree, ())):
+        key = table().get(_row(keys).replace("model.train_tokenizer.sources", "data.train"))
+        if key is not None and key.is_path and isinstance(node.value, str):
+            try:
+                tree.nearest(keys[:-1]).value[keys[-1]] = Node(expanded(node.value), node.place)
+            except ConfigError as error:
+                problems.append(f"{node.place}: {dotted(keys)}: {error}")
+
+
 def _secret_word(word: str, problems: list[str]) -> bool:
     key = word.partition("=")[0]
     kind = secret_in(word.partition("=")[2], key) or secret_in(key)
     if kind:
         shown = "" if secret_in(key) else f"{key}: "
-        problems.append(f"{COMMAND_LINE}: {shown}{_SECRET.format(kind=kind)}")
+        problems.append(f"{COMMAND_LINE}: {shown}{SECRET.format(kind=kind)}")
     return kind is not None
-
-
-_SECRET = (
-    "looks like {kind}; settings are saved and logged. Put secrets in environment variables (HF_TOKEN, WANDB_API_KEY)"
-)
 
 
 def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
@@ -144,7 +168,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
         name = "" if secret_in(str(keys[-1])) else dotted(keys)
         kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
         if kind:
-            problems.append(f"{node.place}: {name or dotted(keys[:-1])}: {_SECRET.format(kind=kind)}")
+            problems.append(f"{node.place}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
             dropped.add(_remove(tree, keys))
     return dropped
 

@@ -1,4 +1,4 @@
-"""What one setting forbids another, and values that must never stand in a recipe. Each rule yields (key, what is wrong)."""
+"""What one setting forbids another. Each rule yields (key, what is wrong)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from sftkit.config.eval_tasks import CODE, EVAL_TASKS
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 
-"What eval.tasks may name."
-
 Problem = tuple[str, str]
 Get = Callable[[str], Any]
 "Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
@@ -23,24 +21,6 @@ Get = Callable[[str], Any]
 
 class Unusable(Exception):
     """The rule asks for a value that was already reported: skip the rule."""
-
-
-_SECRETS = (
-    ("a Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}")),
-    ("an API key", re.compile(r"\bsk-(?=[\w-]*[0-9])[\w-]{20,}")),
-    ("a wandb key", re.compile(r"\bwandb_v1_\w{20,}|(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])")),
-    ("a URL with a password", re.compile(r"://[^/\s:@]+:[^/\s@]+@")),
-)
-_SNAPSHOT = re.compile(r"/snapshots/[0-9a-f]{40}(?=/|$)")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def secret_in(text: str, key: str = "") -> str | None:
-    """What kind of secret the text seems to hold, or None. model.revision may be a commit's 40 hex digits."""
-    if key == "model.revision" and _COMMIT.fullmatch(text):
-        return None
-    text = _SNAPSHOT.sub("/snapshots/", text)  # a folder of the hub's cache, named by a commit
-    return next((kind for kind, pattern in _SECRETS if pattern.search(text)), None)
 
 
 def cross_check(get: Get, world_size: int) -> Iterator[Problem]:

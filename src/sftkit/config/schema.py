@@ -9,9 +9,13 @@ from pydantic import ConfigDict, Field
 
 from sftkit.config.optimizers import OPTIMIZERS, describe_optimizers
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"Of whole numbers: what the arrays of plans and the libraries take."
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+FilePath = Annotated[str, Field(json_schema_extra={"format": "path"})]
+"A path, or what may stand in its place (a hub id, a URL): ~ is expanded when the recipe is read, see load.py."
 if TYPE_CHECKING:
     OptimizerName = str
 else:  # a type checker knows no Literal of a table's keys
@@ -32,7 +36,7 @@ def settings(cls: type[T]) -> type[T]:
 class RunConfig:
     """Where the run lives and its seed."""
 
-    dir: str
+    dir: FilePath
     "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
     seed: NonNegative = 0
     "Seeds weights, data order and dropout."
@@ -46,7 +50,7 @@ class RunConfig:
 class SourceConfig:
     """One source of rows: a builtin, a local file or folder, or a hub dataset."""
 
-    path: str
+    path: FilePath
     "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
     name: str | None = None
     "Label in metrics; null: the last part of the path."
@@ -64,7 +68,7 @@ class SourceConfig:
 class TokenizerTraining:
     """A byte-level BPE tokenizer trained on the data of the recipe (base stage)."""
 
-    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    vocab_size: Annotated[int, Field(ge=300, le=LARGEST)] = 4096
     "Number of entries, special tokens included."
     sources: tuple[SourceConfig, ...] | None = None
     "What it is trained on; null: data.train."
@@ -74,15 +78,15 @@ class TokenizerTraining:
 class ModelConfig:
     """The model and tokenizer that training starts from."""
 
-    path: str | None = None
+    path: FilePath | None = None
     "Hub id, local model folder, run directory (its latest checkpoint) or step directory. Null with model.scratch."
     scratch: dict[str, Any] | None = None
     "Fields of a transformers config with model_type: random weights of that shape, no checkpoint."
-    tokenizer: str | None = None
+    tokenizer: FilePath | None = None
     "Hub id or local folder of the tokenizer; null: the one beside model.path."
     train_tokenizer: TokenizerTraining | None = None
     "Train a new tokenizer instead of loading one."
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     "Replaces the tokenizer's chat template; saved with every checkpoint. chatml: our own, and its <|im_start|> and <|im_end|> are added where the tokenizer lacks them, with rows of embedding and head for them; or a Jinja file whose tokens are there."
     chat_template_args: dict[str, bool | int | float | str | None] | None = None
     "Arguments that the chat template has from now on where a caller gives none, such as {enable_thinking: false}: in training, chat, evaluation and in whatever loads a checkpoint. A record's chat_template_kwargs come first."
@@ -104,9 +108,9 @@ class DataConfig:
     "Validation sources; each has its own val/<name>/loss and bpb."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents best-fit into rows; a document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest of the batch (dynamic: symbolic shapes)."
-    max_length: Annotated[int, Field(ge=8)] | None = None
+    max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "The most tokens of one document; null: inherited from the checkpoint's own run."
-    row_length: Annotated[int, Field(ge=8)] | None = None
+    row_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "Tokens in a packed row, max_length or more; null: max_length. The other layouts hold one document of max_length."
     num_buckets: Positive | None = None
     "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least; null: 4."
@@ -128,7 +132,7 @@ class DataConfig:
     "Processes that tokenize (the result is cached on disk)."
     num_workers: NonNegative | None = None
     "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
-    cache_dir: str = ".cache/sftkit"
+    cache_dir: FilePath = ".cache/sftkit"
     "Tokenized data, keyed by source, tokenizer, template and settings; safe to delete."
 
 
@@ -144,7 +148,7 @@ class AttentionConfig:
 class LossConfig:
     """Cross entropy over target tokens, in chunks: the logits of a whole batch never exist."""
 
-    chunk_tokens: Annotated[int, Field(ge=64)] = 4096
+    chunk_tokens: Annotated[int, Field(ge=64, le=LARGEST)] = 4096
     "Target tokens whose logits are held at a time."
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     "Weight of the squared log-partition (PaLM, section 5): keeps logits from drifting."
@@ -201,7 +205,7 @@ class TrainConfig:
     "What is computed again or rounded to save memory. speed: what costs no time, a tenth of the activations; balanced: half of them; low: nearly all, and 8-bit optimizer states."
     max_minutes: Annotated[float, Field(gt=0.0)] | None = None
     "End with a checkpoint so many minutes after this process was started, for queues with a time limit; null: no limit."
-    resume: str | None = None
+    resume: FilePath | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
     "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, model.path, model.revision."
@@ -245,7 +249,7 @@ class CompileConfig:
     "Share of a block's activations that may be kept for the backward pass, the rest is recomputed, cheapest first; null: as train.memory says."
     on_recompile: Literal["error", "warn", "eager"] = "error"
     "A compile or graph break in a step after warm-up: stop with the guard that failed; warn and count it; or run that call eagerly."
-    cache: str | None = None
+    cache: FilePath | None = None
     "File, folder or fsspec URL that compiled code is loaded from before warm-up and saved to after it."
     on_failure: Literal["warn", "error"] = "warn"
     "No working compiler on this machine: train eagerly after one warning, or stop."
@@ -265,7 +269,7 @@ class EvalConfig:
     "What is measured at each evaluation besides the validation loss: families (the held-out built-in task families), mmlu, arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, truthfulqa_mc1, truthfulqa_mc2, gsm8k, humaneval, mbpp, ifeval; with backend lm_eval any task of lm-evaluation-harness."
     backend: Literal["sftkit", "lm_eval"] = "sftkit"
     "Who runs the tasks: sftkit, or lm-evaluation-harness (extra eval), in one process."
-    data: str | None = None
+    data: FilePath | None = None
     "Folder with the rows of the tasks (mmlu_test.jsonl.gz, ...); null: the Hugging Face hub."
     shots: NonNegative | None = None
     "Worked examples before each question; null: the task's own number."
@@ -289,7 +293,7 @@ class CheckpointConfig:
 
     every: Positive | None = None
     "Steps between checkpoints; null: only the final one."
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2, le=LARGEST)] = 2
     "Newest checkpoints kept."
     best: str | None = None
     "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, but for errors such as perplexity, else lower."

@@ -1,4 +1,4 @@
-"""Recipe files as trees of values that remember where they came from: YAML 1.2 scalars, `extends`, overrides, output."""
+"""Recipe files as trees of values: `extends`, overrides of the command line, output."""
 
 from __future__ import annotations
 
@@ -6,133 +6,16 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-Keys = tuple[str | int, ...]
-COMMAND_LINE = "command line"
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value of a recipe and the file (or the command line) that it was written in."""
-
-    value: Any
-    "dict[str, Node], list[Node] or a scalar."
-    place: str
-
-    def plain(self) -> Any:
-        """The value without places: what json.dumps takes."""
-        if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
-        if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
-
-    def child(self, key: str | int) -> Node | None:
-        """The node at a key of a mapping or an index of a list, if it is there."""
-        if isinstance(self.value, dict):
-            return self.value.get(key)
-        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
-            return self.value[key]
-        return None
-
-    def nearest(self, keys: Keys) -> Node:
-        """The node at `keys`, or the last one on the way there."""
-        node = self
-        for key in keys:
-            child = node.child(key)
-            if child is None:
-                break
-            node = child
-        return node
-
-
-def dotted(keys: Sequence[str | int]) -> str:
-    return ".".join(str(key) for key in keys)
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text."""
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-):
-    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def parse(text: str, place: str, problems: list[str]) -> Node:
-    """A tree from YAML text. What is wrong with the text is appended to `problems`."""
-    try:
-        root = yaml.compose(text, Loader=RecipeLoader)
-    except yaml.YAMLError as error:
-        # Not str(error): it quotes the line, and the line may hold a secret.
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None and not place.startswith(COMMAND_LINE) else ""
-        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
-        return Node({}, place)
-    return Node(None, place) if root is None else _convert(root, place, (), problems, ())
-
-
-def _convert(node: yaml.Node, place: str, keys: Keys, problems: list[str], parents: tuple[int, ...]) -> Node:
-    if id(node) in parents:
-        problems.append(f"{place}: {dotted(keys)}: an alias that contains itself")
-        return Node(None, place)
-    parents = (*parents, id(node))
-    if isinstance(node, yaml.MappingNode):
-        return Node(_mapping(node, place, keys, problems, parents), place)
-    if isinstance(node, yaml.SequenceNode):
-        items = [_convert(item, place, (*keys, i), problems, parents) for i, item in enumerate(node.value)]
-        return Node(items, place)
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    if kind not in ("null", "bool", "int", "float", "str"):
-        problems.append(f"{place}: {dotted(keys)}: the YAML tag {node.tag!r} is not allowed: plain values only")
-        return Node(None, place)
-    try:
-        return Node(_scalar(kind, node.value), place)
-    except ValueError:
-        problems.append(f"{place}: {dotted(keys)}: not a valid {kind}")
-        return Node(None, place)
-
-
-def _mapping(node: yaml.MappingNode, place: str, keys: Keys, problems: list[str], parents: tuple[int, ...]) -> dict:
-    lines: dict[str, int] = {}
-    values: dict[str, Node] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"{place}: {dotted(keys)}: line {line}: a key must be a word")
-            continue
-        key = key_node.value
-        if key in lines:
-            where = f"lines {lines[key]} and {line}" if line != lines[key] else f"line {line}"
-            problems.append(f"{place}: {dotted((*keys, key))}: given twice, in {where}")
-        lines[key] = line
-        values[key] = _convert(value_node, place, (*keys, key), problems, parents)
-    return values
-
-
-def _scalar(kind: str, text: str) -> Any:
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text)
-    if kind == "float":
-        number = float(text)
-        return number if math.isfinite(number) else text  # 1e999 is no number that a setting can take
-    return text
+from sftkit.config.paths import expanded
+from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_FILES, MOST_OF_KEY, Keys, Node, dotted, parse
+from sftkit.errors import ConfigError
 
 
 def merge(base: Node, top: Node) -> Node:
@@ -161,9 +44,16 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
     if not isinstance(base, str):
         problems.append(f"{place}: extends: must be the path of one recipe, relative to this file")
         return tree
-    base_path = Path(os.path.normpath(path.parent / base))
+    try:
+        base_path = Path(os.path.normpath(path.parent / expanded(base)))
+    except ConfigError as error:
+        problems.append(f"{place}: extends: {error}")
+        return tree
     chain = (*chain, path)
-    if base_path.resolve() in [p.resolve() for p in chain]:
+    if len(chain) > MOST_FILES:
+        problems.append(f"{place}: extends: more than {MOST_FILES} files that extend one another")
+        return tree
+    if os.path.realpath(base_path) in map(os.path.realpath, chain):
         cycle = " -> ".join(str(p) for p in (*chain, base_path))
         problems.append(f"{place}: extends: goes round in a circle: {cycle}")
         return tree
@@ -172,7 +62,15 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
 
 def _read_text(path: Path, problems: list[str], extended_by: Path | None) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
+            problems.append(f"{path}: not a regular file, which a recipe must be")
+            return None
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            problems.append(f"{path}: more than {MOST_BYTES // 1024} KiB, which no recipe has")
+            return None
+        return content.decode()
     except FileNotFoundError:
         where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
         siblings = {other.stem: other for other in sorted(path.parent.glob("*.yaml"))}
@@ -190,6 +88,9 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     name, equals, text = word.partition("=")
     if word.startswith("-"):
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
+        return
+    if len(name) > MOST_OF_KEY:
+        problems.append(f"{COMMAND_LINE}: {name[:20]}...: a key of {len(name):,} characters, {MOST_OF_KEY} at most")
         return
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")

@@ -8,6 +8,7 @@ the others are found by what those have before and after them, as long as that i
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -76,9 +77,10 @@ class Alike:
 
     def _situation(self, k: int) -> Hashable:
         """What a template may look at: the turn up to the answer, what follows, and whether another question does."""
-        turn = next((i for i in reversed(self._users) if i < k), 0)
+        before = bisect_left(self._users, k)
+        turn = self._users[before - 1] if before else 0
         alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
-        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], k > max(self._users, default=-1)
+        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], before == len(self._users)
 
     def _features(self, i: int) -> Hashable:
         message = self.messages[i]

@@ -106,8 +106,8 @@ class Finder:
         self._args = self._arguments(last)
         wanted = sorted(k for k in among if k <= last)
         try:
-            same = all(self._arguments(k) == self._args for k in wanted)
-            marked = self.template.has_marks and self.template.append_only and same
+            marks = self.template.has_marks and self.template.append_only
+            marked = marks and all(self._arguments(k) == self._args for k in wanted)
             document = self._marked(last, wanted) if marked else self._found(last, wanted)
         except TemplateError as error:
             raise self._refused(error) from error
@@ -186,7 +186,8 @@ class Finder:
             with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
         ]
         text, _ = render(self.tokenizer, self.template, messages, self.tools, args=self._args)
-        return {k for k, mark in marks.items() if mark in text or k in found}
+        rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
+        return {k for k in marks if k in rendered or k in found}
 
     def _found(self, last: int, wanted: list[int]) -> Document:
         """An answer counts if it stands in the text as it does when it is the last message."""
@@ -270,7 +271,7 @@ class Finder:
 
     def _arguments(self, k: int) -> dict[str, Any]:
         """Those with which answer k is asked."""
-        return arguments(self.template, self.messages[: k + 1], self._given, self.thinking)
+        return arguments(self.template, self.messages, k, self._given, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """(text, where the answer begins): after the longest prompt that a server could have made for it."""

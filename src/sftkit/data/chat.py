@@ -5,6 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
+from sftkit.data.spans import special_pattern
 from sftkit.data.template import Span, render, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -69,18 +71,18 @@ def tokenize(
     skipped = not_learned(row, messages, targets)
     unused = unused_arguments(row, template_of(tokenizer, bool(row.tools)))
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
-    counts = {"answers": len(finder.answers)}
+    counts = {"answers": len(finder.answers), TOO_LONG: 0}
     for reason in skipped.values():
         counts[reason] = counts.get(reason, 0) + 1
     conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
     learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
-        texts = _everything(finder, tokenizer, skipped, split_turns, counts)
+        texts = _everything(finder, tokenizer, skipped, split_turns, max_length, counts)
     else:
-        texts = _answers(finder, tokenizer, learnable, split_turns, counts)
+        texts = _answers(finder, tokenizer, learnable, split_turns, max_length, counts)
     counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
     found = [_fit(row, text.ids, text.is_target, tokenizer, max_length, too_long) for text in texts]
-    counts[TOO_LONG] = sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
+    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
     examples = [example for one in found for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
@@ -102,13 +104,19 @@ class _Text(NamedTuple):
     answers: int
     "that are learned in it"
     reasoned: set[int]
-    "answers whose reasoning stands in it"
+    "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
 
 
 def _answers(
-    finder: Finder, tokenizer: PreTrainedTokenizerBase, learnable: set[int], split: bool, counts: dict[str, int]
+    finder: Finder,
+    tokenizer: PreTrainedTokenizerBase,
+    learnable: set[int],
+    split: bool,
+    max_length: int,
+    counts: dict[str, int],
 ) -> list[_Text]:
-    """One document that ends with the last answer, and of those that are not learned there, with `split`, further ones."""
+    """One document that ends with the last answer, and of those that are not learned there, with `split`, further ones: only
+    of answers that can begin within max_length, or a long conversation would be rendered for nothing with each of its turns."""
     found, left = [], set(learnable)
     while left:
         last = max(left)
@@ -122,12 +130,35 @@ def _answers(
         left -= document.spans.keys()
         if not split:
             break
+        if left and len(found) == 1 and len(ids) > max_length + 1:
+            reach = _reach(finder.messages, tokenizer, max_length + 1)
+            beyond = {k for k in left if k >= reach}
+            counts[TOO_LONG] += len(beyond)
+            found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & finder.reasons))
+            left -= beyond
     counts[HISTORY] = len(left)
     return found[::-1]
 
 
+def _reach(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
+    """Return the index of the first message before which the others have more than so many tokens, whatever the template
+    writes around them; a border may take one from either side of a text."""
+    tokens = 0
+    for i, message in enumerate(messages):
+        if tokens > most:
+            return i
+        text = conversation.answer_core(message) if message["role"] == "assistant" else message["content"].strip()
+        tokens += max(len(_encode(tokenizer, text)[0]) - 2, 0)
+    return len(messages)
+
+
 def _everything(
-    finder: Finder, tokenizer: PreTrainedTokenizerBase, skipped: dict[int, str], split: bool, counts: dict[str, int]
+    finder: Finder,
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: dict[int, str],
+    split: bool,
+    max_length: int,
+    counts: dict[str, int],
 ) -> list[_Text]:
     """A conversation that is learned whole, but for answers that are marked; with `split`, answers whose reasoning the
     template leaves out of it end documents of their own before it."""
@@ -135,7 +166,7 @@ def _everything(
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(finder, tokenizer, apart, split, counts)
+    before = _answers(finder, tokenizer, apart, split, max_length, counts)
     ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
     hidden = skipped.keys() | shared
@@ -199,7 +230,7 @@ def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thi
     template = template_of(tokenizer, bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     messages = with_reasoning(messages, template, thinking)
-    args = arguments(template, messages[: k + 1], row.template_args, thinking)
+    args = arguments(template, messages, k, row.template_args, thinking)
     return replace(row, messages=messages, template_args=args or None)
 
 
@@ -250,7 +281,8 @@ def _encode_answers(
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """
     ids, starts, ends = _encode(tokenizer, text)
-    specials = [token for token in special_tokens_of(tokenizer) if token and token in text]
+    pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
+    specials = [found.span() for found in pattern.finditer(text)]
     shared = {
         k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], ids, starts, ends, specials)
     }
@@ -272,11 +304,16 @@ def _shares(
     ids: np.ndarray,
     starts: np.ndarray,
     ends: np.ndarray,
-    specials: list[str],
+    specials: list[Span],
 ) -> bool:
-    """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest after the last one of the
-    prompt decides."""
-    begin = max(0, *(text.rfind(token, 0, cut) for token in specials), 0)
+    """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest from the last one of the
+    prompt on decides.
+
+    Args:
+        specials: where they are in the text, ascending.
+    """
+    before = bisect_right(specials, cut, key=lambda span: span[1])
+    begin = specials[before - 1][0] if before else 0
     first, past = np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, cut, side="left")
     alone, *_ = _encode(tokenizer, text[begin:cut])
     return bool(past and ends[past - 1] > cut) or ids[first:past].tolist() != alone.tolist()

@@ -59,8 +59,13 @@ def require_answer(messages: list[Message], where: str) -> None:
 def require_instructions(messages: list[Message], text: str, where: str) -> None:
     """Every later system message stands in the rendered `text`: templates that know only a first one leave others out
     without a word, and the answers would be learned without what they obey."""
+    cursor = 0
     for i, message in enumerate(messages):
-        if i and message["role"] in ("system", "developer") and message["content"].strip() not in text:
+        if not i or message["role"] not in ("system", "developer"):
+            continue
+        found = text.find(message["content"].strip(), cursor)
+        cursor = found if found >= 0 else text.find(message["content"].strip())
+        if cursor < 0:
             raise DataError(
                 f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first one. "
                 "Use a template that renders it (model.chat_template), or put it into the first message",

@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,7 +19,12 @@ from sftkit.data.arrow import without_fill
 from sftkit.errors import ConfigError, DataError
 
 RawRow = tuple[str, Any]
-"Where it is, and the row: an object, or bytes of JSON that nobody has parsed yet (a broken line is one bad row)."
+"Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
+DataError that is to be raised for it."
+LONGEST_RECORD = 32 * 2**20
+"Bytes of a line, and of a file that is one text: what is longer is no record, and would take the memory of the machine."
+LONGEST_JSON = 4 * 2**30
+"Bytes of a file that is one JSON list, which is read as a whole."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
@@ -48,7 +53,7 @@ def looks_local(path: str) -> bool:
 
 def closest(path: str) -> list[str]:
     """Existing names that a misspelled path may have meant."""
-    wanted = Path(path).expanduser()
+    wanted = Path(path)
     folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
     missing = wanted.parts[len(folder.parts)] if folder != Path(".") else wanted.parts[0]
     names = sorted(entry.name for entry in folder.iterdir())
@@ -100,6 +105,23 @@ def loads(content: bytes | str) -> Any:
     return value
 
 
+def parsed(raw: RawRow) -> Any:
+    """Return the value of a raw row.
+
+    Raises:
+        DataError: it is none.
+    """
+    where, value = raw
+    if isinstance(value, DataError):
+        raise value
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return loads(value)
+    except (ValueError, RecursionError) as error:
+        raise json_error(where, error) from error
+
+
 def json_error(where: str, error: Exception) -> DataError:
     """The DataError of what `loads` raised, or of nesting that is too deep for it."""
     if isinstance(error, DuplicateKey):
@@ -110,7 +132,8 @@ def json_error(where: str, error: Exception) -> DataError:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
     return made
 
@@ -164,15 +187,31 @@ def _open(path: Path) -> IO[bytes]:
 
 def _json_lines(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
+        for number in count(1):
+            line = file.readline(LONGEST_RECORD + 1)
+            if len(line) > LONGEST_RECORD:
+                yield f"{path}:{number}", _too_long(f"{path}:{number}")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(2**20)
+            elif line.strip():
                 yield f"{path}:{number}", line
+            if not line:
+                return
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        f"{where}: more than {LONGEST_RECORD // 2**20} MiB: cut it into several records",
+        reason="record too long to read",
+    )
 
 
 def _json(path: Path) -> Iterator[RawRow]:
     """A list of objects, or {"data": [...]}; files of JSON lines often carry this suffix too."""
     with _open(path) as file:
-        content = file.read()
+        content = file.read(LONGEST_JSON + 1)
+    if len(content) > LONGEST_JSON:
+        raise DataError(f"{path}: more than {LONGEST_JSON // 2**30} GiB in one JSON value: write JSON lines (.jsonl)")
     try:
         value = loads(content)
     except ValueError as error:
@@ -224,16 +263,26 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
 def _csv(path: Path) -> Iterator[RawRow]:
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text)
+        csv.field_size_limit(LONGEST_RECORD)
+        reader = csv.DictReader(iter(lambda: _csv_line(text), ""))
         for row in reader:
             yield f"{path}:{reader.line_num}", {key: value for key, value in row.items() if key is not None}
+
+
+def _csv_line(text: IO[str]) -> str:
+    line = text.readline(LONGEST_RECORD + 1)
+    if len(line) > LONGEST_RECORD:
+        raise csv.Error(f"a line of more than {LONGEST_RECORD // 2**20} MiB")
+    return line
 
 
 def _text(path: Path) -> Iterator[RawRow]:
     """A text file is one document."""
     with _open(path) as file:
-        content = file.read()
-    if content.strip():
+        content = file.read(LONGEST_RECORD + 1)
+    if len(content) > LONGEST_RECORD:
+        yield str(path), _too_long(str(path))
+    elif content.strip():
         yield str(path), {"text": content.decode("utf-8-sig")}
 
 

@@ -73,12 +73,12 @@ def check_reasoning(messages: list[Message], where: str) -> None:
 
 
 def arguments(
-    template: Template, messages: list[Message], args: Mapping[str, Any] | None, thinking: Thinking
+    template: Template, messages: list[Message], k: int, args: Mapping[str, Any] | None, thinking: Thinking
 ) -> dict[str, Any]:
-    """Return the template's arguments for messages that end with an answer: thinking is turned on where that turn has
-    reasoning, and off elsewhere, unless the recipe or the record says otherwise."""
+    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning, and
+    off elsewhere, unless the recipe or the record says otherwise."""
     result, name = dict(args or {}), template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":
-        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
-        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user:])
+        last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)
+        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user : k + 1])
     return result

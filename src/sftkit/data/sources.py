@@ -25,7 +25,7 @@ from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills
-from sftkit.runtime.signals import SIGNALS
+from sftkit.runtime.signals import SIGNALS, starting_processes
 from sftkit.runtime.words import counted
 
 OnBadRow = Literal["error", "skip"]
@@ -77,19 +77,13 @@ def opened(source: SourceConfig) -> Opened:
 
 def parse(raw: RawRow) -> Row:
     """A raw row to a Row, or a DataError."""
-    where, value = raw
-    if isinstance(value, bytes):
-        try:
-            value = readers.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise readers.json_error(where, error) from error
-    return rows.convert(value, where)
+    return rows.convert(readers.parsed(raw), raw[0])
 
 
 def _find(source: SourceConfig) -> Opened:
     if source.path.startswith("builtin:"):
         return _builtin(source)
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     if path.exists():
         return _local(source, path)
     if readers.looks_local(source.path):
@@ -168,7 +162,7 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     """
     names = _names(sources)
     found = [opened(source) for source in sources]
-    folder = Path(data.cache_dir).expanduser() / cache.key(_description(sources, found, data, tokenize, cache_key))
+    folder = Path(data.cache_dir) / cache.key(_description(sources, found, data, tokenize, cache_key))
     examples = cache.load(folder)
     if examples is None:
         examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
@@ -318,7 +312,9 @@ class _Pool:
         before = oom_kills()
         try:
             for chunk in chunks:
-                waiting.append((self.executor.submit(_work, chunk), f"{chunk[0][0]} to {chunk[-1][0]}"))
+                with starting_processes():
+                    tokenized = self.executor.submit(_work, chunk)
+                waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
                 if len(waiting) > self.ahead:
                     yield waiting[0][0].result()
                     waiting.popleft()

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from sftkit.data.conversation import Message
 from sftkit.data.types import Row
@@ -103,15 +103,11 @@ def render(
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(args or {})}
+    variables |= {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
     try:
-        texts, spans = render_jinja_template(
-            [messages],
-            tools=list(tools) if tools else None,
-            chat_template=source,
-            return_assistant_tokens_mask=marks,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        if marks:
+            return _render_marked(source, messages, variables)
+        texts, _ = render_jinja_template([messages], chat_template=source, **variables)
     except (
         TypeError,
         ValueError,
@@ -119,7 +115,30 @@ def render(
         AttributeError,
     ) as error:  # what a template does with what it did not expect
         raise TemplateError(f"{type(error).__name__}: {error}") from error
-    return texts[0], cast(list[Span], spans[0]) if marks else []
+    return texts[0], []
+
+
+def _render_marked(source: str, messages: list[Message], variables: dict[str, Any]) -> tuple[str, list[Span]]:
+    """What render_jinja_template does with return_assistant_tokens_mask, which joins all of the text so far anew for every
+    answer: minutes for a conversation of thousands. Here the text is nobody's, and spans are moved to where it ends."""
+    compiled = _compile_jinja_template(source)  # private, as is the tracker that its environment has
+    blocks: list[str] = []
+    length, spans = 0, _Spans()
+    with compiled.environment.activate_tracker([], spans):
+        for block in compiled.generate(messages=messages, documents=None, **variables):
+            blocks.append(block)
+            length += len(block)
+            spans.length = length
+    return "".join(blocks), spans
+
+
+class _Spans(list[Span]):
+    """Spans of a text, noted from where it ends so far."""
+
+    length = 0
+
+    def append(self, span: Span) -> None:
+        super().append((self.length + span[0], self.length + span[1]))
 
 
 @lru_cache(maxsize=8)

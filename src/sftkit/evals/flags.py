@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.schema import EvalConfig
 from sftkit.errors import ConfigError, DataError
 
@@ -14,20 +16,26 @@ FLAGS = ("backend", "data", "shots", "format", "allow_code_execution", "max_exam
 "Keys of eval that have a flag of the same name."
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def parse(description: str | None) -> Namespace:
     """The words of the command line. Prints problems and exits with code 2 if there are any."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", help="run, step directory, model folder or hub id; default: the newest run")
+    parser = Parser(description)
+    parser.add_argument(
+        "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
+    )
     parser.add_argument(
         "tasks",
         nargs="*",
         help="default: families, the held-out built-in tasks, unless --val is given; docs/evaluation.md lists all",
     )
     parser.add_argument(
-        "--val", nargs="+", default=(), help="loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]"
+        "--val",
+        nargs="+",
+        type=path_or_id,
+        default=(),
+        help="loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]",
     )
     parser.add_argument("--backend", choices=("sftkit", "lm_eval"), default="sftkit", help="who runs the tasks")
-    parser.add_argument("--data", help="folder with the rows of the tasks; default: the hub")
+    parser.add_argument("--data", type=path_or_id, help="folder with the rows of the tasks; default: the hub")
     parser.add_argument(
         "--shots",
         type=int,
@@ -40,11 +48,14 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--max-examples", type=int, help="examples per task, and per family of families; default: all")
     parser.add_argument("--batch-size", type=int, default=64, help="prompts that go through the model together")
     parser.add_argument("--max-new-tokens", type=int, help="longest answer in tokens; default: the task's own")
-    parser.add_argument("--out", help="folder for results.json, validation.json and TASK.jsonl with every example")
+    parser.add_argument(
+        "--out", type=path_or_id, help="folder for results.json, validation.json and TASK.jsonl with every example"
+    )
+    parser.refuse_secrets(sys.argv[1:])
     return parser.parse_args()
 
 
-def eval_config(args: argparse.Namespace) -> EvalConfig:
+def eval_config(args: Namespace) -> EvalConfig:
     """The settings that the flags stand for. Without tasks, the held-out built-in ones, unless --val is given."""
     return EvalConfig(
         tasks=tuple(args.tasks or (() if args.val else ("families",))),

@@ -1,8 +1,13 @@
 """python -m sftkit.launch SCRIPT RECIPE [key=value ...]"""
 
-import sys
+from sftkit.runtime.script import script
 
-from sftkit.launch.launch import main
+
+def main() -> int:
+    from sftkit.launch import launch
+
+    return launch.main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sftkit.config.load import fail, read_config
+from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.oom import likely_cause, oom_kills
-from sftkit.runtime.signals import heeded, leave_lost_terminal, torch_passes_on_once
+from sftkit.runtime.signals import heeded, torch_passes_on_once
 from sftkit.runtime.status import resume_command
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
@@ -161,7 +162,10 @@ def _read(path: str) -> str:
 
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
-    code = "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
+    code = (
+        "import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(130)); "  # until it passes signals on
+        "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
+    )
     options = ["--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
     return [sys.executable, "-c", code, *options, script, *arguments]
 
@@ -207,12 +211,12 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
-    print(launch.summary, flush=True)
+    say(launch.summary)
     started, before = time.time(), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if (number := killed_by(code)) is not None:
         run_dir, go_on = Path(cfg.run.dir), resume_command([script, recipe, *overrides])
-        print("\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), file=sys.stderr)
+        say("\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), error=True)
     return code
 
 
@@ -235,10 +239,12 @@ def _signals():
         for child in children:
             child.send_signal(signum)
 
+    listening = signal.set_wakeup_fd(-1)  # runtime/script.py would end this process and its children
     before = {number: signal.signal(number, pass_on) for number in heeded()}
     try:
         yield children
     finally:
+        signal.set_wakeup_fd(listening)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -246,13 +252,10 @@ def _signals():
 def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(__doc__, "Settings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...", sep="\n")
+        say(f"{__doc__}\nSettings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...")
         return 0
     if len(words) < 2 or "=" in words[1]:
         fail("usage: python -m sftkit.launch SCRIPT RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
-    try:
-        return run(words[0], words[1], words[2:])
-    except ConfigError as error:
-        fail(str(error))
+    return run(words[0], words[1], words[2:])

@@ -93,7 +93,7 @@ def size_of(model: ModelConfig) -> Size | None:
 
 def _folder(path: str, revision: str | None) -> Path | None:
     """Where the files are: a folder, a run's newest checkpoint, a snapshot in the hub's cache."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
     if (newest := latest(folder)) is not None:

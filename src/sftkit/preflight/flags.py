@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from sftkit.config.load import load_config
+from sftkit.config.command_line import Parser, path_or_id
+from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     """The Config that the words ask for, and the flags: recipe, stage (None: by the recipe's name), preview (documents), html
     and json (files or None), gpu_gib (None: this machine's). Prints problems and exits with code 2 if there are any."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--stage",
         choices=("base", "mid", "sft"),
@@ -26,7 +27,9 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     )
     parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
     flags, sys.argv[1:] = parser.parse_known_args()
-    cfg = load_config(f"{description}\n{parser.format_help().strip()}")  # the words that are left: recipe and key=value
+    cfg = read_command_line(
+        f"{description}\n{parser.format_help().strip()}"
+    )  # the words that are left: recipe and key=value
     flags.recipe = sys.argv[1]
     return cfg, flags
 
@@ -48,7 +51,7 @@ def size(word: str) -> float:
 
 
 def new_file(word: str) -> Path:
-    path = Path(word)
+    path = Path(path_or_id(word))
     if path.is_dir() or not path.parent.is_dir():
         what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"
         raise argparse.ArgumentTypeError(f"{what}; name a file in a folder that exists")

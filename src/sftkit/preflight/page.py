@@ -7,6 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from sftkit.config.terminal import visible
 from sftkit.preflight import answers
 from sftkit.preflight import look as preflight
 from sftkit.preflight.terminal import LAYOUT_NOTES, Preview, disk_text, memory_text, preview_title
@@ -61,7 +62,7 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
     if samples:
         legend = '<span class="t">learned</span> · context · <span class="s">special token</span>'
         parts += ["<h2>Samples</h2>", f'<p class="note">{legend}</p>', *map(_sample, samples)]
-    return (
+    return visible(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -14,15 +14,15 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.terminal import visible
 from sftkit.data.stages import STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.preflight import look as preflight
+from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.words import counted
 
 BAR_WIDTH = 40
-CONTROLS = {n: 0x2400 + n for n in range(32) if n not in (9, 10)} | {127: 0x2421} | dict.fromkeys(range(128, 160), "�")
-"Control characters to visible ones: data must not steer a terminal."
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
     is_special = np.isin(example.ids, special)
     pieces = []
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
-        text = str(tokenizer.decode(example.ids[start:end].tolist())).translate(CONTROLS)
+        text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
     return Preview(name, document, int(examples.lengths[document]), int(example.is_target.sum()), tuple(pieces))
@@ -99,7 +99,7 @@ def preview_text(preview: Preview, marks: bool) -> Text:
 
 def terminal() -> Console:
     """Standard output, 120 columns wide where it is no terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:
@@ -108,7 +108,7 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
     for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
         console.print(line, markup=False, soft_wrap=True)
     for line in preflight.finding_lines(found):
-        console.print(f"{'rows':<10}{line.translate(CONTROLS)}", markup=False, soft_wrap=True)
+        console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
     for warning in found["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)

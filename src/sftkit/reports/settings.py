@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.keys import table
-from sftkit.config.yaml_tree import parse
+from sftkit.config.yaml_text import parse
 from sftkit.reports.files import Rows, clean, dicts, mapping
 from sftkit.runtime.rundir import CONFIG, RECIPE
 

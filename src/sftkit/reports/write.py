@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from sftkit.config.terminal import say, visible
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather, newest_run, run_of
 from sftkit.reports.files import checkpoint
 from sftkit.reports.page import render
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.rundir import CARD, REPORT, REPORT_DATA
-from sftkit.runtime.signals import say
 
 __all__ = ["gather", "newest_run", "report_of_folder", "try_report", "write_report"]
 _MOST_SECONDS = 20.0
@@ -33,11 +33,14 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     report = gather(run_dir, against)
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
-    texts = {data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n", target: render(report)}
+    texts = {
+        data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        target: visible(render(report)),
+    }
     folder = checkpoint(run_dir)
     if out is None and folder is not None:
         card = folder / CARD
-        texts[card] = model_card(report, licence(card))
+        texts[card] = visible(model_card(report, licence(card)))
     for path, text in texts.items():
         replace_shared(path, text)
     return target

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +118,7 @@ def _end_of_signal(rt: Runtime, number: int) -> None:
         rt.leaving.release()
         return
     try:
+        rt.say(f"\n{signal.Signals(number).name}: ended before the first step")
         rt.status.end_of_signal(number)
         rt.withdraw(refused=False)
     finally:

@@ -211,7 +211,7 @@ def resolve(path: str) -> str:
     Raises:
         ConfigError: a local path that does not exist or holds no model.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if (folder / "config.json").is_file():
         return str(folder)
     if (newest := latest(folder)) is not None:
@@ -220,7 +220,7 @@ def resolve(path: str) -> str:
         raise ConfigError(
             f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         )
-    if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1:
+    if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
         hint = (
             f". A run has not been made there yet: train the recipe whose run.dir is {path} first, or name another model "
             "(in a recipe: model.path)"

@@ -1,37 +1,57 @@
-"""Run a script's main: what went wrong as a message, the process group closed at the end. No torch before main asks for it."""
+"""Run a script's main: what went wrong as a message, the process group closed at the end. No torch before main asks for it,
+and nothing else either: from its first line on a Ctrl-C must find somebody who answers it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType
-
-from sftkit.runtime.signals import SIGNALS, end_process
-from sftkit.runtime.status import report
+from typing import NoReturn
 
 
-def script(main: Callable[[], None]) -> None:
-    """Run a script's main: errors as messages, process group closed. What goes wrong in a run is told by its Runtime.
+def script(main: Callable[[], int | None]) -> None:
+    """Run a script's main: errors as messages, process group closed. What goes wrong in a run is told by its Runtime. What
+    main returns is the exit code; None: 0.
+
+    Until a run saves what it is told to stop, and whenever a script has nothing to save, a signal ends the process at once,
+    with what it has started: an exception in the middle of an import would end as something else, and as a traceback.
 
     Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
     destructor, which waits for a gloo thread that waits for the interpreter lock.
     """
+    signal.signal(signal.SIGINT, lambda number, _frame: _end(number, os._exit))
+    from sftkit.runtime.signals import SIGNALS, Listener, end_process
+    from sftkit.runtime.status import report
+
+    listener = Listener(lambda number: _end(number, end_process))
+    listener.take_signals()
     try:
-        main()
+        code = main()
+        listener.close()
         for number in SIGNALS:  # all is written: a signal that comes late does not make a failure of a finished run
             signal.signal(number, signal.SIG_IGN)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt:  # of a library that has taken the signal
+        code = 130
     except Exception as error:
         code = report(error)
         group = process_group()
         if group is not None and group.get_world_size() > 1:
             end_process(code)  # closing the group would wait for ranks that wait for this one
-        sys.exit(code)
     finally:
         if (group := process_group()) is not None:
             group.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+def _end(number: int, exit: Callable[[int], NoReturn]) -> NoReturn:
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"\n{signal.Signals(number).name}: ended\n".encode())
+    finally:
+        exit(128 + number)
 
 
 def process_group() -> ModuleType | None:

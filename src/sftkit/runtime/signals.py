@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import os
 import signal
 import sys
-import termios
 import threading
 import time
 import weakref
@@ -19,6 +17,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.runtime.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
@@ -215,29 +214,25 @@ def exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def say(text: str, error: bool = False) -> None:
-    """Print a line; a log on a full disk or a terminal that is gone ends no run."""
-    try:
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
-    except (OSError, ValueError):
-        leave_lost_terminal()
+_starting = threading.Lock()
 
 
-def leave_lost_terminal() -> None:
-    """Let what goes to a terminal that was closed go nowhere. Every write to it fails, in libraries too, and with text that
-    it did not take Python ends with code 120."""
-    for descriptor in (1, 2):
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Around what starts processes of ours: they hear of no Ctrl-C, not even while they import, and `end_process` sees all
+    of them. A terminal sends it to them too."""
+    with _starting:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
         try:
-            termios.tcgetattr(descriptor)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing."""
+    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing but those that come into
+    being."""
+    _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()

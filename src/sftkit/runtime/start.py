@@ -27,13 +27,14 @@ from accelerate.utils import (
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig
+from sftkit.config.terminal import VisibleFormatter, say
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime.attempt import is_beside, leaves_nothing, withdraw
 from sftkit.runtime.hardware import device_name, why_no_gpu
 from sftkit.runtime.launcher import check_group
 from sftkit.runtime.lock import RunLock
-from sftkit.runtime.signals import SIGNALS, Stopping, end_process, say
+from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 from sftkit.runtime.status import RunStatus, report
 
 Value = TypeVar("Value")
@@ -247,7 +248,9 @@ def start(
 
 def quiet_libraries(level: int = logging.INFO) -> None:
     """Our own messages as plain lines; warnings only from the libraries that chat at info level."""
-    logging.basicConfig(level=level, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
     transformers_logging.set_verbosity_error()

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import psutil
 
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
-from sftkit.runtime.signals import say
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
+from sftkit.config.terminal import say
 from sftkit.runtime.rundir import HEARTBEATS, error_file, error_files, heartbeat_file
-from sftkit.runtime.signals import end_process, say
+from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import RunStatus
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sftkit.config.schema import LogConfig
+from sftkit.config.terminal import leave_lost_terminal
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
+from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.rundir import (
     EVALS,
     EVALUATIONS,
@@ -31,7 +32,6 @@ from sftkit.runtime.rundir import (
     evaluation_dir,
     step_of,
 )
-from sftkit.runtime.signals import leave_lost_terminal
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
 
@@ -136,7 +136,7 @@ class Tracker:
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """A live bar with ETA on a terminal; plain lines need nothing."""
-        console = Console()
+        console = VisibleConsole()
         if not (self._rt.is_main and console.is_terminal):
             return
         columns = (

@@ -71,7 +71,7 @@ Read = Callable[[Split], list[Row]]
 
 def read(split: Split, folder: str | None) -> list[Row]:
     """All rows of a split, from files of `folder`, or from the hub if it is None; at least one."""
-    values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder).expanduser())
+    values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder))
     if not values:
         raise DataError(f"{origin}: it has no rows")
     return [Row(value, origin, index) for index, value in enumerate(values)]
@@ -133,7 +133,7 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
 
 def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
     from sftkit.data import sources
-    from sftkit.data.readers import loads
+    from sftkit.data.readers import parsed
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:
@@ -145,7 +145,7 @@ def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
             f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a machine that "
             "has them"
         ) from error
-    return [loads(row) if isinstance(row, bytes) else row for _, row in rows], _hub_name(split)
+    return [parsed(row) for row in rows], _hub_name(split)
 
 
 def _hub_name(split: Split) -> str:

@@ -6,7 +6,6 @@ python -m sftkit.experiments.bench --report results.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -16,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.command_line import Parser, path
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.plan import slug
@@ -27,19 +28,17 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(
-        prog="python -m sftkit.experiments.bench", description=(__doc__ or "").partition("\n")[0]
-    )
-    words.add_argument("plan", nargs="?", type=Path, help="the plan, a YAML file")
-    words.add_argument("--out", type=Path, help="a new folder for the results (runs/bench/PLAN-TIME)")
+    words = Parser((__doc__ or "").partition("\n")[0], prog="python -m sftkit.experiments.bench")
+    words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
+    words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
-    words.add_argument("--report", type=Path, metavar="RESULTS.json", help="print the tables of earlier results")
+    words.add_argument("--report", type=path, metavar="RESULTS.json", help="print the tables of earlier results")
     args = words.parse_args()
     if (args.plan is None) == (args.report is None):
         words.error("name a plan, or earlier results with --report")
     try:
         if args.report:
-            print(markdown(read_results(args.report)), end="")
+            say(markdown(read_results(args.report)), end="")
         else:
             bench(
                 args.plan,
@@ -47,7 +46,7 @@ def main() -> None:
                 args.only,
             )
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         sys.exit(2)
 
 
@@ -89,8 +88,8 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
             add_scaling(row, results["runs"])
             results["runs"].append(row)
             write(out, results)
-            print(f"[{number}/{len(jobs)}] {line(row)}", flush=True)
-    print(f"\n{markdown(results)}\nresults: {out}/results.json")
+            say(f"[{number}/{len(jobs)}] {line(row)}")
+    say(f"\n{markdown(results)}\nresults: {out}/results.json")
     return results
 
 

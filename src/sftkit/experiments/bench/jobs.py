@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, settings
-from sftkit.config.yaml_tree import COMMAND_LINE, render
+from sftkit.config.yaml_text import COMMAND_LINE
+from sftkit.config.yaml_tree import render
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.plan import (
     SYNTHETIC,

@@ -16,7 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sftkit.config.load import _explain
 from sftkit.config.schema import NonNegative, Positive, settings
-from sftkit.config.yaml_tree import Keys, Node, dotted, read_tree
+from sftkit.config.yaml_text import Keys, Node, dotted
+from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_processes
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from pathlib import Path
 
+from sftkit.config.command_line import Parser, path, path_or_id
 from sftkit.config.load import read_config
 from sftkit.experiments.validate.cases import Plan
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def parse(description: str | None) -> Namespace:
     """The words of the command line. Prints problems and exits with code 2 if there are any."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", help="YAML of the stage that is trained")
+    parser = Parser(description)
+    parser.add_argument("recipe", nargs="?", type=path_or_id, help="YAML of the stage that is trained")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
     parser.add_argument("--script", default="scripts/chat_sft.py", help="the stage (scripts/chat_sft.py)")
     parser.add_argument("--layouts", nargs="+", help="packed, bucketed, fixed, dynamic; default: the recipe's own")
@@ -27,21 +28,21 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-reference", action="store_true", help="leave the slow reference run out: losses are held to the eager run"
     )
-    parser.add_argument("--judge", type=Path, metavar="VALIDATION.json", help="train nothing: judge these earlier runs")
+    parser.add_argument("--judge", type=path, metavar="VALIDATION.json", help="train nothing: judge these earlier runs")
     parser.add_argument(
-        "--ledger", type=Path, metavar="FILE", help="earlier results (benchmarks/ledger.jsonl if there)"
+        "--ledger", type=path, metavar="FILE", help="earlier results (benchmarks/ledger.jsonl if there)"
     )
     parser.add_argument(
         "--record", action="store_true", help="append what was found to the ledger if everything passes"
     )
-    parser.add_argument("--out", type=Path, help="a new folder (runs/validate/RECIPE-TIME)")
+    parser.add_argument("--out", type=path, help="a new folder (runs/validate/RECIPE-TIME)")
     args = parser.parse_intermixed_args()
     if (args.recipe is None) == (args.judge is None):
         parser.error("name a recipe, or earlier runs with --judge")
     return args
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: Namespace) -> Plan:
     """What the flags ask for.
 
     Raises:
@@ -62,7 +63,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def folder_of(args: argparse.Namespace) -> Path:
+def folder_of(args: Namespace) -> Path:
     """Where the result goes: --out, or a new folder named after recipe and time."""
     name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
     return args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from sftkit.config.terminal import visible
 from sftkit.experiments.validate.measure import Measured, spread
 
 STYLE = """
@@ -140,4 +141,4 @@ def html(result: dict[str, Any]) -> str:
         parts.append(f"<tr><td>{escape(name)}" + "".join(f"<td class=number>{escape(cell)}" for cell in cells))
     parts.append("</tbody></table></div><h2>Commands</h2><pre>")
     parts.append(escape("\n".join(run["command"] for run in result["runs"])))
-    return "".join([*parts, "</pre></html>\n"])
+    return visible("".join([*parts, "</pre></html>\n"]))

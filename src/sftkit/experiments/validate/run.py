@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.load import read_config
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
@@ -38,9 +39,8 @@ def validate(plan: Plan, out: Path, ledger: Ledger | None = None) -> dict[str, A
         raise ConfigError(f"--out: {out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     every = cases(plan, cfg, hardware, replica_of(cfg), out)
-    print(
-        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss",
-        flush=True,
+    say(
+        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss"
     )
     result: dict[str, Any] = {
         "plan": asdict(plan),
@@ -50,7 +50,7 @@ def validate(plan: Plan, out: Path, ledger: Ledger | None = None) -> dict[str, A
     for number, case in enumerate(every, 1):
         result["runs"].append(run_case(case, plan))
         (out / "validation.json").write_text(json.dumps(result, indent=1))
-        print(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}", flush=True)
+        say(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
     shutil.rmtree(out / "caches", ignore_errors=True)
     return write(judged(result, ledger), out)
 

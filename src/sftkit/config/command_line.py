@@ -1,0 +1,42 @@
+"""What the command lines of all scripts have in common: paths, secrets, and how a wrong word is refused. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sftkit.config.paths import expanded
+from sftkit.config.secrets import SECRET, secret_in
+from sftkit.config.terminal import visible
+from sftkit.errors import ConfigError
+
+
+def path(word: str) -> Path:
+    """The type of an argument that is a file or folder."""
+    return Path(path_or_id(word))
+
+
+def path_or_id(word: str) -> str:
+    """The type of an argument that is a path or a hub id."""
+    try:
+        return expanded(word)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a script; the text in front of them is its docstring."""
+
+    def __init__(self, description: str | None = None, **more) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+    def refuse_secrets(self, words: Sequence[str]) -> None:
+        """End with code 2 if a word looks like a secret, for a script that saves its words."""
+        for word in words:
+            if kind := secret_in(word):
+                self.error(f"a word {SECRET.format(kind=kind)}")

@@ -1,0 +1,56 @@
+"""Paths of recipes and command lines: what ~ means, and whether a run directory can be made. No torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from sftkit.config.terminal import visible
+from sftkit.errors import ConfigError
+
+MOST_NAME_BYTES = 240
+"Of a run directory's own name: its earlier runs are kept as NAME.old-1, and a file system's names have 255."
+MOST_PATH_BYTES = 3800
+"The files of a checkpoint lie some levels below, and a path has 4096."
+
+
+def expanded(path: str) -> str:
+    """Return a path with ~ as the home directory that it means; anything else, hub ids and URLs too, as it is.
+
+    Raises:
+        ConfigError: it begins with ~ and means no home directory, or no file can have such a name.
+    """
+    if "\0" in path:
+        raise ConfigError("a path cannot hold the character \\0")
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        name = path.partition("/")[0]
+        raise ConfigError(f"{name} is nobody's home directory here. Write the path in full, or ./{name} for that name")
+    return found
+
+
+def unusable(run_dir: str) -> str | None:
+    """Return why no run can be written there, and what to do; None: it can. Leaves nothing there."""
+    path = os.path.abspath(run_dir)
+    sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
+    if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
+        return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
+    if max(sizes) > MOST_NAME_BYTES or sum(sizes) + len(sizes) > MOST_PATH_BYTES:
+        return (
+            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
+            f"{MOST_NAME_BYTES} and {MOST_PATH_BYTES} at most"
+        )
+    parent = path
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        return f"{parent} is no folder, so {run_dir} cannot be one: take another name, or move that file away"
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return None
+    except OSError as error:
+        return f"{run_dir}: nothing can be written in {parent} ({error.strerror}): name a folder that you may write to"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"

@@ -1,0 +1,54 @@
+"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import sys
+import termios
+
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
+    "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # bidi, zero width, separators
+    "\ud800-\udfff\U000e0000-\U000e0fff]"  # halves of a character, which cannot be written; tags
+    "|(?<![^\x00-\x7f])[\u200c\u200d]"  # joiners, which scripts and emoji need, behind an ASCII character
+)
+
+
+def visible(text: str) -> str:
+    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators and
+    characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, error: bool = False, end: str = "\n") -> None:
+    """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
+    character for is written out too."""
+    stream = sys.stderr if error else sys.stdout
+    try:
+        encoding = stream.encoding or "utf-8"
+        print(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True, end=end)
+    except (OSError, ValueError):
+        leave_lost_terminal()
+
+
+def leave_lost_terminal() -> None:
+    """Let what goes to a terminal that was closed go nowhere. Every write to it fails, in libraries too, and with text that
+    it did not take Python ends with code 120."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Log records as `say` prints text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))

@@ -1,0 +1,188 @@
+"""YAML text to trees of values that remember where they came from: YAML 1.2 scalars, and no more than a recipe may hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Keys = tuple[str | int, ...]
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of a recipe and the file (or the command line) that it was written in."""
+
+    value: Any
+    "dict[str, Node], list[Node] or a scalar."
+    place: str
+
+    def plain(self) -> Any:
+        """The value without places: what json.dumps takes."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def child(self, key: str | int) -> Node | None:
+        """The node at a key of a mapping or an index of a list, if it is there."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
+            return self.value[key]
+        return None
+
+    def nearest(self, keys: Keys) -> Node:
+        """The node at `keys`, or the last one on the way there."""
+        node = self
+        for key in keys:
+            child = node.child(key)
+            if child is None:
+                break
+            node = child
+        return node
+
+
+def dotted(keys: Sequence[str | int]) -> str:
+    return ".".join(str(key) for key in keys)
+
+
+MOST_BYTES = 64 * 1024
+"Of a recipe file."
+MOST_VALUES = 5_000
+"Of a recipe file, or of a word of the command line; an alias counts as all that it stands for."
+MOST_LEVELS = 32
+MOST_CHARACTERS = 10_000
+"Of one text."
+MOST_OF_KEY = 200
+"Characters of a key."
+MOST_FILES = 16
+"That extend one another."
+
+
+class _TooMuch(Exception):
+    """More than a recipe may hold; the message says of what."""
+
+
+def check_size(values: int, levels: int) -> None:
+    if values > 2 * MOST_VALUES:  # keys are values too while they are read
+        raise _TooMuch(f"more than {MOST_VALUES:,} values, aliases written out")
+    if levels > MOST_LEVELS:
+        raise _TooMuch(f"nested more than {MOST_LEVELS} levels deep")
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text. And only so many."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._composed = self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._composed += 1
+        self._level += 1
+        check_size(self._composed, self._level)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def parse(text: str, place: str, problems: list[str]) -> Node:
+    """A tree from YAML text. What is wrong with the text is appended to `problems`."""
+    try:
+        root = yaml.compose(text, Loader=RecipeLoader)
+        return Node(None, place) if root is None else _Conversion(place, problems).convert(root, (), ())
+    except yaml.YAMLError as error:
+        # Not str(error): it quotes the line, and the line may hold a secret.
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None and not place.startswith(COMMAND_LINE) else ""
+        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
+    except _TooMuch as error:
+        problems.append(f"{place}: {error}")
+    return Node({}, place)
+
+
+class _Conversion:
+    """YAML nodes to Nodes of one place, within the limits of a recipe."""
+
+    def __init__(self, place: str, problems: list[str]) -> None:
+        self.place, self.problems, self.values = place, problems, 0
+
+    def convert(self, node: yaml.Node, keys: Keys, parents: tuple[int, ...]) -> Node:
+        self.values += 2
+        check_size(self.values, len(keys))
+        if id(node) in parents:
+            return self._problem(keys, "an alias that contains itself")
+        parents = (*parents, id(node))
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._mapping(node, keys, parents), self.place)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.place)
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in ("null", "bool", "int", "float", "str"):
+            return self._problem(keys, f"the YAML tag {node.tag[:MOST_OF_KEY]!r} is not allowed: plain values only")
+        if len(node.value) > MOST_CHARACTERS:
+            return self._problem(keys, f"{len(node.value):,} characters, and a value has {MOST_CHARACTERS:,} at most")
+        try:
+            return Node(_scalar(kind, node.value), self.place)
+        except ValueError:
+            return self._problem(keys, _INVALID[kind])
+
+    def _problem(self, keys: Keys, text: str) -> Node:
+        self.problems.append(": ".join(filter(None, (self.place, dotted(keys), text))))
+        return Node(None, self.place)
+
+    def _mapping(self, node: yaml.MappingNode, keys: Keys, parents: tuple[int, ...]) -> dict[str, Node]:
+        lines: dict[str, int] = {}
+        values: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > MOST_OF_KEY:
+                self._problem(keys, f"line {line}: a key must be a word of {MOST_OF_KEY} characters at most")
+                continue
+            key = key_node.value
+            if key in lines:
+                where = f"lines {lines[key]} and {line}" if line != lines[key] else f"line {line}"
+                self._problem((*keys, key), f"given twice, in {where}")
+            lines[key] = line
+            values[key] = self.convert(value_node, (*keys, key), parents)
+        return values
+
+
+_INVALID = {
+    "int": "not a whole number of at most 64 bits",
+    "float": "not a valid number",
+    "str": "half of a character, which no text can hold",
+}
+
+
+def _scalar(kind: str, text: str) -> Any:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        if len(text.lstrip("+-0")) > 19 or not -(2**63) <= int(text) < 2**63:
+            raise ValueError
+        return int(text)
+    if kind == "float":
+        number = float(text)
+        return number if math.isfinite(number) else text  # 1e999 is no number that a setting can take
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")  # "\ud83d\ude00", as JSON writes a character

@@ -1,0 +1,26 @@
+"""rich's console for text of any origin: colours and bars are rich's own, what stands between them can steer nothing. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment
+
+from sftkit.config.terminal import visible
+
+
+class VisibleConsole(Console):
+    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself
+    would leave some control characters of a text out without a word."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        for segment in super().render(*args, **kwargs):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)

@@ -1,0 +1,92 @@
+"""Text of any origin on a terminal or a page: what could steer it or hide there is written out."""
+
+from __future__ import annotations
+
+import ast
+import io
+import logging
+import sys
+
+import pytest
+from helpers import ROOT
+from rich.table import Table
+from rich.text import Text
+
+from sftkit.config.terminal import VisibleFormatter, say, visible
+from sftkit.runtime.console import VisibleConsole
+
+STEERING = {
+    "colour": ("\x1b[31m", r"\x1b[31m"),
+    "link": ("\x1b]8;;http://x\x1b\\", "\\x1b]8;;http://x\\x1b\\"),
+    "clipboard": ("\x1b]52;c;AAAA\x07", r"\x1b]52;c;AAAA\x07"),
+    "C1": ("\x9b2J", r"\x9b2J"),
+    "back over the line": ("a\rb\x08c", r"a\rb\x08c"),
+    "bidi override": ("\u202ecba\u202c", r"\u202ecba\u202c"),
+    "bidi isolate": ("\u2067a\u2069", r"\u2067a\u2069"),
+    "direction mark": ("a\u200fb", r"a\u200fb"),
+    "no width": ("a\u200bb\ufeffc\u2060", r"a\u200bb\ufeffc\u2060"),
+    "joiner between letters": ("pay\u200dpal", r"pay\u200dpal"),
+    "separators": ("a\u2028b\u2029c\x85d", r"a\u2028b\u2029c\x85d"),
+    "tags": ("a\U000e0041", r"a\U000e0041"),
+    "half a character": ("a\ud800", r"a\ud800"),
+}
+PLAIN = ("", "a\tb\nc", "Straße 你好 שלום עולם", "می\u200cخواهم", "👩\u200d👩\u200d👧 ✔\ufe0f", r"\x1b")
+
+
+@pytest.mark.parametrize(("text", "shown"), STEERING.values(), ids=STEERING)
+def test_what_could_steer_a_terminal_or_hide_is_written_out(text: str, shown: str, capsys) -> None:
+    assert visible(text) == shown
+    assert visible(shown) == shown
+    say(text)
+    say(text, error=True, end="|")
+    assert capsys.readouterr() == (f"{shown}\n", f"{shown}|")
+    record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "row: %s", (text,), None)
+    assert VisibleFormatter("%(message)s").format(record) == f"row: {shown}"
+
+
+def test_what_a_terminal_has_no_character_for_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    say("ü")
+    assert written.getvalue() == b"\\xfc\n"
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_other_text_stays_as_it_is(text: str) -> None:
+    assert visible(text) == text
+
+
+def test_a_console_has_its_own_colours_and_nobody_elses() -> None:
+    file = io.StringIO()
+    console = VisibleConsole(file=file, force_terminal=True, color_system="standard", width=100, highlight=False)
+    table = Table()
+    table.add_column("\x1b[5mhead")
+    table.add_row("[red]cell\x1b]0;a title that is longer than its place\x07")
+    console.print("[bold]line[/] \x1b[2J\u202e", soft_wrap=True)
+    console.print(Text("styled\x9b", style="green"))
+    console.print(table)
+    shown = file.getvalue()
+    assert r"[bold]line[/] \x1b[2J\u202e" in shown
+    assert "\x1b[32mstyled\\x9b\x1b[0m" in shown
+    assert r"[red]cell\x1b]0;a title" in shown
+    assert not [part for part in ("\x1b[2J", "\x1b[5m", "\x1b]0", "\u202e", "\x9b") if part in shown]
+
+
+def test_only_the_module_for_it_prints() -> None:
+    """A print elsewhere would let text of data through: `say`, the consoles and the log are the ways to a terminal."""
+    found = []
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        text = path.read_text()
+        if not any(word in text for word in ("print(", "Console(", ".write", "ArgumentParser")):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            plain = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Console"
+            writes = isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write")
+            parser = isinstance(node, ast.Attribute) and ast.unparse(node) == "argparse.ArgumentParser"
+            if prints or plain or writes or parser:
+                found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:60]}")
+    assert sorted(line.partition(":")[0] for line in found) == [
+        "src/sftkit/config/command_line.py",
+        "src/sftkit/config/terminal.py",
+    ], found
