@@ -34,7 +34,7 @@ ROOMS = {
     "preflight": ("config", "runtime", "data", "models", "memory"),
     "reports": ("config", "runtime", "models"),
     "train": (
-        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
+        *("config", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
     ),
     "launch": ("config", "runtime", "models"),
