@@ -403,6 +403,7 @@ from sftkit.reports.write import try_report
 from sftkit.runtime import status
 
 here = status.RunStatus(Path(sys.argv[1]), int(sys.argv[2]), 1)
+here.begin({})
 here.at(7, "step")
 try:
     raise ValueError("the cheese is <gone>")

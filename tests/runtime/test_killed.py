@@ -53,7 +53,7 @@ def test_the_next_start_says_that_the_run_before_was_killed_and_where_it_was(
 
 
 def test_a_start_after_a_run_that_ended_says_nothing(killed_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RunStatus(killed_run, 0, 1, step=9).write("finished")
+    RunStatus(killed_run, 0, 1, step=9).end("finished")
     with cpu_runtime() as rt:
         open_run(str(killed_run), "auto", "run: {}\n", rt)
     assert "killed" not in capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_
     told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
     assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
     held.release()
-    status.write("failed", first_failing_rank=1, error="rank 1 ended without a word")
+    status.end("failed", first_failing_rank=1, error="rank 1 ended without a word")
     told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
     assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
     assert told.endswith("no checkpoint; start it again: go")

@@ -179,6 +179,9 @@ class Batches:
             if died is None:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
+        finally:
+            # Whoever still holds it ends its workers; left to the end of Python, that one waits for them, who heed no signal.
+            self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
         """What is known of a data worker that is gone."""

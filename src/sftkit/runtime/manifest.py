@@ -154,7 +154,7 @@ def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
     paths = [folder / name for name in files]
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
-    with _alone(kept.with_suffix(".lock")):
+    with _alone(kept.with_suffix(".json.lock")):
         known = _read(kept)
         stamps = [_stamp(path) for path in paths]
         unknown = [path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
