@@ -13,7 +13,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too: runs would inherit that it is ignored, which they heed
 
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401
@@ -21,6 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.runtime.signals import Stopping
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too: runs would inherit that it is ignored, which they heed
 
 GOLDEN = Path(__file__).parent / "golden"
 OUR_TEMPLATE = Path(__file__).parents[1] / "src" / "sftkit" / "data" / "chatml.jinja"

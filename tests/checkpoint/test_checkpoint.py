@@ -207,6 +207,7 @@ def test_a_stop_saves_and_resuming_goes_on(tmp_path: Path, tokenizer, monkeypatc
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_resumed_twice_equals_the_uninterrupted_run_bitwise(tmp_path: Path, tokenizer) -> None:
     run(tmp_path / "whole", tokenizer)
     run(tmp_path / "cut", tokenizer, every=2)

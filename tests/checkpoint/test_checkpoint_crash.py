@@ -128,6 +128,7 @@ def test_a_process_killed_in_saves_leaves_whole_checkpoints_and_a_latest_that_ne
     forking("kill_in_saves", str(tmp_path / "run"), str(tmp_path / "tokenizer"), "100")
 
 
+@pytest.mark.slow
 def test_a_process_killed_before_any_flush_rename_or_deletion_leaves_the_same(tmp_path: Path, tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     forking("kill_at_each_operation", str(tmp_path / "run"), str(tmp_path / "tokenizer"))

@@ -16,6 +16,7 @@ from sftkit.runtime.manifest import verify
 from sftkit.runtime.rundir import step_dirs
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_resume_their_own_each_others_and_one_processs_checkpoints(
     tmp_path: Path, tokenizer, capsys
 ) -> None:

@@ -57,7 +57,9 @@ def compile_elsewhere(where: str, own_cache: Path, device: str = "cpu") -> list[
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_a_second_process_compiles_nothing_and_leaves_the_file_alone(tmp_path: Path, device: str) -> None:
     where = tmp_path / "graphs"
     loaded, saved, counts = compile_elsewhere(str(where), tmp_path / "first", device)

@@ -379,6 +379,7 @@ def test_rows_of_the_other_kind(tokenizer):
 CHAT_FILES = sorted((SHARED_DATA / "chat").glob("*.jsonl.gz"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHAT_FILES, reason="no shared data beside this checkout")
 @pytest.mark.parametrize("path", CHAT_FILES, ids=lambda path: path.name.split(".")[0])
 @pytest.mark.parametrize("ours", [True, False], ids=["chatml", "smollm2"])

@@ -168,6 +168,7 @@ def test_a_start_from_the_cache_tells_the_reasons_again(load, caplog, monkeypatc
     assert len(again.findings["a"]) == len([m for m in caplog.messages if "; the first: " in m]) == 2
 
 
+@pytest.mark.slow
 def test_processes_find_the_same_first_examples(load, tmp_path: Path) -> None:
     lines = [GOOD] * 200 + ["{", record(USER)] * 150
     one = load(*lines, cache_dir=str(tmp_path / "one"))

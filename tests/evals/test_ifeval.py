@@ -193,6 +193,7 @@ def variant(row: dict[str, Any], draw: random.Random) -> str:
     return text
 
 
+@pytest.mark.slow
 @has_data
 def test_every_rule_decides_as_lm_eval_does(theirs: Any) -> None:
     task = tasks.load("ifeval", str(DATA))

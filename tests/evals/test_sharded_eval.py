@@ -70,6 +70,7 @@ def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *c
             assert rank["plain"] == pytest.approx(alone["plain"], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_like_one_and_train_on_as_if_they_had_not(folder: Path, tokenizer) -> None:
     compare(folder, tokenizer, 2, "ddp", "fsdp2, lean", "tensor")
 

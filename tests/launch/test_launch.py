@@ -191,7 +191,9 @@ sys.exit(0 if got else 5)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "Ctrl-C", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGUSR1", "Ctrl-C", "SIGINT"))]
+)
 def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path: Path, recipe: Path, how: str):
     script = tmp_path / "script.py"
     script.write_text(SAVES_ON_A_SIGNAL)

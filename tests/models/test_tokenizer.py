@@ -90,6 +90,7 @@ def digest_of(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_another_process(tokenizer):
     code = "import test_tokenizer as t; print(t.digest_of(t.train_tokenizer(t.training_texts(), 1024)))"
     env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}

@@ -61,6 +61,7 @@ def check_loaded(
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks_load_what_from_pretrained_loads_in_little_memory_and_name_what_is_wrong(tmp_path: Path) -> None:
     save_models(tmp_path)
     cases = {

@@ -56,11 +56,12 @@ SCRIPTS = {
 }
 FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.nn"
 MOMENTS = [
-    *((name, FIRST) for name in SCRIPTS),
     *((name, CONFIG) for name in SCRIPTS if name not in ("report.py", "make_dashboard.py")),
-    *((name, TORCH) for name in ("chat_sft.py", "inspect_data.py", "evaluate.py", "chat.py")),
+    ("chat_sft.py", TORCH),
     ("report.py", "sftkit.reports.write"),
     ("make_dashboard.py", "sftkit.tracking.workspace"),
+    *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
+    *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py", "evaluate.py", "chat.py")),
 ]
 
 

@@ -63,7 +63,9 @@ def check_same(plain: Path, dirty: Path, device: str) -> None:
         assert len({(step.parent / "samples.jsonl").read_text() for step in (plain, dirty)}) == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_base_training_in_bf16_takes_nothing_from_memory_that_nobody_wrote(device: str, tmp_path: Path) -> None:
     # 1,001 tokens: rows of logits have columns that belong to no token.
     settings = ("model.train_tokenizer.vocab_size=1001", f"model.train_tokenizer.sources={TEXTS}", f"data.train={FEW}")

@@ -153,6 +153,7 @@ def test_a_model_that_cannot_be_had_is_an_error_in_seconds_that_says_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the shared real data")
 def test_sft_on_real_conversations_with_a_model_and_tokenizer_from_disk_lowers_the_loss(tmp_path: Path) -> None:
     """The path of a hub id, but for the download: a pretrained checkpoint folder, gzipped JSONL, validation, samples."""

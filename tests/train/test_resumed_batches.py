@@ -38,7 +38,9 @@ def start(folder: Path, tokenizer: Any, **settings: Any) -> dict[int, Any]:
     return run(folder, tokenizer, cpu_runtime(), log_every=1, broken_at=None, **settings)
 
 
-@pytest.mark.parametrize("layout", ["packed", "bucketed", "fixed"])
+@pytest.mark.parametrize(
+    "layout", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bucketed", "fixed"))]
+)
 def test_a_smaller_micro_batch_takes_the_same_documents_and_learns_the_same(
     tmp_path: Path, tokenizer, layout: str
 ) -> None:
@@ -81,6 +83,7 @@ def test_another_global_batch_is_refused_until_it_is_named_and_then_keeps_the_pl
     assert losses(again) == losses(cut)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_version_without_stretches_keeps_its_place_too(
     tmp_path: Path, tokenizer, monkeypatch
 ) -> None:

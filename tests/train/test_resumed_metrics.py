@@ -37,6 +37,7 @@ def test_every_line_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path: 
     check(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_line_of_a_resumed_run_is_that_of_the_uninterrupted_one_on_two_ranks(tmp_path: Path, tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     torchrun(2, "resume_worker.py", str(tmp_path))
