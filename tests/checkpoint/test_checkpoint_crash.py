@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,17 +180,17 @@ def test_what_training_does_after_save_returned_is_not_in_the_checkpoint(
 ) -> None:
     run = Run(tmp_path, tokenizer, cpu_runtime())
     run.steps(0, 1)
-    writes = checkpoint_writer.Writer._write
-    monkeypatch.setattr(checkpoint_writer.Writer, "_write", lambda self, s: (time.sleep(0.3), writes(self, s)))
+    writes, trained = checkpoint_writer.Writer._write, threading.Event()
+    monkeypatch.setattr(checkpoint_writer.Writer, "_write", lambda self, s: (trained.wait(100), writes(self, s)))
     weights = {name: value.clone() for name, value in run.orig_model.state_dict().items()}
     expected = torch.get_rng_state()
-    began = time.perf_counter()
     state = {"open": [1, 2]}
     run.checkpoints.save(1, state)
-    assert time.perf_counter() - began < 0.3
     torch.rand(3)
     state["open"].append(3)
     run.steps(1, 4)
+    assert not trained.is_set(), "the save returned before anything was written"
+    trained.set()
     run.checkpoints.finish()
     again = Run(tmp_path, tokenizer, cpu_runtime())
     resumed = again.checkpoints.resume("auto")
