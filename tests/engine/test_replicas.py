@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_llama, torchrun
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sftkit.engine.replicas import COLUMNS, checksum, kept_buffers, parted
+from sftkit.engine.replicas import COLUMNS, checksum, holders, kept_buffers, parted
 
 
 def some(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -68,6 +73,24 @@ def test_the_ranks_that_differ_are_told_from_those_that_hold_other_pieces() -> N
     assert parted([(0, 5), (1, 6), (0, 5), (1, 6)]) == []
     assert parted([(0, 5), (0, 7), (0, 5)]) == [[[1], [0, 2]]]
     assert parted([(0, 5), (1, 6), (0, 5), (1, 8)]) == [[[1], [3]]]
+
+
+@pytest.fixture(params=[(2, 2), (3, 2)])
+def shards_and_tensor(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    sizes = request.param
+    torch.distributed.init_process_group("fake", rank=0, world_size=math.prod(sizes), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=("shards", "tensor"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_copies_of_tensor_ranks_are_compared_where_their_gradients_have_one_sum(shards_and_tensor: DeviceMesh) -> None:
+    norm = DTensor.from_local(torch.ones(4), shards_and_tensor, [Shard(0), Replicate()], run_check=False)
+    everywhere = DTensor.from_local(torch.ones(4), shards_and_tensor, [Replicate(), Replicate()], run_check=False)
+    shards, tensor = shards_and_tensor.shape
+    assert holders(norm, shards * tensor) == ([0, 1] if shards == 2 else [0])
+    assert holders(everywhere, shards * tensor) == ([0, 1, 2, 3] if shards == 2 else [0, 2, 4])
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ _SEED = 20010911
 
 class Replicas:
     """Compares checksums of all ranks. Under DDP everything is held by all of them; of shards each replica's rank has the
-    same; tensor-parallel ranks share norms. Where weights are only cut, without replicas, only buffers that checkpoints keep are alike."""
+    same; tensor-parallel ranks share norms, see `holders`. Where weights are only cut, without replicas, only buffers that checkpoints keep are alike."""
 
     def __init__(self, orig_model: PreTrainedModel, optimizer: Optimizer, rt: Runtime, every: int | None) -> None:
         """`every`: steps between comparisons; None: there are none."""
@@ -96,14 +96,23 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
-    """Return the ranks that hold the same piece of a tensor as this one, itself among them."""
+    """Return the ranks that must hold the same bits of a tensor as this one, itself among them.
+
+    Tensor-parallel ranks add up the gradients of their copies in a group each: two addends have one sum, of more it depends
+    on the order in the group, so those copies need not be alike.
+    """
     if not isinstance(tensor, DTensor):
         return list(range(world_size))
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
     assert coordinate is not None
-    places = zip(tensor.placements, coordinate, strict=True)
-    index = tuple(slice(None) if place.is_replicate() else at for place, at in places)
-    return tensor.device_mesh.mesh[index].flatten().tolist()
+    addends = mesh.size() // mesh.size(names.index("tensor")) if "tensor" in names else 1
+    alike = [
+        place.is_replicate() and not (name == "tensor" and addends > 2)
+        for place, name in zip(tensor.placements, names or [""] * mesh.ndim, strict=True)
+    ]
+    index = tuple(slice(None) if same else at for same, at in zip(alike, coordinate, strict=True))
+    return mesh.mesh[index].flatten().tolist()
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
