@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config, EvalConfig
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
 from sftkit.engine.replicas import Replicas
-from sftkit.errors import ConfigError, NumericsError, Stopped
+from sftkit.errors import ConfigError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.open import take_place
 from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
-from sftkit.runtime.status import RunStatus
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
@@ -32,41 +30,11 @@ from sftkit.tracking.tracker import Tracker, has_row
 from sftkit.tracking.window import WINDOW, go_on, open_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
+from sftkit.train.saves import Saves, completed, tell_saves
 from sftkit.train.summary import Trained
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"
-
-
-class Saves(Protocol):
-    """What the loop asks of checkpoints; checkpoint.checkpoint.Checkpoints is it where anything is kept."""
-
-    @property
-    def run_dir(self) -> Path: ...
-
-    @property
-    def resumed_from(self) -> Path | None:
-        """The step directory that this start goes on from."""
-
-    @property
-    def passed_over(self) -> Sequence[str]:
-        """Why newer checkpoints were not resumed."""
-
-    @property
-    def last_save(self) -> Mapping[str, float]:
-        """Seconds and bytes of the newest one, by the names of metrics after ckpt/."""
-
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path: ...
-
-    def evaluated(self, step: int, values: dict[str, float | None]) -> None: ...
-
-    def set_later_aside(self, step: int) -> None:
-        """Checkpoints after this step are of a stretch that is done again."""
-
-    def finish(self) -> None: ...
-
-    def ended_saves(self) -> Sequence[SaveEnd]:
-        """How the saves ended that have ended since this was last asked."""
 
 
 def train(
@@ -146,7 +114,7 @@ def train(
         steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
         with (
-            proved(status, rt, checks, lambda error: closing_checks(meter, batches, engine, error)),
+            proof.proved(status, rt, checks, lambda error: proof.closing_checks(meter, batches, engine, error)),
             engine.guarded(),
             completed(checkpoints, tell),
             batches.workers_named(),
@@ -200,12 +168,14 @@ def train(
 
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
-                state: dict[str, Any] = {"tokens": seen_tokens, "max_length": batches.layout.max_length}
-                state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
-                state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
-                state |= {name: getattr(cfg.data, name) for name in ("thinking", "split_turns", "targets", "too_long")}
-                state["save_seconds"] = save_seconds(checkpoints.last_save)
                 if saves or evaluates or stopped:
+                    state: dict[str, Any] = {"tokens": seen_tokens, "max_length": batches.layout.max_length}
+                    state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
+                    state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
+                    state |= {
+                        name: getattr(cfg.data, name) for name in ("thinking", "split_turns", "targets", "too_long")
+                    }
+                    state["save_seconds"] = save_seconds(checkpoints.last_save)
                     state[WINDOW] = window or open_window(meter, health)
                 if saves or stopped:
                     status.at(step, "checkpoint")
@@ -226,7 +196,7 @@ def train(
         checkpoints.finish()
         tell()
         logits = proof.logits_of(orig_model)
-        checks += closing_checks(meter, batches, engine, None)
+        checks += proof.closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks, logits)
         number = rt.agreed_signal() if stopped else None
@@ -284,49 +254,6 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
     if step == 0:
         return cfg.at_start
     return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / EVALS, step))
-
-
-@contextmanager
-def completed(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
-    """Numbers that end all ranks together: the checkpoint that is being written is completed first."""
-    try:
-        yield
-    except NumericsError:
-        checkpoints.finish()
-        tell()
-        raise
-
-
-def tell_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
-    """Make an event of each save that has failed meanwhile, and keep in run_status.json whether the newest one has."""
-    for saved, failure in checkpoints.ended_saves():
-        if failure is not None:
-            text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"
-            tracker.event("checkpoint_failed", saved, text)
-        if rt.is_main:
-            status.save_ended(saved, failure)
-
-
-@contextmanager
-def proved(
-    status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
-) -> Iterator[None]:
-    """What ends training early still leaves a proof.json that says what went wrong."""
-    try:
-        yield
-    except BaseException as error:
-        if rt.is_main:
-            proof.write(status.run_dir, [*checks, *at_end(error)])
-        raise
-
-
-def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
-    """What is known when training ends; `error`: what ended it early."""
-    return [
-        proof.shapes_check(meter.shapes, batches.layout),
-        proof.divisor_check(meter.seen_targets, meter.planned_targets),
-        *engine.report(error).checks,
-    ]
 
 
 def end_tokens(orig_model: PreTrainedModel) -> list[int]:

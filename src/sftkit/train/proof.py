@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
+from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
 from sftkit.data.prompts import Asked
 from sftkit.data.types import Examples
+from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
@@ -28,8 +31,10 @@ from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.rundir import MANIFEST, PROOF
+from sftkit.runtime.start import Runtime
+from sftkit.runtime.status import RunStatus
 from sftkit.tracking.checks import Check
-from sftkit.tracking.meter import ShapeCounts
+from sftkit.tracking.meter import Meter, ShapeCounts
 
 log = logging.getLogger(__name__)
 PROBE_LENGTH = 64
@@ -166,3 +171,25 @@ def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | No
         replace_text(run_dir / PROOF, text)
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / PROOF, error)
+
+
+@contextmanager
+def proved(
+    status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
+) -> Iterator[None]:
+    """What ends training early still leaves a proof.json that says what went wrong."""
+    try:
+        yield
+    except BaseException as error:
+        if rt.is_main:
+            write(status.run_dir, [*checks, *at_end(error)])
+        raise
+
+
+def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
+    """What is known when training ends; `error`: what ended it early."""
+    return [
+        shapes_check(meter.shapes, batches.layout),
+        divisor_check(meter.seen_targets, meter.planned_targets),
+        *engine.report(error).checks,
+    ]
