@@ -22,9 +22,10 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check, limits
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
 from sftkit.engine.engine import EngineReport, Setup, WarmUp
 from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
@@ -126,6 +127,7 @@ class Blocks:
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
+        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
         check = check_documents(self.model, eager, rt.device)
         orig_model.train()
@@ -142,7 +144,7 @@ class Blocks:
             watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             parameters = list(parameters_of(self.optimizer.param_groups))
-            same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled)
+            same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled, allowed)
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
         if rt.device.type == "cuda":
@@ -150,7 +152,6 @@ class Blocks:
         if self.compiled:
             compile_cache.keep(cfg, orig_model, layout, rt)
         self._write_logs()
-        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, allowed.logits)
         checks += [gradients_check(same, allowed, used), self._compiled_check(losses, eager)]

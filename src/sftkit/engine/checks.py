@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from sftkit.compile.records import Records
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import Difference
-from sftkit.engine.self_check import REFUSED_FROM, DocumentCheck
+from sftkit.engine.roundings import MOST, MOST_OF_SCALE, Limits
+from sftkit.engine.self_check import DocumentCheck
 from sftkit.errors import RecompileError
 from sftkit.tracking.checks import Check
 
@@ -19,38 +18,6 @@ SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 "Largest relative difference of a loss of a dozen targets that is computed in two ways, by the dtype of the weights."
 SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 "The same for the mean over a whole batch, in which roundings cancel."
-
-
-SCALE = 0.01
-"How far the scale of all gradients may be from 1 in bf16: measured, with 4 to 28 blocks on a CPU, up to a quarter of that."
-
-
-class Limits(NamedTuple):
-    """Largest relative differences between our step and the plain model that are rounding."""
-
-    logits: float
-    gradients: float | None
-    "of a parameter; None: not known"
-    scale: float
-    "of all gradients together"
-
-
-def limits(dtype: torch.dtype, blocks: int, fp8: bool = False) -> Limits:
-    """What rounding may do, by the dtype of the weights.
-
-    fp32: 1e-4. Of bf16 and fp16, with eps the distance from 1 to the next number: two kernels round what each block adds to
-    the residual stream differently, and such steps add up like a random walk: eps x sqrt(blocks). Gradients go through the
-    blocks twice and the worst of all parameters is taken: four times that. Measured on an H200 in bf16, 2 to 80 blocks of
-    six architectures: logits up to 0.4 of the limit, gradients up to 0.7; an attention scale that is wrong by 1.2 changes
-    gradients by 4 times the limit and more. Roundings of all parameters do not add up to another scale: 1 %. Float8 products scale each matrix by what else is in the batch: 5 % of the
-    logits, as no more may start, and no limit of the gradients is known.
-    """
-    if fp8:
-        return Limits(REFUSED_FROM, None, SCALE)
-    if dtype == torch.float32:
-        return Limits(1e-4, 1e-4, 1e-4)
-    walk = torch.finfo(dtype).eps * math.sqrt(max(blocks, 1))
-    return Limits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
 
 
 def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logits_limit: float = 1e-4) -> list[Check]:
@@ -95,18 +62,23 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     Args:
         backend: attention of the run; where the eager half had to be made with another one, it is named.
     """
-    limit = allowed.gradients
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
     left_out = f"compiled: not checked, {check.why_not}; " if check.why_not else ""
-    same = limit is not None and all(d.relative < limit and abs(d.scale - 1.0) < allowed.scale for d in known.values())
+    found = left_out + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
+    unknown = allowed.gradients is None
+    if allowed.gradients is not None and (alone := check.roundings) is not None:
+        allowed = allowed.widened(alone)
+        found += f"; roundings alone: {alone.relative:.1e}, {alone.scale:.1e} of the scale"
+        unknown = alone.relative > MOST or alone.scale > MOST_OF_SCALE
+    same = all(allowed.hold(d) for d in known.values())
     return Check(
         "Same gradients as the plain model",
-        None if limit is None or (same and check.why_not) else same,
-        left_out + "; ".join(f"{side}: {_words(d)}" for side, d in known.items()),
+        None if allowed.gradients is None or (unknown and not same) or (same and check.why_not) else same,
+        found,
         "no limit is known of float8 products"
-        if limit is None
-        else f"below {limit:.1e} in every parameter, {allowed.scale:.0e} of the scale",
+        if allowed.gradients is None
+        else f"below {allowed.gradients:.1e} in every parameter, {allowed.scale:.0e} of the scale",
         "short documents through this run's micro-batches, masks, loss and exchange, compiled in a declared shape and "
         "uncompiled, against each alone through transformers and torch's cross entropy; of a sample of each parameter",
     )

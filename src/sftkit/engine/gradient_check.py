@@ -11,24 +11,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import WHOLE, Batch, collate, documents, part_of
+from sftkit.data.collate import Batch, documents
 from sftkit.data.pack import Layout
-from sftkit.data.types import Examples
+from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
 from sftkit.engine.gradient_samples import Difference, block_of, largest, own_part, places_of, taken
+from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import gradients
 from sftkit.engine.warmup import has_dropout
-from sftkit.models.structure import vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
@@ -36,15 +34,6 @@ from sftkit.parallel.fsdp import fsdp_modules, let_go, plain_backward
 from sftkit.parallel.tensor import whole_rows
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
-
-SIZES = (8, 5)
-"Positions of the documents of a micro-batch, at most."
-ROW_LENGTH = 16
-"Of the row without the compiler, for each rank that shares it."
-MICRO_BATCHES = 3
-"At most: the fewest that make a step add bf16 gradients up in fp32."
-TOKENS = 32
-"Different tokens in the documents, at most: the rows of embedding and head that all ranks compare are the same few."
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,8 @@ class GradientCheck:
     "why the compiled step is not compared; empty where there is none"
     backend: str = ""
     "attention of the eager one"
+    roundings: Roundings | None = None
+    "what roundings alone do to this model's gradients; measured where one of the two is beyond the limits"
 
 
 def check_gradients(
@@ -67,6 +58,7 @@ def check_gradients(
     rt: Runtime,
     eager: str,
     compiled: bool,
+    allowed: Limits,
 ) -> GradientCheck:
     """Compare, after the warm-up; every rank calls it.
 
@@ -75,8 +67,10 @@ def check_gradients(
         parameters: those that are trained.
         eager: attention backend where nothing is compiled.
         compiled: whether the step is. With dropout two passes differ, so only a model without is compared compiled.
+        allowed: beyond these, in half precision, it is measured what roundings alone do (engine.roundings).
     """
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
+    dtype = orig_model.dtype
     sides = _Sides(model, wrapped, parameters, rt)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     was_training, attention = orig_model.training, model.backend
@@ -85,14 +79,19 @@ def check_gradients(
             orig_model.train(not dropout)
             model.backend = eager
             with short_windows(orig_model), run_eagerly():
-                found = sides.compare(
-                    *_short_rows(orig_model, layout, rt, alone=eager == "sdpa")
-                )  # takes no more a row
+                micro_batches = short_rows(orig_model, layout, rt, alone=eager == "sdpa")  # takes no more a row
+                same = GradientCheck(sides.compare(*micro_batches), None, "", eager)
             model.backend = attention
-            if dropout or not compiled:
-                return GradientCheck(found, None, "dropout" if compiled else "", eager)
-            orig_model.train()
-            return GradientCheck(found, sides.compare(*_declared_rows(orig_model, layout, rt)), "", eager)
+            if compiled and dropout:
+                same = replace(same, why_not="dropout")
+            elif compiled:
+                orig_model.train()
+                micro_batches = declared_rows(orig_model, layout, rt)
+                same = replace(same, compiled=sides.compare(*micro_batches))
+            known = [d for d in (same.eager, same.compiled) if d is not None]
+            if allowed.gradients is None or dtype == torch.float32 or all(map(allowed.hold, known)):
+                return same
+            return replace(same, roundings=sides.roundings(micro_batches[0]))
         finally:
             model.backend = attention
             orig_model.train(was_training)
@@ -115,7 +114,7 @@ class _Sides:
         wanted = {id(p) for p in self.parameters if p.requires_grad}
         self.named = {name: p for name, p in model.orig_model.named_parameters() if id(p) in wanted}
         self.blocks = block_of(model.orig_model)
-        tokens = torch.from_numpy(_tokens(model.orig_model)).to(rt.device)
+        tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
         self.places = places_of(model.orig_model, self.named, tokens)
 
     def compare(self, whole: list[Batch], own: list[Batch]) -> Difference:
@@ -123,14 +122,29 @@ class _Sides:
         Args:
             whole: micro-batches of this rank's rows. own: what it computes of each.
         """
-        targets = sum(self.model.objective.count(batch) for batch in whole)
-        if self.rt.topology.sharded and not same_rows(self.rt):
-            count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
-            targets = round(float(self.rt.sum(count)) / self.rt.topology.parts)
+        targets = self._targets(whole)
         with _alone(self.wrapped, self.rt):
             ours = self._ours(own, targets)
             plain = self._plain(whole, targets)
         return self._largest(ours, plain)
+
+    def roundings(self, whole: list[Batch]) -> Roundings:
+        """The plain model against itself with other roundings."""
+        targets, draws = self._targets(whole), []
+        with _alone(self.wrapped, self.rt):
+            plain = self._plain(whole, targets)
+            for _ in range(DRAWS):
+                with rounded_at_random(self.model.orig_model):
+                    draws.append(self._largest(self._plain(whole, targets), plain))
+        return worst(draws)
+
+    def _targets(self, whole: list[Batch]) -> int:
+        """Of all that the gradients of a rank are made of."""
+        targets = sum(self.model.objective.count(batch) for batch in whole)
+        if self.rt.topology.sharded and not same_rows(self.rt):
+            count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
+            targets = round(float(self.rt.sum(count)) / self.rt.topology.parts)
+        return targets
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
         """As in engine.step.optimizer_step, up to the update."""
@@ -224,65 +238,6 @@ class _Sides:
         return largest(dict(zip(self.places, self.rt.sum(torch.stack(sums)).tolist(), strict=True)), self.blocks)
 
 
-def same_rows(rt: Runtime) -> bool:
-    """Whether all ranks get the same documents: under tensor parallelism, where both sides go through the same exchange."""
-    return rt.topology.tensor > 1
-
-
-def _tokens(orig_model: PreTrainedModel) -> np.ndarray:
-    """What documents are made of: int64 [K], ascending; and what padding is."""
-    return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
-
-
 def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
     """Inside, replicas keep their gradients to themselves: what DDP exchanges first decides how it exchanges later."""
     return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, False, rt)
-
-
-def _short_rows(
-    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, alone: bool
-) -> tuple[list[Batch], list[Batch]]:
-    """(whole micro-batches, this rank's parts of them) of one row with two documents and padding, or of two rows with one
-    each if `alone`."""
-    row_length = ROW_LENGTH * rt.topology.parts
-    rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
-    return _micro_batches(orig_model, layout, rt, rows, row_length, 4, row_length)
-
-
-def _declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> tuple[list[Batch], list[Batch]]:
-    """The same in the smallest declared shape, a document a row where rows have no more; the other rows are padding."""
-    rows, row_length = layout.shapes[0]
-    several = layout.kind == "packed" and layout.docs_per_row > 1
-    recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
-    recipe = [*recipe, *[()] * rows][:rows]
-    return _micro_batches(
-        orig_model, layout, rt, recipe, row_length, layout.max_docs(rows, row_length), layout.max_doc_length
-    )
-
-
-def _micro_batches(
-    orig_model: PreTrainedModel,
-    layout: Layout,
-    rt: Runtime,
-    rows: list[tuple[int, ...]],
-    row_length: int,
-    max_docs: int,
-    max_doc_length: int,
-) -> tuple[list[Batch], list[Batch]]:
-    """(whole micro-batches, this rank's parts of them): random tokens, others for each rank that has other rows, every third
-    of them no target."""
-    room = min(max_doc_length, row_length // max(map(len, rows)))
-    sizes = [min(size, room) for size in SIZES]
-    random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), _tokens(orig_model)
-    whole, own = [], []
-    for _ in range(min(layout.accumulation, MICRO_BATCHES)):
-        examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes)
-        examples.is_target[2::3] = False
-        collated = (
-            collate(examples, tuple(rows), row_length, 0, max_docs, max_doc_length, part)
-            for part in (WHOLE, part_of(rt.topology, rt.rank))
-        )
-        batch, part = (each.to(rt.device) for each in collated)
-        whole.append(batch)
-        own.append(part)
-    return whole, own
