@@ -138,6 +138,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_as_they_were(tmp_p
     assert len(rows) == 6
 
 
+@pytest.mark.slow
 def test_two_ranks_of_which_one_has_padding_only_compute_what_one_does(tmp_path: Path) -> None:
     torchrun(2, "reference_worker.py", str(tmp_path / "found.json"))
     found, alone = json.loads((tmp_path / "found.json").read_text()), train(cpu_runtime())

@@ -213,7 +213,8 @@ def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, toke
     assert row.text == "Some text."
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_and_is_resumed(
     runs: Path, tmp_path: Path, number: int
 ) -> None:
