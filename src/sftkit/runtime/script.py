@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import NoReturn
 
 SPINS = "1000"
-"""How often a waiting thread of GNU's OpenMP, which torch's Linux builds have, looks before it sleeps: some 50 us instead of the 10 to
-20 ms of its 300,000. On an idle machine that costs nothing; on a busy one threads would take the cores from each other."""
+"""How often a waiting thread of GNU's OpenMP, which torch's Linux builds have, looks before it sleeps: tens of
+microseconds instead of the milliseconds of its 300,000. Where cores are free that costs nothing; where they are not, threads would
+take them from the one that they wait for."""
 
 
 def script(main: Callable[[], int | None]) -> None:
