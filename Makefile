@@ -5,6 +5,13 @@ CONSTRAINTS ?= constraints.txt
 BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
+# A variable that no target reads would be ignored without a word.
+KNOWN := RECIPE ARGS PLAN PYTHON CONSTRAINTS
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
+$(if $(UNKNOWN),$(error unknown: $(UNKNOWN). What can be set, in capitals: \
+RECIPE=recipes/x/y.yaml ARGS="key=value ..." PLAN=benchmarks/x/plan.yaml PYTHON=python3.12 CONSTRAINTS=file.txt))
+
 .DEFAULT_GOAL := help
 .PHONY: help install test lint smoke base mid sft eval chat inspect report bench validate
 

@@ -17,7 +17,7 @@ def main() -> int:
     from sftkit.config.paths import expanded
     from sftkit.config.terminal import say
     from sftkit.launch import launch
-    from sftkit.launch.chain import STAGES, evaluate_command, read_stages, summary, was_stopped
+    from sftkit.launch.chain import STAGES, evaluate_command, is_evaluated, read_stages, summary, was_stopped
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         say(__doc__ or "")
@@ -37,7 +37,11 @@ def main() -> int:
         if code != 0:
             return code
     say("\n=== evaluate")
-    code = launch.call(evaluate_command(recipes["sft"]))
+    code = 0
+    if is_evaluated(recipes["sft"]):
+        say(f"evaluated before: {runs['sft']}")
+    else:
+        code = launch.call(evaluate_command(recipes["sft"]))
     if code == 0:
         say(summary(runs, time.perf_counter() - started))
     return code

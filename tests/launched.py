@@ -34,9 +34,10 @@ WORKER = "tests/faults_worker.py"
 class Terminal:
     """A pseudo-terminal on which somebody reads along, until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 80) -> None:
         self.text = ""
         self._reads, self.device = os.openpty()
+        termios.tcsetwinsize(self.device, (24, columns))
         self.path = os.ttyname(self.device)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)

@@ -45,8 +45,8 @@ ROOMS = {
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
     *("preflight/flags.py", "evals/flags.py", "experiments/validate/flags.py"),
-    *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "rundir")),
-    *(f"runtime/{name}.py" for name in ("script", "signals", "status", "words")),
+    *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "progress")),
+    *(f"runtime/{name}.py" for name in ("rundir", "script", "signals", "status", "words")),
 )
 "Rooms and modules that are read before, or without, torch."
 

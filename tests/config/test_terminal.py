@@ -12,7 +12,7 @@ from helpers import ROOT
 from rich.table import Table
 from rich.text import Text
 
-from sftkit.config.terminal import VisibleFormatter, say, visible
+from sftkit.config.terminal import Level, SayHandler, say, visible
 from sftkit.runtime.console import VisibleConsole
 
 STEERING = {
@@ -41,7 +41,8 @@ def test_what_could_steer_a_terminal_or_hide_is_written_out(text: str, shown: st
     say(text, error=True, end="|")
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}|")
     record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "row: %s", (text,), None)
-    assert VisibleFormatter("%(message)s").format(record) == f"row: {shown}"
+    SayHandler().emit(record)
+    assert capsys.readouterr() == ("", f"row: {shown}\n")
 
 
 def test_what_a_terminal_has_no_character_for_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +50,44 @@ def test_what_a_terminal_has_no_character_for_is_written_out(monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     say("ü")
     assert written.getvalue() == b"\\xfc\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("level", "env", "shown"),
+    [
+        ("error", {}, "\x1b[31ma\x1b[0m\n\n\x1b[31mb\\x1b[0m\x1b[0m\n"),
+        ("warning", {}, "\x1b[33ma\x1b[0m\n\n\x1b[33mb\\x1b[0m\x1b[0m\n"),
+        (None, {}, "a\n\nb\\x1b[0m\n"),
+        ("error", {"NO_COLOR": "1"}, "a\n\nb\\x1b[0m\n"),
+        ("error", {"TERM": "dumb"}, "a\n\nb\\x1b[0m\n"),
+    ],
+)
+def test_warnings_and_errors_are_coloured_on_a_terminal_only(
+    level: Level | None, env: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    say("a\n\nb\x1b[0m", error=True, level=level)
+    assert terminal.getvalue() == shown
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    say("a\n\nb\x1b[0m", error=True, level=level)
+    assert log.getvalue() == "a\n\nb\\x1b[0m\n"
+
+
+def test_log_records_have_the_colour_of_their_level_and_go_where_stderr_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    handler = SayHandler()
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        handler.emit(logging.LogRecord("x", level, "x.py", 1, "%d", (level,), None))
+    assert terminal.getvalue() == "20\n\x1b[33m30\x1b[0m\n\x1b[31m40\x1b[0m\n"
 
 
 @pytest.mark.parametrize("text", PLAIN)

@@ -33,7 +33,49 @@ def test_without_a_gpu_one_process_gets_all_cores():
     assert (chosen.config_file.name, chosen.num_processes) == ("cpu.yaml", 1)
     assert chosen.env["OMP_NUM_THREADS"] == "2"
     assert chosen.env["TOKENIZERS_PARALLELISM"] == "true"
-    assert chosen.summary == "hardware: no GPU, 2 CPU cores -> accelerate_configs/cpu.yaml"
+    assert chosen.summary == "hardware: no GPU, 2 CPU cores -> accelerate_configs/cpu.yaml, 2 threads"
+
+
+@pytest.mark.parametrize(
+    ("cores", "idle", "threads", "said"),
+    [
+        (2, 2, 2, "2 CPU cores -> accelerate_configs/cpu.yaml, 2 threads"),
+        (2, 1, 1, "2 CPU cores, 1 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
+        (2, 0, 1, "2 CPU cores, 2 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
+        (8, 15, 8, "8 CPU cores -> accelerate_configs/cpu.yaml, 8 threads"),  # each core is two CPUs
+        (8, None, 8, "8 CPU cores -> accelerate_configs/cpu.yaml, 8 threads"),
+    ],
+)
+def test_a_core_that_others_keep_busy_gets_no_thread(cores: int, idle: int | None, threads: int, said: str):
+    chosen = choose(Hardware(0, cores, idle_cpus=idle), 32, {})
+    assert chosen.env["OMP_NUM_THREADS"] == str(threads)
+    assert chosen.summary == f"hardware: no GPU, {said}"
+
+
+def test_idle_cpus_are_those_without_work_between_two_looks(monkeypatch: pytest.MonkeyPatch):
+    looks = iter(
+        [
+            "cpu  9 9 9 9\ncpu0 100 0 0 500 50 0 0 0 0 0\ncpu1 100 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\nintr 5\n",
+            "cpu  9 9 9 9\ncpu0 102 0 0 540 58 0 0 0 0 0\ncpu1 150 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0 0 0\nintr 6\n",
+        ]
+    )
+    monkeypatch.setattr(launch, "_read", lambda path: next(looks) if path == "/proc/stat" else "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert launch.idle_cpus() == 1
+    monkeypatch.setattr(launch, "_read", lambda path: "")
+    assert launch.idle_cpus() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(given: dict[str, str], spins: str):
+    code = (
+        "import os; from sftkit.runtime.script import script; script(lambda: print(os.environ.get('GOMP_SPINCOUNT')))"
+    )
+    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=plain | given, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{spins}\n"
 
 
 def test_the_environment_wins():

@@ -144,7 +144,7 @@ def test_a_terminal_that_is_closed_stops_the_run_at_one_step_with_a_checkpoint(s
     terminal = Terminal()
     run = start("slow", "train.max_steps=1000", processes=processes, forked=True, terminal=terminal)
     run.until_step(2)
-    assert "training" in terminal.text, "a live bar"
+    assert "eta" in terminal.text, "a live bar"
     terminal.close()
     assert run.end() == 0
     run.check_stopped("preempted", "SIGHUP")

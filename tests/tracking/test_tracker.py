@@ -26,7 +26,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
-from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows
+from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows, train_line
 
 METRICS = {
     "train/loss": 1.5,
@@ -115,6 +115,19 @@ def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, c
     out = capsys.readouterr().out
     assert "step  10/100" in out
     assert "mfu    -" in out
+
+
+def test_a_line_fits_the_terminal_and_leaves_the_least_wanted_columns_out() -> None:
+    values: dict[str, float | None] = {**METRICS, "perf/tok_per_sec": 231_029.0, "perf/mfu": 0.223}
+    whole = train_line(700, 1500, values)
+    assert len(whole) > 120
+    assert train_line(700, 1500, values, 160) == whole
+    lines = {width: train_line(700, 1500, values, width) for width in range(40, 161)}
+    assert all(len(line) <= width for width, line in lines.items())
+    assert lines[80] == "step  700/1500  loss  1.5000  grad   0.500  lr 1.00e-03    231,029 tok/s"
+    assert "mfu 22.3%" in lines[100]
+    assert "graphs 2+0" in lines[len(whole) - 1]
+    assert lines[40] == "step  700/1500  loss  1.5000"
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from sftkit.config.paths import expanded
 from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import visible
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 
 
@@ -33,7 +34,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        self.print_usage(sys.stderr)
+        say(f"{self.prog}: error: {message}", error=True, level="error")
+        self.exit(2)
 
     def refuse_secrets(self, words: Sequence[str]) -> None:
         """End with code 2 if a word looks like a secret, for a script that saves its words."""

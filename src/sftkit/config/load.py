@@ -20,7 +20,7 @@ from sftkit.config.paths import expanded, unusable
 from sftkit.config.rules import Unusable, cross_check
 from sftkit.config.schema import Config, source_label
 from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import say
+from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
 from sftkit.config.yaml_text import COMMAND_LINE, MOST_CHARACTERS, Keys, Node, dotted
 from sftkit.config.yaml_tree import apply_override, read_tree, render
@@ -75,13 +75,13 @@ def _json(cfg: Config) -> dict[str, Any]:
 
 def fail(message: str) -> NoReturn:
     """Exit with code 2, printing the message once per machine."""
-    _tell(message)
+    _tell(message, "error")
     sys.exit(2)
 
 
-def _tell(message: str) -> None:
+def _tell(message: str, level: Level | None = None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say(message, error=True)
+        say(message, error=True, level=level)
 
 
 def kept_settings(tree: Node) -> list[str]:

@@ -1,4 +1,5 @@
-"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out."""
+"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings and
+errors in colour where a person watches."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ import os
 import re
 import sys
 import termios
+from typing import Literal, TextIO
 
+Level = Literal["warning", "error"]
+_COLOURS: dict[Level, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
+_NO_COLOUR = "\x1b[0m"
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
     "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # bidi, zero width, separators
@@ -23,15 +28,35 @@ def visible(text: str) -> str:
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def say(text: str, error: bool = False, end: str = "\n") -> None:
+def say(text: str, error: bool = False, end: str = "\n", level: Level | None = None) -> None:
     """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
-    character for is written out too."""
+    character for is written out too.
+
+    Args:
+        error: to stderr.
+        level: its colour on a terminal; None: plain.
+    """
     stream = sys.stderr if error else sys.stdout
     try:
-        encoding = stream.encoding or "utf-8"
-        print(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True, end=end)
+        shown = _coloured(writable(text, stream.encoding), level, stream)
+        print(shown, file=stream, flush=True, end=end)
     except (OSError, ValueError):
         leave_lost_terminal()
+
+
+def writable(text: str, encoding: str | None) -> str:
+    """Return what `visible` does, with characters that the encoding does not have written out too."""
+    encoding = encoding or "utf-8"
+    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
+    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set (no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    if level is None or plain or not stream.isatty():
+        return text
+    lines = (f"{_COLOURS[level]}{line}{_NO_COLOUR}" if line else "" for line in text.split("\n"))
+    return "\n".join(lines)
 
 
 def leave_lost_terminal() -> None:
@@ -47,8 +72,14 @@ def leave_lost_terminal() -> None:
                 os.close(nowhere)
 
 
-class VisibleFormatter(logging.Formatter):
-    """Log records as `say` prints text."""
+class SayHandler(logging.Handler):
+    """Log records through `say`, on stderr as it is when they come: what moves on a terminal takes its place meanwhile."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            level: Level | None = (
+                "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else None
+            )
+            say(self.format(record), error=True, level=level)
+        except Exception:
+            self.handleError(record)

@@ -25,6 +25,7 @@ from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills
+from sftkit.runtime.progress import working
 from sftkit.runtime.signals import SIGNALS, starting_processes
 from sftkit.runtime.words import counted
 
@@ -177,8 +178,9 @@ def _tokenized(
     run = _Pool(tokenize, data) if data.num_proc > 1 else None
     try:
         parts = []
-        for source, source_rows in zip(sources, found, strict=True):
-            parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
+        for name, source, source_rows in zip(names, sources, found, strict=True):
+            with working(f"tokenizing {name}"):
+                parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
     finally:
         if run is not None:
             run.close()

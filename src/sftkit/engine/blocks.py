@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
+from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
@@ -40,6 +41,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
+from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
@@ -133,7 +135,8 @@ class Blocks:
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)
-        with explained(self._plan, cfg, layout):
+        key = compile_cache.key(cfg, orig_model, layout, rt)
+        with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = warm_up(
                     self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded
@@ -151,6 +154,8 @@ class Blocks:
             say(compare(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
             compile_cache.keep(cfg, orig_model, layout, rt)
+            if rt.is_main:
+                note(key, seconds)
         self._write_logs()
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, allowed.logits)

@@ -28,6 +28,7 @@ from sftkit.generation.decode import generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
 from sftkit.runtime.hardware import environment
+from sftkit.runtime.progress import working
 from sftkit.runtime.rundir import evaluation_dir
 from sftkit.runtime.start import Runtime
 
@@ -158,7 +159,9 @@ class Suite:
         """val/loss, val/bpb and those of every validation source; empty without one."""
         if not self.validation or self.model is None or self.layout is None:
             return {}
-        return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
+        documents = sum(map(len, self.validation.values()))
+        with working(f"evaluating the loss of {documents:,} documents"):
+            return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -197,9 +200,13 @@ class Suite:
 
     def run_tasks(self) -> list[Evaluated]:
         """The result and the examples of every task, on every rank."""
-        found = [self._run(task, encoded) for task, encoded in self.asked]
+        found = []
+        for task, encoded in self.asked:
+            with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
+                found.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
-            found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
+            with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
+                found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
         return [results.with_settings(one, self.about) for one in found]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:

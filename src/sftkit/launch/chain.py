@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.models.auto_classes import auto_class_in
-from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY
+from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY, latest
 from sftkit.runtime.status import read_status
 
 STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
@@ -38,6 +38,16 @@ def evaluate_command(sft: Config) -> list[str]:
     limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
     out = str(Path(sft.run.dir) / FINAL)
     return [sys.executable, "scripts/evaluate.py", sft.run.dir, "families", "--out", out, *limit]
+
+
+def is_evaluated(sft: Config) -> bool:
+    """Whether evaluate_command has scored this checkpoint before, on as many instances."""
+    run_dir = Path(sft.run.dir)
+    try:
+        settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
+        return (settings["model"], settings["max_examples"]) == (str(latest(run_dir)), sft.eval.max_examples)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def summary(runs: dict[str, Path], seconds: float) -> str:

@@ -6,6 +6,7 @@ python -m sftkit.launch SCRIPT RECIPE [key=value ...]
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from sftkit.config.load import fail, read_config
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
+from sftkit.launch.finished import finished
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
@@ -30,6 +32,7 @@ from sftkit.runtime.status import resume_command
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
 USABLE = 0.92
 "Share of a GPU that a replica may fill, as memory.plan.USABLE."
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Hardware:
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
+    idle_cpus: int | None = None
+    "CPUs among those that it may use which nobody keeps busy just now; None: unknown."
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Launch:
 def choose(
     hardware: Hardware, global_batch_size: int, environ: Mapping[str, str], replica: Replica | None = None
 ) -> Launch:
-    """The most GPUs that share the global batch equally; without a GPU one CPU process with all cores.
+    """The most GPUs that share the global batch equally; without a GPU one CPU process with a thread for each core that is
+    free: threads that share cores with others wait for each other.
 
     Several GPUs get replicas (DDP), or pieces of the model (FSDP2) where a replica does not fit one of them.
 
@@ -68,7 +74,11 @@ def choose(
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
     if hardware.gpus == 0:
         name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
-        env["OMP_NUM_THREADS"] = str(hardware.cpu_cores)  # accelerate launch would set 1
+        free = hardware.cpu_cores if hardware.idle_cpus is None else min(hardware.cpu_cores, hardware.idle_cpus)
+        env["OMP_NUM_THREADS"] = str(max(1, free))  # accelerate launch would set 1
+        cores += f", {hardware.cpu_cores - free} of them busy" if free < hardware.cpu_cores else ""
+        threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
+        note = f", {threads} thread" + "s" * (threads != "1")
     else:
         processes = max(n for n in range(1, hardware.gpus + 1) if global_batch_size % n == 0)
         found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
@@ -102,7 +112,7 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = count_visible(listing, visible)
     if not gpus:
-        return Hardware(0, cpu_cores())
+        return Hardware(0, cpu_cores(), idle_cpus=idle_cpus())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
     memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
@@ -151,6 +161,23 @@ def cpu_cores() -> int:
     if quota.isdecimal() and period.isdecimal():
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
+
+
+def idle_cpus() -> int | None:
+    """Of the CPUs that this process may use, as many as have been idle in half a second; None: the system does not say."""
+    before = _idle_ticks()
+    time.sleep(_LOOK_SECONDS)
+    after = _idle_ticks()
+    shares = [(idle - before[cpu][0]) / (total - before[cpu][1] or 1) for cpu, (idle, total) in after.items()]
+    return round(sum(shares)) if shares else None
+
+
+def _idle_ticks() -> dict[int, tuple[int, int]]:
+    """CPU that this process may use -> (ticks without work, all ticks) since the machine was started; {} where it is not said."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
+    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found if int(cpu) in usable}
+    return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
 
 
 def _read(path: str) -> str:
@@ -204,10 +231,14 @@ def accelerate_launch() -> None:
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
-    """Check the recipe, start the script on this machine, wait for it. Returns its exit code; raises ConfigError."""
+    """Check the recipe, start the script on this machine, wait for it. Returns its exit code; raises ConfigError. A run that is
+    resumed and has nothing left to do is not started."""
     cfg = read_config(recipe, overrides, world_size=1)
     if not Path(script).is_file():
         raise ConfigError(f"{script}: no such script")
+    if line := finished(cfg):
+        say(line)
+        return 0
     launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
     if not launch.config_file.is_file():
         raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
@@ -216,7 +247,9 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if (number := killed_by(code)) is not None:
         run_dir, go_on = Path(cfg.run.dir), resume_command([script, recipe, *overrides])
-        say("\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), error=True)
+        say(
+            "\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), error=True, level="error"
+        )
     return code
 
 

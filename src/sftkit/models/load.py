@@ -33,6 +33,7 @@ from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.manifest import check_loadable
+from sftkit.runtime.progress import working
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 from sftkit.runtime.start import Runtime
 
@@ -157,7 +158,8 @@ def new_tokenizer(
     """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
     texts = training_texts(training.sources or train, on_bad_row)
-    tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
+    with working(f"training a tokenizer of {training.vocab_size:,} tokens"):
+        tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
     set_template_arguments(tokenizer, model)
     return tokenizer
 
@@ -183,14 +185,18 @@ def load_model(
             than the vocabulary.
     """
     if model.scratch is not None:
-        orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
+        with working("making a new model"):
+            orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
         path = resolve(model.path or "")
         check_loadable(path)
         try:
             options = load_options(path, model)
-            load = empty_model if empty else whole_model
-            orig_model = load(path, precision, options)
+            if empty:
+                orig_model = empty_model(path, precision, options)
+            else:
+                with working(f"loading {path}"):
+                    orig_model = whole_model(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
         make_rows(orig_model, tokenizer)

@@ -12,6 +12,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
+from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -36,7 +37,8 @@ def distribute(model: ModelWithLoss, source: ModelConfig | None, sharding: Shard
     make_room(model.orig_model, rt.device)
     if empty:
         assert source is not None
-        load_model_weights(model.orig_model, source)
+        with working(f"reading the weights of {source.path}"):
+            load_model_weights(model.orig_model, source)
     rt.say(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
 

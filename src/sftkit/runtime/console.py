@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
 
-from sftkit.config.terminal import visible
+from sftkit.config.terminal import visible, writable
 
 
 class VisibleConsole(Console):
     """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself
-    would leave some control characters of a text out without a word."""
+    would leave some control characters of a text out without a word. The cursor stays visible under what moves: a process
+    that is killed could not bring it back."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, **settings)
@@ -23,4 +25,14 @@ class VisibleConsole(Console):
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+@cache
+def terminal() -> VisibleConsole:
+    """Return the console of this process's output: what moves there at a time shares one. Long lines are the terminal's to
+    wrap, so that they can be copied."""
+    return VisibleConsole(soft_wrap=True, highlight=False)

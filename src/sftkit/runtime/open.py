@@ -50,7 +50,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         replace_text(place / CONFIG, recipe)
         replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         if warning := check_launcher(os.environ):
-            rt.say(warning)
+            rt.say(warning, "warning")
         if attempt.is_beside(status) and not rt.resumes:
             rt.say(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
     return place

@@ -27,7 +27,7 @@ from accelerate.utils import (
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig
-from sftkit.config.terminal import VisibleFormatter, say
+from sftkit.config.terminal import Level, SayHandler, say
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime.attempt import is_beside, leaves_nothing, withdraw
@@ -173,10 +173,10 @@ class Runtime:
         """The main process does it first (and fills the cache), then the others."""
         return self.accelerator.main_process_first()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: Level | None = None) -> None:
         """Print once for the whole run."""
         if self.is_main:
-            say(text)
+            say(text, level=level)
 
     def stop_requested(self) -> bool:
         """Whether any rank wishes to stop; every rank must ask."""
@@ -248,9 +248,7 @@ def start(
 
 def quiet_libraries(level: int = logging.INFO) -> None:
     """Our own messages as plain lines; warnings only from the libraries that chat at info level."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[SayHandler()], format="%(message)s")
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
     transformers_logging.set_verbosity_error()

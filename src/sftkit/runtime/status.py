@@ -237,12 +237,12 @@ def _tell(error: BaseException, status: RunStatus | None) -> int:
         prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
         if cause is not None and cause.rank != own.rank:
             if cause.error != own.error:
-                say(f"\nerror: {cause}", error=True)
+                say(f"\nerror: {cause}", error=True, level="error")
             return code
     if not expected:
         say("".join(traceback.format_exception(error)), error=True)
     place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
-    say(f"\nerror: {place}", error=True)
+    say(f"\nerror: {place}", error=True, level="error")
     return code
 
 

@@ -114,7 +114,7 @@ class Watchdog:
             if gone:
                 self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
             first = self._status.write_failed()
-            say(f"\nrank {self._status.rank} ends: {first}", error=True)
+            say(f"\nrank {self._status.rank} ends: {first}", error=True, level="error")
             self._end()
 
     def _bite(self, idle: float) -> None:
@@ -135,7 +135,8 @@ class Watchdog:
         with suppress(OSError):
             status.end("failed", first_failing_rank=culprit, error=text)
         limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
-        say(f"\nerror: {text} ({limit} is {self.limit():.0f})\n{stack}", error=True)
+        say(f"\nerror: {text} ({limit} is {self.limit():.0f})", error=True, level="error")
+        say(stack, error=True)
         self._end()
 
     def _end(self) -> NoReturn:

@@ -11,16 +11,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from sftkit.config.schema import LogConfig
-from sftkit.config.terminal import leave_lost_terminal
+from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.runtime.console import VisibleConsole
+from sftkit.runtime.console import terminal
+from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.rundir import (
     EVALS,
     EVALUATIONS,
@@ -61,6 +61,8 @@ ALERTS: dict[Kind, tuple[str, str]] = {
     "starvation": ("training waits for data", "WARN"),
 }
 "Kind of event -> (title, level) of the alert on the dashboard."
+LEVELS: dict[str, Level] = {"WARN": "warning", "ERROR": "error"}
+"Level of an alert -> that of its line on the console."
 ENDS: dict[type[BaseException], Kind] = {
     NonFiniteError: "nonfinite",
     SpikeError: "spike",
@@ -75,6 +77,9 @@ RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "e
 TABLE_ROWS, TABLE_CHARACTERS = 1000, 2000
 "A table on the dashboard has the newest rows, with so much of each text; samples.jsonl has all of both."
 CONSOLE_VALUES = 8
+GAP = "  "
+WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
+"The columns of a step's line, the most wanted first."
 
 
 class Tracker:
@@ -97,8 +102,7 @@ class Tracker:
         self.run_id = run_id
         "of the run on the dashboard, None without one; on the main rank"
         self._mirror: Mirror | None = None
-        self._progress: Progress | None = None
-        self._task: Any = None
+        self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[Kind, str]] = set()
         self._is_open = False
@@ -125,9 +129,8 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._progress is not None:
-            with suppress(OSError, ValueError):  # a terminal that is gone
-                self._progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
                 self._record(event, self._step, first_line(error))  # the console has the whole error
@@ -135,42 +138,27 @@ class Tracker:
             self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
-        """A live bar with ETA on a terminal; plain lines need nothing."""
-        console = VisibleConsole()
-        if not (self._rt.is_main and console.is_terminal):
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._progress.start()
-        self._task = self._progress.add_task("training", total=total_steps, completed=step)
+        """A live bar on a terminal; plain lines need nothing."""
+        if self._rt.is_main and terminal().is_interactive:
+            self._bar = TrainingBar(step, total_steps)
+            self._bar.start()
 
     def advance(self, step: int) -> None:
         """A step has been launched."""
         self._step = step
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        if self._bar is not None:
+            self._bar.step = step
 
-    def say(self, text: str) -> None:
-        """A line for the person watching, above the progress bar where there is one."""
-        if self._progress is not None:
-            try:
-                self._progress.console.print(text, markup=False, highlight=False)
-            except (OSError, ValueError):
-                leave_lost_terminal()
-        else:
-            self._rt.say(text)
+    def say(self, text: str, level: Level | None = None) -> None:
+        """A line for the person watching, above the bar where there is one."""
+        self._rt.say(text, level)
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """One training line; an event if training has waited for data in this one and the two before."""
         self._append(METRICS, step, values)
-        self.say(train_line(step, total_steps, values))
+        self.say(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
+        if self._bar is not None:
+            self._bar.newest = f"loss {number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
         self._lines += 1
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
@@ -205,7 +193,7 @@ class Tracker:
     def event(self, kind: Kind, step: int, text: str) -> None:
         """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
         if self._rt.is_main:
-            self.say(f"step {step}: {text}" if not text.startswith("step ") else text)
+            self.say(f"step {step}: {text}" if not text.startswith("step ") else text, LEVELS[ALERTS[kind][1]])
             self._record(kind, step, text)
 
     def new_events(self, kind: Kind, step: int, texts: Sequence[str]) -> None:
@@ -244,24 +232,31 @@ class Tracker:
             self._mirror.table(name, step, columns, cells)
 
 
-def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
-    """The aligned console line."""
+def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
+    """The aligned console line.
+
+    Args:
+        width: characters that a terminal has for it: the columns of WANTED that do not fit are left out, the last ones first;
+            None: all.
+    """
     mfu = values.get("perf/mfu")
-    width = len(str(total_steps))
-    parts = [
-        f"step {step:>{width}}/{total_steps}",
-        f"loss {number(values['train/loss'], '7.4f')}",
-        f"grad {number(values['train/grad_norm'], '7.3f')}",
-        f"lr {values['train/lr']:.2e}",
-        f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
-        f"mfu {100 * mfu:4.1f}%" if mfu is not None else "mfu    -",
-        f"{values['perf/step_seconds']:7.3f} s/step",
-        f"wait {values['perf/data_wait_pct']:4.1f}%",
-        f"pad {values['data/padding_pct']:4.1f}%",
-        f"mem {number(values['mem/peak_gib'], '5.1f')} GiB",
-        f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
-    ]
-    return "  ".join(parts)
+    columns = {
+        "step": f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        "loss": f"loss {number(values['train/loss'], '7.4f')}",
+        "grad": f"grad {number(values['train/grad_norm'], '7.3f')}",
+        "lr": f"lr {values['train/lr']:.2e}",
+        "tok/s": f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
+        "mfu": f"mfu {100 * mfu:4.1f}%" if mfu is not None else "mfu    -",
+        "s/step": f"{values['perf/step_seconds']:7.3f} s/step",
+        "wait": f"wait {values['perf/data_wait_pct']:4.1f}%",
+        "pad": f"pad {values['data/padding_pct']:4.1f}%",
+        "mem": f"mem {number(values['mem/peak_gib'], '5.1f')} GiB",
+        "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
+    }
+    room = sys.maxsize if width is None else width + len(GAP)
+    taken = accumulate(len(columns[name]) + len(GAP) for name in WANTED)
+    kept = {name for name, end in zip(WANTED, taken, strict=True) if end <= room}
+    return GAP.join(text for name, text in columns.items() if name in kept)
 
 
 def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:

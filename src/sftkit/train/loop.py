@@ -86,7 +86,7 @@ def train(
         ]
         for check in checks:
             if check.ok is False:
-                tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})")
+                tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})", "warning")
         already_done = step == total_steps  # what proved it when it was trained stays
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks)
@@ -110,8 +110,10 @@ def train(
             rt.say(line)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
+        steps = on_device(
+            batches.steps(step, total_steps), rt.device
+        )  # data workers are forked before the bar's thread is
         tracker.start_progress(step, total_steps)
-        steps = on_device(batches.steps(step, total_steps), rt.device)
         folder = step_dir(checkpoints.run_dir, step)
         with (
             proof.proved(status, rt, checks, lambda error: proof.closing_checks(meter, batches, engine, error)),

@@ -46,7 +46,7 @@ def main() -> None:
                 args.only,
             )
     except ConfigError as error:
-        say(f"error: {error}", error=True)
+        say(f"error: {error}", error=True, level="error")
         sys.exit(2)
 
 

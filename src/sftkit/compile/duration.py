@@ -1,0 +1,43 @@
+"""How long a warm-up took, kept beside the compiled code, so that the next one on this machine can say how long it will be."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from sftkit.config.schema import CompileConfig
+from sftkit.runtime.files import replace_shared
+
+
+def under_way(compile: CompileConfig, key: str) -> str:
+    """Return what the warm-up does, with its seconds where they are known from an earlier one of the same key.
+
+    Args:
+        key: of compile.cache.
+    """
+    if not compile.enabled:
+        return "trying the heaviest batches"
+    what = "compiling blocks" if compile.scope == "block" else "compiling the model"
+    try:
+        earlier = json.loads(_file(key).read_text())
+        about = f"about {earlier['seconds']:.0f} s"
+        return f"{what}, up to {about}" if earlier["compiled_anew"] else f"{what}, {about}"  # now its code is there
+    except (OSError, ValueError, KeyError, TypeError):
+        return what
+
+
+def note(key: str, seconds: float) -> None:
+    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that does not take them costs nothing."""
+    found = {"seconds": round(seconds, 1), "compiled_anew": counters["inductor"]["fxgraph_cache_miss"] > 0}
+    with suppress(OSError):
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        replace_shared(_file(key), json.dumps(found))
+
+
+def _file(key: str) -> Path:
+    """In the folder of torch's own compiled code, with which it is deleted. torch has no public name for it."""
+    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"

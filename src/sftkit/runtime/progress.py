@@ -1,0 +1,93 @@
+"""What moves on the last line of a terminal while something takes long, and what is said of it elsewhere. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from sftkit.config.terminal import say, visible
+from sftkit.runtime.console import terminal
+
+_REFRESHES = 2.0
+"A second: each takes the interpreter lock for a millisecond or two."
+_DAY_SECONDS = 86_400.0
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Tell what takes a while, once for the whole run: on a terminal for as long as it takes, with its seconds; elsewhere in a
+    line at its beginning."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    if not (is_main and terminal().is_interactive):
+        if is_main:
+            say(text)
+        yield
+        return
+    with LastLine(SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as line:
+        line.add_task(visible(text), total=None)
+        yield
+
+
+class LastLine(Progress):
+    """What is drawn under all other output of this process, by a thread, and leaves nothing. Several stand one above the
+    other. A terminal that is gone stops nothing."""
+
+    def __init__(self, *columns: str | ProgressColumn, expand: bool = False) -> None:
+        super().__init__(
+            *columns,
+            console=terminal(),
+            transient=True,
+            expand=expand,
+            refresh_per_second=_REFRESHES,
+            speed_estimate_period=_DAY_SECONDS,
+            redirect_stderr=sys.stderr.isatty(),  # else rich would bring a log file's lines here
+        )
+
+    def start(self) -> None:
+        with suppress(OSError, ValueError):
+            super().start()
+
+    def stop(self) -> None:
+        with suppress(OSError, ValueError):
+            super().stop()
+
+
+class TrainingBar(LastLine):
+    """Steps done, the newest loss and speed, and the time left by the mean step, with all that came between.
+
+    The loop sets `step` and `newest`, and never waits: the thread that draws reads them.
+    """
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        self.step = step
+        self.newest = ""
+        super().__init__(
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            expand=True,
+        )
+        self.add_task("", total=total_steps, completed=step)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Bring the line up to date first."""
+        for task in self.task_ids:
+            self.update(task, completed=self.step, description=self.newest)
+        yield from super().get_renderables()

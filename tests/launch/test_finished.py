@@ -1,0 +1,108 @@
+"""A run that is resumed and has nothing left to do is not started: it takes a moment, and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sftkit.checkpoint.manifest import entries, write_manifest
+from sftkit.config.load import read_config, to_yaml
+from sftkit.config.schema import Config
+from sftkit.launch import launch
+from sftkit.launch.chain import is_evaluated
+from sftkit.launch.finished import finished
+from sftkit.runtime import lock
+
+RECIPE = "model: {{path: {0}/base}}\ndata: {{train: [{{path: {0}/rows.jsonl}}]}}\ntrain: {{max_steps: 3}}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe, its data, and a run that has trained it to the end."""
+    path, run_dir = tmp_path / "sft.yaml", tmp_path / "run"
+    path.write_text(f"run: {{dir: {run_dir}}}\n{RECIPE.format(tmp_path)}")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "LATEST").write_text("step-000009\n")
+    checkpoint = run_dir / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "recipe.yaml").write_text(to_yaml(read_config(path)))
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    (checkpoint / "training_state").mkdir()
+    (checkpoint / "training_state" / "state.json").write_text("{}")
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    write_manifest(checkpoint, 3, entries(checkpoint, files))
+    (run_dir / "LATEST").write_text("step-000003\n")
+    (run_dir / "config.yaml").write_text("")
+    change(run_dir / "run_status.json", status="finished")
+    change(run_dir / "summary.json", step=3, total_steps=3, stopped=False)
+    for old in (tmp_path / "rows.jsonl", tmp_path / "base" / "LATEST"):
+        os.utime(old, (1, 1))
+    return path
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
+
+
+def resumed(recipe: Path, *words: str) -> Config:
+    return read_config(recipe, ["train.resume=auto", *words])
+
+
+def test_a_finished_run_is_not_started_again(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch, "find_hardware", lambda: pytest.fail("looked for"))
+    assert launch.run(__file__, str(recipe), ["train.resume=auto"]) == 0
+    newest = recipe.parent / "run" / "step-000003"
+    assert capsys.readouterr().out == f"finished at step 3 of 3, nothing left to train: {newest}\n"
+
+
+WHY_NOT = {
+    "anew": lambda run: None,
+    "stopped": lambda run: change(run / "summary.json", stopped=True),
+    "not at its end": lambda run: change(run / "summary.json", step=2),
+    "its end has no checkpoint": lambda run: change(run / "summary.json", step=4, total_steps=4),
+    "failed": lambda run: change(run / "run_status.json", status="failed"),
+    "another seed": lambda run: None,
+    "damaged": lambda run: (run / "step-000003" / "model.safetensors").write_bytes(b"weighty"),
+    "no summary": lambda run: (run / "summary.json").unlink(),
+    "broken recipe": lambda run: (run / "step-000003" / "recipe.yaml").write_text("[1"),
+    "new data": lambda run: os.utime(run.parent / "rows.jsonl"),
+    "data in a folder": lambda run: new_row_in_a_folder(run.parent / "rows.jsonl"),
+    "base trained again": lambda run: os.utime(run.parent / "base" / "LATEST"),
+    "at work": lock.take,
+    "no run": shutil.rmtree,
+}
+WORDS = {"anew": ("train.resume=null",), "another seed": ("run.seed=5",)}
+
+
+def new_row_in_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "new.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize("why", WHY_NOT)
+def test_every_other_run_is_started(recipe: Path, why: str) -> None:
+    assert finished(resumed(recipe)) is not None
+    WHY_NOT[why](recipe.parent / "run")
+    later = (recipe.parent / "run" / "config.yaml", recipe.parent / "rows.jsonl", recipe.parent / "base" / "LATEST")
+    if why in ("new data", "data in a folder", "base trained again"):
+        os.utime(later[0], (2, 2))
+    assert finished(resumed(recipe, *WORDS.get(why, ()))) is None
+
+
+def test_an_evaluation_of_the_newest_checkpoint_is_not_repeated(recipe: Path) -> None:
+    cfg, folder = resumed(recipe), recipe.parent / "run" / "evals" / "final"
+    assert not is_evaluated(cfg)
+    folder.mkdir(parents=True)
+    settings = {"model": str(recipe.parent / "run" / "step-000003"), "max_examples": None}
+    (folder / "results.json").write_text(json.dumps([{"settings": settings}]))
+    assert is_evaluated(cfg)
+    assert not is_evaluated(resumed(recipe, "eval.max_examples=2"))
+    (recipe.parent / "run" / "LATEST").write_text("step-000004\n")
+    assert not is_evaluated(cfg)
