@@ -70,6 +70,10 @@ def test_what_a_model_says_cannot_steer_the_terminal(talk) -> None:
     assert talk("Hi?", said="\x1b[31m\u202e")[1] == "\\x1b[31m\\u202e\n"
 
 
+def test_an_empty_answer_is_told_as_one(talk) -> None:
+    assert talk("Hi?", said="")[1:] == ("\n", "(the model has ended its answer at once)\n")
+
+
 def test_clear_and_system_start_over(talk) -> None:
     asked, _, told = talk(
         "Hi?", "/clear", "Hi?", "/system Be brief.", "Hi?", "/clear", "Hi?", "/system", "Hi?", "/new", "Hi?"

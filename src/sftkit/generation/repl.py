@@ -87,6 +87,8 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
     except (ConfigError, DataError) as error:
         say(str(error), error=True)
     else:
+        if not reply.strip():
+            say("(the model has ended its answer at once)", error=True)
         conversation.messages += [asked[-1], {"role": "assistant", "content": reply}]
 
 
