@@ -37,13 +37,19 @@ def did_you_mean(path: str) -> str:
     wanted = Path(path)
     try:
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
-        names = sorted(entry.name for entry in folder.iterdir())
+        there = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return ""
     missing, *rest = wanted.parts[len(folder.parts) :] or ("",)
-    near = [folder / name for name in difflib.get_close_matches(missing, names, n=3, cutoff=0.6)]
+    close = difflib.get_close_matches(_stem(missing), map(_stem, there), n=3, cutoff=0.6)
+    near = [folder / name for name in there if _stem(name) in close][:3]
     found = [str(path.joinpath(*rest) if path.joinpath(*rest).exists() else path) for path in near]
     return f". Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _stem(name: str) -> str:
+    """A name without its endings, which alone make no two names alike."""
+    return name.partition(".")[0] or name
 
 
 def unusable(run_dir: str) -> str | None:

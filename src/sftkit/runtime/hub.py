@@ -113,4 +113,7 @@ def find_model(path: str, revision: str | None = None) -> str:
 
 
 def download_help(path: str) -> str:
-    return f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and set model.path=DIR"
+    return (
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder (in a recipe: "
+        "model.path=DIR)"
+    )
