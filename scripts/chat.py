@@ -1,69 +1,42 @@
-"""Talk to a checkpoint in the terminal. An empty line or Ctrl-D ends; /new starts a new conversation.
+"""Talk to a checkpoint in the terminal. /help lists the commands; exit or Ctrl-D ends.
 
 make chat
-python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
+python scripts/chat.py runs/default/sft --prompt "What is 23+4?"
+python scripts/chat.py Qwen/Qwen3-0.6B --temperature 0.7 --top-p 0.8 --template-arg enable_thinking=false
 """
 
 from sftkit.runtime.script import script
 
 
 def main() -> None:
-    from sftkit.config.command_line import Parser, path_or_id
+    from sftkit.generation.flags import parse
+    from sftkit.runtime.hub import find_model
+    from sftkit.runtime.rundir import newest_run
 
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
-    )
-    parser.add_argument("--prompt", help="one question; print the answer and exit")
-    parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
-    args = parser.parse_args()
+    args = parse(__doc__)
+    path = find_model(args.path or newest_run())  # refused here if it is not there, before torch is imported
+
+    from functools import partial
 
     from sftkit.config.schema import ModelConfig
     from sftkit.config.terminal import say
-    from sftkit.errors import DataError
     from sftkit.generation.decode import stream
+    from sftkit.generation.introduction import introduction
+    from sftkit.generation.repl import Conversation, converse, show
     from sftkit.models.load import load_model, load_tokenizer
-    from sftkit.runtime.rundir import newest_run, resolve
     from sftkit.runtime.start import quiet_libraries, start_device
 
     quiet_libraries()
-    path = resolve(args.path or newest_run())
-    tokenizer = load_tokenizer(ModelConfig(path=path))
-    orig_model = load_model(ModelConfig(path=path), tokenizer, seed=0).to(start_device())
-    opening = [{"role": "system", "content": args.system}] if args.system else []
-
-    def answer(messages: list[dict[str, str]]) -> str:
-        parts = []
-        for part in stream(orig_model, tokenizer, messages, args.max_new_tokens, args.temperature):
-            say(part, end="")
-            parts.append(part)
-        say("")
-        return "".join(parts)
+    source = ModelConfig(path=path, chat_template_args=args.template_args)
+    tokenizer = load_tokenizer(source)
+    orig_model = load_model(source, tokenizer, seed=0).to(start_device())
+    answer = partial(stream, orig_model, tokenizer, sampling=args.sampling)
 
     if args.prompt is not None:
-        answer([*opening, {"role": "user", "content": args.prompt}])
+        show(answer(Conversation(args.system).asked(args.prompt)))
         return
-    say(f"{path}  (an empty line ends, /new starts over)", error=True)
-    messages = list(opening)
-    for line in iter(ask, ""):
-        if line == "/new":
-            messages = list(opening)
-            continue
-        try:
-            reply = answer([*messages, {"role": "user", "content": line}])
-        except DataError as error:
-            say(str(error), error=True)
-            continue
-        messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
-
-
-def ask() -> str:
-    try:
-        return input("\n> ").strip()
-    except EOFError:
-        return ""
+    say(introduction(path, orig_model, tokenizer, newest=args.path is None), error=True)
+    converse(answer, args.system)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     from sftkit.config.load import load_config
+    from sftkit.preflight.inputs import inputs_of
 
-    cfg = load_config(__doc__)  # recipe, then key=value; whatever is wrong is refused here, before torch is imported
+    # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
+    cfg = load_config(__doc__, inputs_of("sft"))
 
     from sftkit.data import stages
     from sftkit.models.load import load_tokenizer

@@ -16,7 +16,7 @@ def main() -> None:
 
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
-    from sftkit.data import stages
+    from sftkit.config.stages import stage_of_recipe
     from sftkit.data.pack import make_layout, plan_epoch
     from sftkit.preflight import look as preflight
     from sftkit.preflight import prepare
@@ -35,7 +35,7 @@ def main() -> None:
     console.print(start, markup=False, soft_wrap=True)
 
     # What it would learn from, and in which steps.
-    stage = flags.stage or stages.stage_of(flags.recipe)
+    stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = prepare.load_examples(cfg.data, stage, tokenizer, max_length)
     layout = make_layout(cfg.data, max_length, cfg.train, world_size=1, lengths=examples.lengths)

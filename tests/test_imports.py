@@ -25,7 +25,7 @@ ROOMS = {
     "compile": ("config", "runtime", "data", "ops", "models"),
     "checkpoint": ("config", "runtime", "data", "models", "optim"),
     "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),
-    "generation": ("runtime", "data", "ops", "parallel", "compile"),
+    "generation": ("config", "runtime", "data", "ops", "parallel", "compile"),
     "engine": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         "memory",
@@ -37,14 +37,16 @@ ROOMS = {
         *("config", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
     ),
-    "launch": ("config", "runtime", "models"),
+    "launch": ("config", "runtime", "models", "preflight"),
     "experiments": ("config", "runtime", "data", "models", "objectives", "tracking", "reports", "train", "launch"),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
-    *("preflight/flags.py", "evals/flags.py", "experiments/validate/flags.py"),
+    *("generation/answer.py", "generation/flags.py", "generation/repl.py"),
+    *("preflight/flags.py", "preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
+    *("data/origin.py", "data/rows.py", "data/readers.py", "data/conversation.py", "data/hub.py", "runtime/hub.py"),
     *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "progress")),
     *(f"runtime/{name}.py" for name in ("rundir", "script", "signals", "status", "words")),
 )

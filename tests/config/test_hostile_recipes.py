@@ -171,7 +171,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_torch(
         load_config("")
     told = capsys.readouterr().err
     assert ended.value.code == 2
-    assert told.startswith("run.dir: ")
+    assert told.startswith("command line: run.dir: ")
     assert text in told
     assert told.count("\n") == 1
 

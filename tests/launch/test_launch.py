@@ -17,7 +17,12 @@ from sftkit.launch.launch import Hardware, choose, count_visible
 from sftkit.models.size import Replica
 from sftkit.runtime.launcher import signal_env
 
-RECIPE = "run: {dir: x}\nmodel: {path: y}\ndata: {train: [{path: 'builtin:tasks'}]}\ntrain: {max_steps: 1}\n"
+RECIPE = """
+run: {dir: x}
+model: {scratch: {model_type: llama}, train_tokenizer: {}}
+data: {train: [{path: 'builtin:tasks'}], max_length: 64}
+train: {max_steps: 1}
+"""
 LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
 
 
@@ -141,7 +146,7 @@ def test_the_recipe_and_the_hardware_decide_together(
     monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 10 * 2**30))
     sizes = "hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, num_attention_heads: 32"
     big = f"model.scratch={{model_type: qwen3, vocab_size: 151936, {sizes}, num_key_value_heads: 8, head_dim: 128}}"
-    launch.run(__file__, str(recipe), ["model.path=null", "model.tokenizer=y", big])
+    launch.run(__file__, str(recipe), [big])
     assert str(launch.CONFIGS / "fsdp2.yaml") in started[0]
     assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
     launch.run(__file__, str(recipe))

@@ -257,8 +257,9 @@ def test_a_signal_to_the_chain_of_stages_ends_it_although_the_launcher_reports_a
 
 
 def chain_of_stages(folder: Path, terminal: Terminal | None = None) -> LaunchedRun:
-    for stage in ("base", "mid", "sft"):
+    for stage, before in (("base", None), ("mid", "base"), ("sft", "mid")):
         recipe = f"extends: {ROOT}/recipes/smoke/{stage}.yaml\nrun: {{dir: {folder}/{stage}}}\n"
+        recipe += f"model: {{path: {folder}/{before}}}\n" if before else ""
         (folder / f"{stage}.yaml").write_text(recipe)
     words = [sys.executable, "scripts/run_chain.py", str(folder), f"data.cache_dir={folder}/cache"]
     return LaunchedRun(folder / "base", words, terminal=terminal)

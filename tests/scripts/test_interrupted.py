@@ -61,7 +61,7 @@ MOMENTS = [
     ("report.py", "sftkit.reports.write"),
     ("make_dashboard.py", "sftkit.tracking.workspace"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
-    *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py", "evaluate.py", "chat.py")),
+    *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py", "evaluate.py")),
 ]
 
 

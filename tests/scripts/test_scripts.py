@@ -119,6 +119,13 @@ def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
     assert done.stdout.strip() == expected.strip()
 
 
+def test_chat_says_who_answers_and_what_it_has_learned(runs: Path) -> None:
+    done = run("scripts/chat.py", str(runs / "sft"))  # at the end of its input
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith(f"{runs}/sft/step-000003 answers: ")
+    assert "It has learned small tasks, in their own wordings alone" in done.stderr
+
+
 @pytest.mark.slow
 def test_evaluate_writes_every_example(runs: Path, tmp_path: Path) -> None:
     command = ["scripts/evaluate.py", str(runs / "sft"), "--max-examples", "1", "--max-new-tokens", "4"]

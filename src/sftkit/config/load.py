@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from sftkit.config.keys import USAGE, adapter, help_text, sections, shown, table
-from sftkit.config.paths import expanded, unusable
-from sftkit.config.rules import Unusable, cross_check
+from sftkit.config.paths import expanded
+from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, source_label
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
@@ -29,16 +29,13 @@ from sftkit.errors import ConfigError
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
 
 
-def load_config(description: str | None) -> Config:
-    """The Config that this script's command line asks for, whose run directory can be made. Prints problems and exits with
-    code 2 if there are any."""
-    cfg = read_command_line(description)
-    if problem := unusable(cfg.run.dir):
-        fail(f"run.dir: {problem}")
-    return cfg
+def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
+    """The Config that this script's command line asks for, whose run directory can be made. Prints problems, those that
+    further rules find too, and exits with code 2 if there are any."""
+    return read_command_line(description, [run_dir_can_be_made, *more])
 
 
-def read_command_line(description: str | None) -> Config:
+def read_command_line(description: str | None, more: Sequence[Rule] = ()) -> Config:
     """What load_config returns, for a script that makes no run directory."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
@@ -48,7 +45,7 @@ def read_command_line(description: str | None) -> Config:
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: python {sys.argv[0]} {USAGE}\nThe first word must be a recipe file.")
     try:
-        cfg, tree = _resolve(settings[0], settings[1:], None)
+        cfg, tree = _resolve(settings[0], settings[1:], None, more)
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):
@@ -59,9 +56,15 @@ def read_command_line(description: str | None) -> Config:
     return cfg
 
 
-def read_config(recipe: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Config:
-    """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1)."""
-    return _resolve(recipe, overrides, world_size)[0]
+def read_config(
+    recipe: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, more: Sequence[Rule] = ()
+) -> Config:
+    """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1).
+
+    Raises:
+        ConfigError: all problems together, those that further rules find too.
+    """
+    return _resolve(recipe, overrides, world_size, more)[0]
 
 
 def to_yaml(cfg: Config) -> str:
@@ -103,7 +106,9 @@ def kept_settings(tree: Node) -> list[str]:
 # ---- validation ----
 
 
-def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | None) -> tuple[Config, Node]:
+def _resolve(
+    recipe: str | Path, overrides: Sequence[str], world_size: int | None, more: Sequence[Rule]
+) -> tuple[Config, Node]:
     problems: list[str] = []
     words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
     if len(words) < len(overrides):
@@ -123,7 +128,7 @@ def _resolve(recipe: str | Path, overrides: Sequence[str], world_size: int | Non
     cfg = _validate(tree, str(recipe), dropped, problems)
     if world_size is None:
         world_size = _row_ranks(problems)
-    for key, text in cross_check(functools.partial(_get, tree, dropped), world_size):
+    for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
         keys = _keys(key)
         place = tree.nearest(keys).place
         problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
@@ -282,13 +287,15 @@ def _indexed(key: str, keys: Keys) -> str:
 
 def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
     keys = _keys(key)
-    if any(keys == gone[: len(keys)] or gone == keys[: len(gone)] for gone in dropped):
-        raise Unusable(key)
+    for gone in dropped:
+        if keys == gone[: len(keys)] or gone == keys[: len(gone)]:
+            raise Unusable(dotted(gone))
     node = tree
     for part in keys:
         child = node.child(part)
         if child is None:
-            return table()[key].default
+            known = table().get(key)
+            return None if known is None else known.default  # None: an item that a list does not have
         node = child
     return node.plain()
 

@@ -1,9 +1,12 @@
-"""Paths of recipes and command lines: what ~ means, and whether a run directory can be made. No torch."""
+"""Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be made.
+No torch."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
+from pathlib import Path
 
 from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError
@@ -27,6 +30,26 @@ def expanded(path: str) -> str:
         name = path.partition("/")[0]
         raise ConfigError(f"{name} is nobody's home directory here. Write the path in full, or ./{name} for that name")
     return found
+
+
+def did_you_mean(path: str) -> str:
+    """Return a sentence that names what is there and a missing path may have meant; empty: nothing is like it."""
+    wanted = Path(path)
+    try:
+        folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
+        there = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return ""
+    missing, *rest = wanted.parts[len(folder.parts) :] or ("",)
+    close = difflib.get_close_matches(_stem(missing), map(_stem, there), n=3, cutoff=0.6)
+    near = [folder / name for name in there if _stem(name) in close][:3]
+    found = [str(path.joinpath(*rest) if path.joinpath(*rest).exists() else path) for path in near]
+    return f". Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _stem(name: str) -> str:
+    """A name without its endings, which alone make no two names alike."""
+    return name.partition(".")[0] or name
 
 
 def unusable(run_dir: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
+from sftkit.config.paths import unusable
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 
 Problem = tuple[str, str]
@@ -19,18 +21,27 @@ Get = Callable[[str], Any]
 "Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
 
 
+Rule = Callable[[Get], Iterator[Problem]]
+
+
 class Unusable(Exception):
-    """The rule asks for a value that was already reported: skip the rule."""
+    """The rule asks for a value that was already reported: skip the rule. Its text is the key that has the problem."""
 
 
-def cross_check(get: Get, world_size: int) -> Iterator[Problem]:
-    """All problems between settings."""
-    rules = [lambda rule=rule: rule(get) for rule in _RULES]
-    for rule in [*rules, lambda: _batch_divides(get, world_size)]:
+def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterator[Problem]:
+    """All problems between settings, and those that further rules find."""
+    rules: list[Rule] = [*_RULES, functools.partial(_batch_divides, world_size=world_size), *more]
+    for rule in rules:
         try:
-            yield from rule()
+            yield from rule(get)
         except Unusable:
             continue
+
+
+def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
+    """Problems of the place of the run, for whoever makes one."""
+    if problem := unusable(get("run.dir")):
+        yield "run.dir", problem
 
 
 def _one_origin(get: Get) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
+from sftkit.data.rows import require_conversation
 from sftkit.data.spans import special_pattern
 from sftkit.data.template import Span, render, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
@@ -60,12 +61,7 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
-    if row.messages is None:
-        raise DataError(
-            f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
-            "instruction and output). Text is for base_train.py and mid_train.py",
-            reason="text, not a conversation",
-        )
+    given = require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, targets)
@@ -89,7 +85,7 @@ def tokenize(
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in found if one.note]
     if examples:
-        odd = {**conversation.oddities(row.messages, row.where), **unused}
+        odd = {**conversation.oddities(given, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].why)

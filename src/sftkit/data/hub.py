@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.paths import did_you_mean
 from sftkit.config.schema import SourceConfig
-from sftkit.data.readers import closest
 from sftkit.errors import ConfigError
-from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.hub import hub_answers, not_found, unreachable, why_not_there
 
 
 def load(source: SourceConfig) -> Any:
@@ -27,6 +27,16 @@ def load(source: SourceConfig) -> Any:
         return _snapshot(source)
 
 
+def check(source: SourceConfig) -> None:
+    """Refuse a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
+
+    Raises:
+        ConfigError: where it was looked for, and what to do.
+    """
+    if why := why_not_there(source.path, "dataset"):
+        raise _missing(source, why)
+
+
 def _load_dataset(source: SourceConfig) -> Any:
     import datasets
 
@@ -36,7 +46,7 @@ def _load_dataset(source: SourceConfig) -> Any:
         reason = str(error).strip() or type(error).__name__
         raise ConfigError(
             f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
-            f"Neither a local file or folder of that name exists{_suggestion(source.path)}"
+            f"Neither a local file or folder of that name exists{did_you_mean(source.path)}"
         ) from error
 
 
@@ -46,19 +56,17 @@ def _snapshot(source: SourceConfig) -> Path:
     try:
         return Path(snapshot_download(source.path, repo_type="dataset", local_files_only=True))
     except Exception as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise ConfigError(
-            f"data source {source.path}: no local file or folder of that name{_suggestion(source.path)}, and as a hub "
-            f"dataset (subset {source.subset or 'none'}, split {source.split}) it is not in the cache "
-            f"({constants.HF_HOME}) and {why}. On a connected machine run "
-            f"`hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and set the "
-            "source's path (data.train.0.path=FOLDER for the first one) to it; or copy that machine's HF_HOME cache"
-        ) from error
+        why = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
+        raise _missing(source, why) from error
 
 
-def _suggestion(path: str) -> str:
-    names = closest(path)
-    return f" (did you mean {' or '.join(names)}?)" if names else ""
+def _missing(source: SourceConfig, why: str) -> ConfigError:
+    download = (
+        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and set "
+        "the source's path (data.train.0.path=FOLDER for the first one) to it; or copy that machine's HF_HOME cache"
+    )
+    asked = f" (subset {source.subset or 'none'}, split {source.split})"
+    return ConfigError(f"data source {source.path}{asked}: {not_found(source.path, 'dataset', why, download)}")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -25,6 +24,8 @@ LONGEST_RECORD = 32 * 2**20
 "Bytes of a line, and of a file that is one text: what is longer is no record, and would take the memory of the machine."
 LONGEST_JSON = 4 * 2**30
 "Bytes of a file that is one JSON list, which is read as a whole."
+FARTHEST = 10_000
+"Rows before the first one of a slice that a look at its beginning passes over."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
@@ -49,15 +50,6 @@ def suffix_of(path: Path) -> str | None:
 def looks_local(path: str) -> bool:
     """A path that cannot be a hub id, so that a missing one is a misspelling."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or suffix_of(Path(path)) is not None
-
-
-def closest(path: str) -> list[str]:
-    """Existing names that a misspelled path may have meant."""
-    wanted = Path(path)
-    folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
-    missing = wanted.parts[len(folder.parts)] if folder != Path(".") else wanted.parts[0]
-    names = sorted(entry.name for entry in folder.iterdir())
-    return [str(folder / name) for name in difflib.get_close_matches(missing, names, n=3, cutoff=0.5)]
 
 
 def files_of(source: SourceConfig, root: Path) -> list[Path]:
@@ -147,36 +139,54 @@ def base_split(spec: str) -> str:
 
 def sliced(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
     """The part of the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
+    start, stop = _bounds(source)
+    total = sum(1 for _ in rows()) if _is_relative(start) or _is_relative(stop) else 0
+    return islice(rows(), _index(start, total) if start else 0, _index(stop, total) if stop else None)
+
+
+def sliced_beginning(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
+    """The rows of a slice from its first one on, perhaps some behind it too; none where it takes long to find that one."""
+    start, stop = _bounds(source)
+    start = "0" if start in (None, "0%") else start
+    if _is_relative(start) or int(start or 0) > FARTHEST:
+        return iter(())
+    return islice(rows(), int(start or 0), None if stop is None or _is_relative(stop) else int(stop))
+
+
+def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
+    """What stands before and behind the colon of a slice."""
     spec = source.split.strip()
     if spec == base_split(spec):
-        return rows()
+        return None, None
     match = re.fullmatch(r"[^\[\]]+\[(-?\d+%?)?:(-?\d+%?)?\]", spec)
     if match is None:
         raise ConfigError(f"data source {source.path}: split {spec!r}; expected train, train[:1000] or train[10%:90%]")
-    start, stop = match.groups()
-    needs_total = any(bound and (bound.endswith("%") or bound.startswith("-")) for bound in (start, stop))
-    total = sum(1 for _ in rows()) if needs_total else 0
-    first = _bound(start, total, source) if start else 0
-    return islice(rows(), first, _bound(stop, total, source) if stop else None)
+    for bound in match.groups():
+        if bound and bound.endswith("%") and abs(int(bound[:-1])) > 100:
+            raise ConfigError(f"data source {source.path}: {bound} in split {source.split!r} is more than 100%")
+    return match[1], match[2]
 
 
-def _bound(text: str, total: int, source: SourceConfig) -> int:
-    if text.endswith("%"):
-        percent = int(text[:-1])
-        if abs(percent) > 100:
-            raise ConfigError(f"data source {source.path}: {text} in split {source.split!r} is more than 100%")
-        rows = round(percent * total / 100)
-    else:
-        rows = int(text)
-    return max(0, rows + total) if text.startswith("-") else rows
+def _is_relative(bound: str | None) -> bool:
+    """Whether a bound of a slice depends on how many rows there are."""
+    return bound is not None and (bound.startswith("-") or bound.endswith("%"))
 
 
-def rows_of(path: Path) -> Iterator[RawRow]:
-    """All rows of one file. A file that breaks off or is not what its name says is a DataError."""
+def _index(bound: str, total: int) -> int:
+    rows = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
+    return max(0, rows + total) if bound.startswith("-") else rows
+
+
+def rows_of(path: Path, beginning: bool = False) -> Iterator[RawRow]:
+    """All rows of one file. A file that breaks off or is not what its name says is a DataError.
+
+    Args:
+        beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
+    """
     kind = suffix_of(path)
     read = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".csv": _csv, ".txt": _text}[kind or ".txt"]
     try:
-        yield from read(path)
+        yield from _json_beginning(path) if beginning and kind == ".json" else read(path)
     except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
 
@@ -230,6 +240,15 @@ def _json(path: Path) -> Iterator[RawRow]:
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(value))
 
 
+def _json_beginning(path: Path) -> Iterator[RawRow]:
+    with _open(path) as file:
+        head = file.read(LONGEST_RECORD + 1)
+    if len(head) <= LONGEST_RECORD:
+        yield from _json(path)
+    elif head.lstrip()[:1] == b"[" and json.detect_encoding(head) == "utf-8":
+        yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(head[: head.rfind(b"}") + 1])))
+
+
 def _is_json(content: bytes) -> bool:
     """Whether it would be JSON but for what `loads` forbids beyond the grammar."""
     try:
@@ -240,11 +259,16 @@ def _is_json(content: bytes) -> bool:
 
 
 def _elements(content: bytes) -> Iterator[bytes]:
-    """The elements of a JSON list as they are written, so that one which `loads` refuses is one bad row."""
-    text, gap, decoder = content.decode(json.detect_encoding(content)), re.compile(r"[\s,]*"), json.JSONDecoder()
+    """The elements of a JSON list as they are written, so that one which `loads` refuses is one bad row; of a list that
+    breaks off those that are whole."""
+    text = content.decode(json.detect_encoding(content))
+    gap, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
     at = gap.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
-    while text[at] != "]":
-        _, end = decoder.raw_decode(text, at)
+    while text[at : at + 1] not in ("]", ""):
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except ValueError:
+            return
         yield text[at:end].encode()
         at = gap.match(text, end).end()  # type: ignore[union-attr]
 

@@ -55,6 +55,28 @@ def convert(raw: Any, where: str) -> Row:
     )
 
 
+def require_text(row: Row) -> str:
+    """The text of a row of base training, or a DataError."""
+    if row.text is None:
+        raise DataError(
+            f"{row.where}: a conversation, but this script learns from plain text. "
+            "Conversations are for mid_train.py and chat_sft.py",
+            reason="conversation, not text",
+        )
+    return row.text
+
+
+def require_conversation(row: Row) -> list[dict[str, Any]]:
+    """The messages of a row of chat SFT, or a DataError."""
+    if row.messages is None:
+        raise DataError(
+            f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
+            "instruction and output). Text is for base_train.py and mid_train.py",
+            reason="text, not a conversation",
+        )
+    return row.messages
+
+
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
     """A question with its options lettered, as it is asked everywhere in sftkit:
 

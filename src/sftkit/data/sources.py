@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import signal
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, conversation, findings, hub, readers, rows
-from sftkit.data.arrow import without_fill
+from sftkit.data import cache, chat, conversation, findings, origin, readers, rows
+from sftkit.data.origin import Origin
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, WorkerError
@@ -41,20 +39,11 @@ BECAME = {
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
 "Role -> what its messages are counted as, in conversations that are learned from."
-BUILTINS = ("docs", "tasks")
 ROWS_PER_CHUNK = 128
 "Rows that a process gets at a time."
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A source that exists: how to read its rows, and what identifies its content."""
-
-    rows: Callable[[], Iterator[RawRow]]
-    identity: Any
 
 
 def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
@@ -70,60 +59,15 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
     findings.tell(source_label(source), findings.ordered(tally))
 
 
-def opened(source: SourceConfig) -> Opened:
+def opened(source: SourceConfig) -> Origin:
     """Find the source, or a ConfigError that says where it was looked for. Reads no rows."""
-    found = _find(source)
-    return Opened(partial(_limited, found.rows, source), found.identity)
+    found = origin.find(source)
+    return Origin(partial(_limited, found.rows, source), found.identity)
 
 
 def parse(raw: RawRow) -> Row:
     """A raw row to a Row, or a DataError."""
     return rows.convert(readers.parsed(raw), raw[0])
-
-
-def _find(source: SourceConfig) -> Opened:
-    if source.path.startswith("builtin:"):
-        return _builtin(source)
-    path = Path(source.path)
-    if path.exists():
-        return _local(source, path)
-    if readers.looks_local(source.path):
-        names = readers.closest(source.path)
-        hint = f". Did you mean {' or '.join(names)}?" if names else ""
-        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
-    dataset = hub.load(source)
-    if isinstance(dataset, Path):
-        return _local(source, dataset)
-    label = f"{source.path}[{source.split}]"
-    types = dict(dataset.features or {})
-    return Opened(
-        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
-    )
-
-
-def _builtin(source: SourceConfig) -> Opened:
-    name, split = source.path.removeprefix("builtin:"), readers.base_split(source.split)
-    if name not in BUILTINS:
-        raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
-    if split not in ("train", "heldout"):
-        raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    made = getattr(importlib.import_module("sftkit.data.demo.builtin"), name)
-
-    def raw_rows() -> Iterator[RawRow]:
-        for i, item in enumerate(made(split)):
-            yield f"{source.path}[{split}]:{i}", {"text": item} if name == "docs" else {"messages": item.messages}
-
-    return Opened(partial(readers.sliced, raw_rows, source), sys.version)  # docs come from Python's own library
-
-
-def _local(source: SourceConfig, path: Path) -> Opened:
-    files = readers.files_of(source, path)
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-    def raw_rows() -> Iterator[RawRow]:
-        return (row for file in files for row in readers.rows_of(file))
-
-    return Opened(partial(readers.sliced, raw_rows, source), stats)
 
 
 def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
@@ -173,7 +117,7 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
 
 
 def _tokenized(
-    sources: Sequence[SourceConfig], names: tuple[str, ...], found: list[Opened], data: DataConfig, tokenize: Tokenize
+    sources: Sequence[SourceConfig], names: tuple[str, ...], found: list[Origin], data: DataConfig, tokenize: Tokenize
 ) -> Examples:
     run = _Pool(tokenize, data) if data.num_proc > 1 else None
     try:
@@ -196,7 +140,7 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def _description(
-    sources: Sequence[SourceConfig], found: list[Opened], data: DataConfig, tokenize: Tokenize, cache_key: str
+    sources: Sequence[SourceConfig], found: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
 ) -> dict[str, Any]:
     bound = getattr(tokenize, "keywords", {})
     return {
@@ -210,7 +154,7 @@ def _description(
 
 
 def _tokenize_source(
-    source: SourceConfig, found: Opened, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
+    source: SourceConfig, found: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
 ) -> _Part:
     chunks = _chunks(found.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
+from sftkit.config.stages import SCRIPTS
 from sftkit.data import chat, text
 from sftkit.data.learned import Targets
 from sftkit.data.types import Tokenized
@@ -64,13 +64,8 @@ def _conversations(
 
 
 STAGES: dict[str, tuple[str, OfStage]] = {
-    "base": ("base_train.py", base),
-    "mid": ("mid_train.py", mid),
-    "sft": ("chat_sft.py", sft),
+    "base": (SCRIPTS["base"], base),
+    "mid": (SCRIPTS["mid"], mid),
+    "sft": (SCRIPTS["sft"], sft),
 }
 "Name -> the script that runs it, and what it learns."
-
-
-def stage_of(recipe: str) -> str:
-    """The stage that a recipe is of by its file's name: base.yaml, mid_long.yaml; sft if it names none."""
-    return next((stage for stage in STAGES if Path(recipe).name.startswith(stage)), "sft")

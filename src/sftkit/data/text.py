@@ -6,11 +6,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
+from sftkit.data.rows import require_text
 from sftkit.data.types import Row, Tokenized
-from sftkit.errors import ConfigError, DataError
-
-NOT_TEXT = "conversation, not text"
-"The reason for which base training refuses a row."
+from sftkit.errors import ConfigError
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
@@ -19,15 +17,10 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     The last token of a piece is the first of the next, so each token of the text is a target exactly once. BOS stands
     in front where the tokenizer adds one, and eos at the end, each once.
     """
-    if row.text is None:
-        raise DataError(
-            f"{row.where}: a conversation, but this script learns from plain text. "
-            "Conversations are for mid_train.py and chat_sft.py",
-            reason=NOT_TEXT,
-        )
-    if not row.text.strip():
+    text = require_text(row)
+    if not text.strip():
         return Tokenized([], "dropped_no_target", why="an empty text")
-    ids = _ids(row.text, tokenizer)
+    ids = _ids(text, tokenizer)
     pieces = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
     examples = [chat.document(piece, np.ones(len(piece), dtype=bool), tokenizer) for piece in pieces]
     found = [example for example in examples if example is not None]

@@ -1,8 +1,19 @@
-"""What a model answered. No torch."""
+"""How answers are asked for, and what a model answered. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one answer are chosen."""
+
+    temperature: float = 0.0
+    "0: the likeliest token (greedy)"
+    top_p: float = 1.0
+    "of sampling: the likeliest tokens that have this probability together"
+    max_new_tokens: int = 256
 
 
 @dataclass(frozen=True)

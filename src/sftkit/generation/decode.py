@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 from transformers.cache_utils import Cache
 
 from sftkit.data import chat
-from sftkit.generation.answer import Answer
+from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import MOST_POSITIONS, gathered, plan, shared_prefixes, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
 from sftkit.ops.attention import mixes_tokens, windows
@@ -189,25 +189,27 @@ def stream(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, str]],
-    max_new_tokens: int,
-    temperature: float = 0.0,
+    sampling: Sampling,
 ) -> Iterator[str]:
-    """One answer, piece by piece as it is decoded."""
+    """One answer, piece by piece as it is decoded. Who closes it earlier waits for the token that is being made."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)
+    closed, failure = Event(), list[Exception]()
+    # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     arguments = {
         "input_ids": prompt,
         "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": sampling.max_new_tokens,
         "eos_token_id": chat.end_of_turn_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
-        "do_sample": temperature > 0,
+        "do_sample": sampling.temperature > 0,
         "streamer": streamer,
-        **({"temperature": temperature} if temperature > 0 else {}),
+        "stopping_criteria": [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)],
+        **(drawn if sampling.temperature > 0 else {}),
     }
     orig_model.eval()
     decode: Any = orig_model.generate
-    failure: list[Exception] = []
 
     def work() -> None:
         try:
@@ -219,7 +221,10 @@ def stream(
 
     worker = Thread(target=work, daemon=True)
     worker.start()
-    yield from streamer
-    worker.join()
+    try:
+        yield from streamer
+    finally:
+        closed.set()
+        worker.join()
     if failure:
         raise failure[0]

@@ -9,21 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.load import read_config
+from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config
+from sftkit.config.stages import SCRIPTS
+from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
+from sftkit.preflight.inputs import inputs_of
 from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY, latest
 from sftkit.runtime.status import read_status
 
-STAGES = {"base": "scripts/base_train.py", "mid": "scripts/mid_train.py", "sft": "scripts/chat_sft.py"}
+STAGES = {stage: f"scripts/{script}" for stage, script in SCRIPTS.items()}
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
-    """The recipe of each stage.
+    """The recipe of each stage, which may start from the run of an earlier one.
 
     Raises:
-        ConfigError: what is wrong with any of the three recipes.
+        ConfigError: what is wrong with, and missing for, any of the three.
     """
-    return {stage: read_config(folder / f"{stage}.yaml", overrides) for stage in STAGES}
+    recipes: dict[str, Config] = {}
+    problems: list[str] = []
+    for stage in STAGES:
+        made = None if problems else [cfg.run.dir for cfg in recipes.values()]
+        rules = [run_dir_can_be_made, *inputs_of(stage, made)]
+        try:
+            recipes[stage] = read_config(folder / f"{stage}.yaml", overrides, more=rules)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return recipes
 
 
 def was_stopped(run_dir: Path, since: float) -> bool:

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sftkit.config.load import fail, read_config
+from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.stages import stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
 from sftkit.models.size import GIB, Replica, replica_of
+from sftkit.preflight.inputs import inputs_of
 from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.oom import likely_cause, oom_kills
@@ -231,9 +234,9 @@ def accelerate_launch() -> None:
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
-    """Check the recipe, start the script on this machine, wait for it. Returns its exit code; raises ConfigError. A run that is
-    resumed and has nothing left to do is not started."""
-    cfg = read_config(recipe, overrides, world_size=1)
+    """Check the recipe and what it starts from, start the script on this machine, wait for it. Returns its exit code; raises
+    ConfigError. A run that is resumed and has nothing left to do is not started."""
+    cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
     if not Path(script).is_file():
         raise ConfigError(f"{script}: no such script")
     if line := finished(cfg):

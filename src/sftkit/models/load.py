@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from contextlib import suppress
@@ -31,10 +30,10 @@ from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
 from sftkit.ops.attention import plain_implementation
-from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
+from sftkit.runtime.rundir import TOKENIZER, nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,8 +56,7 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
     if os.path.isdir(path) or hub_answers():
         return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
     return ConfigError(
-        f"{path}: the Hugging Face hub cannot be reached and this {kind} is not in the local cache. On a machine with "
-        f"network run `hf download {path} --local-dir DIR`, copy DIR here and set model.path=DIR"
+        f"{path}: {unreachable()}, and this {kind} is not whole in the local cache. {download_help(path)}"
     )
 
 
@@ -294,13 +292,9 @@ def inherit(
     Raises:
         ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
     """
-    state = Path(resolve(model.path)) / TRAINING_STATE if model.path else None
-    parent = json.loads(state.read_text()).get("max_length") if state is not None and state.is_file() else None
-    length = max_length or parent
+    length = max_length or (trained_length(Path(resolve(model.path))) if model.path else None)
     if length is None:
-        raise ConfigError(
-            f"data.max_length: {model.path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
-        )
+        raise ConfigError(f"data.max_length: {nothing_to_inherit(model.path)}")
     if positions is not None and length > positions:
         raise ConfigError(f"data.max_length: {length} is more than the model's {positions} positions")
     start = f"from {resolve(model.path)}" if model.path else "new model"

@@ -9,6 +9,8 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config
+from sftkit.config.stages import SCRIPTS, stage_of_recipe
+from sftkit.preflight.inputs import data_of
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
@@ -17,7 +19,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--stage",
-        choices=("base", "mid", "sft"),
+        choices=tuple(SCRIPTS),
         help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
     )
     parser.add_argument("--preview", metavar="N", type=number, default=3, help="documents to show with their masks; 3")
@@ -27,9 +29,9 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     )
     parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
     flags, sys.argv[1:] = parser.parse_known_args()
-    cfg = read_command_line(
-        f"{description}\n{parser.format_help().strip()}"
-    )  # the words that are left: recipe and key=value
+    stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
+    text = f"{description}\n{parser.format_help().strip()}"
+    cfg = read_command_line(text, data_of(stage))  # the words that are left: recipe and key=value
     flags.recipe = sys.argv[1]
     return cfg, flags
 

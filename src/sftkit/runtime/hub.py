@@ -1,11 +1,20 @@
-"""Does the Hugging Face hub answer? Asked once, within seconds: its own clients retry for half a minute before a no."""
+"""Does the Hugging Face hub answer, and has it, or the cache of this machine, what a recipe names? Asked once, within seconds: its
+own clients retry for half a minute before a no. No torch."""
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from sftkit.config.paths import did_you_mean
+from sftkit.errors import ConfigError
+from sftkit.runtime.rundir import resolve
 
 PROBE_SECONDS = 5.0
+Kind = Literal["model", "dataset"]
 
 
 @cache
@@ -29,3 +38,82 @@ def hub_answers() -> bool:
     thread.start()
     thread.join(PROBE_SECONDS + 1)
     return answered.is_set()
+
+
+def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | None:
+    """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody knows."""
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except errors.HFValidationError:
+        return "it is no name that the hub could know"
+    if _is_cached(name, kind):
+        return None
+    if not hub_answers():
+        return f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
+    try:
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
+    except errors.RepositoryNotFoundError:
+        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token (hf auth login)"
+    except errors.RevisionNotFoundError:
+        return f"{constants.ENDPOINT} has no revision {revision} of it"
+    except Exception:  # who loads it will say
+        return None
+    return None
+
+
+def unreachable() -> str:
+    """Return why the hub is not asked, when it does not answer."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+
+
+def _is_cached(name: str, kind: Kind) -> bool:
+    """Whether the hub's cache, or that of `datasets`, has anything of a repository."""
+    from huggingface_hub import constants
+
+    if any(Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*")):
+        return True
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
+    wanted = _plain(name.replace("/", "___"))  # in which `datasets` writes capitals in its own way
+    return kind == "dataset" and made.is_dir() and any(_plain(folder.name) == wanted for folder in made.iterdir())
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def not_found(name: str, kind: Kind, why: str, download: str) -> str:
+    """Return the message for a path or hub name that is neither, the more likely of the two first.
+
+    Args:
+        why: what why_not_there says.
+        download: what to do if the hub was meant and cannot be reached.
+    """
+    what = "folder" if kind == "model" else "file or folder"
+    missing = f"no such {what} (looked in {Path.cwd()})"
+    if meant := did_you_mean(name):
+        return f"{missing}{meant} As a {kind} of the hub: {why}"
+    return f"{missing}, and as a {kind} of the hub {why}{f'. {download}' if why.endswith(unreachable()) else ''}"
+
+
+def find_model(path: str, revision: str | None = None) -> str:
+    """Return what `resolve` does, a folder that is there, or a hub id that can be had.
+
+    Raises:
+        ConfigError: neither of them.
+    """
+    found = resolve(path)
+    if Path(found).is_dir() or (why := why_not_there(found, "model", revision)) is None:
+        return found
+    raise ConfigError(f"{path}: {not_found(path, 'model', why, download_help(path))}")
+
+
+def download_help(path: str) -> str:
+    return (
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder (in a recipe: "
+        "model.path=DIR)"
+    )

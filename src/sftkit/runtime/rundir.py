@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import Literal
 
+from sftkit.config.paths import did_you_mean
 from sftkit.errors import ConfigError
 
 # ---- the run itself: runtime, train, preflight, compile and reports --------------------------------------------------
@@ -221,12 +223,24 @@ def resolve(path: str) -> str:
             f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         )
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
+        meant = did_you_mean(path)
         hint = (
-            f". A run has not been made there yet: train the recipe whose run.dir is {path} first, or name another model "
-            "(in a recipe: model.path)"
+            f"{'' if meant else '.'} A run has not been made there yet: train the recipe whose run.dir is {path} first, or name "
+            "another model (in a recipe: model.path)"
         )
-        raise ConfigError(f"{path}: no such folder{hint if path.startswith('runs/') else ''}")
+        raise ConfigError(f"{path}: no such folder{meant}{hint if path.startswith('runs/') else ''}")
     return path
+
+
+def trained_length(folder: Path) -> int | None:
+    """Return the data.max_length of the run that wrote a step directory; None: no run has written this folder."""
+    state = folder / TRAINING_STATE
+    return json.loads(state.read_text()).get("max_length") if state.is_file() else None
+
+
+def nothing_to_inherit(path: str | None) -> str:
+    """Return what is wrong with a recipe without data.max_length that starts from a path, or anew, and not from a run."""
+    return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 
 def newest_run(root: str = "runs") -> str:

@@ -1,0 +1,18 @@
+"""The three stages of training, by name: which script runs each. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py"}
+"Name -> file of the script, in the order of the chain."
+
+
+def stage_of_script(script: str) -> str | None:
+    """The stage that a script runs, by its file's name; None: it is somebody's own."""
+    return next((stage for stage, name in SCRIPTS.items() if Path(script).name == name), None)
+
+
+def stage_of_recipe(recipe: str) -> str:
+    """The stage that a recipe is of by its file's name: base.yaml, mid_long.yaml; sft if it names none."""
+    return next((stage for stage in SCRIPTS if Path(recipe).name.startswith(stage)), "sft")

@@ -1,0 +1,86 @@
+"""Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first, takes no torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.paths import did_you_mean
+from sftkit.config.schema import SourceConfig
+from sftkit.data import hub, readers
+from sftkit.data.arrow import without_fill
+from sftkit.data.readers import RawRow
+from sftkit.errors import ConfigError
+
+BUILTINS = ("docs", "tasks")
+STAND_IN = "a text"
+"In the place of the first row of builtin:docs: to make one takes reading all of Python's library."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A source that exists: how to read its rows, and what identifies its content."""
+
+    rows: Callable[[], Iterator[RawRow]]
+    identity: Any
+    beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
+    "its first rows, as far as they are found without reading all; none: that is not known"
+
+
+def find(source: SourceConfig) -> Origin:
+    """Find a source, or a ConfigError that says where it was looked for. Reads no rows."""
+    if (found := find_here(source)) is not None:
+        return found
+    dataset = hub.load(source)
+    if isinstance(dataset, Path):
+        return _local(source, dataset)
+    label = f"{source.path}[{source.split}]"
+    types = dict(dataset.features or {})
+    return Origin(
+        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
+    )
+
+
+def find_here(source: SourceConfig) -> Origin | None:
+    """What `find` does, without the hub. None: a hub dataset may be meant."""
+    if source.path.startswith("builtin:"):
+        return _builtin(source)
+    path = Path(source.path)
+    if path.exists():
+        return _local(source, path)
+    if readers.looks_local(source.path):
+        hint = did_you_mean(source.path)
+        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
+    return None
+
+
+def _builtin(source: SourceConfig) -> Origin:
+    name, split = source.path.removeprefix("builtin:"), readers.base_split(source.split)
+    if name not in BUILTINS:
+        raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
+    if split not in ("train", "heldout"):
+        raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
+    made = getattr(importlib.import_module("sftkit.data.demo.builtin"), name)
+
+    def raw_rows() -> Iterator[RawRow]:
+        for i, item in enumerate(made(split)):
+            yield f"{source.path}[{split}]:{i}", {"text": item} if name == "docs" else {"messages": item.messages}
+
+    beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
+    return Origin(partial(readers.sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library
+
+
+def _local(source: SourceConfig, path: Path) -> Origin:
+    files = readers.files_of(source, path)
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    def raw_rows(beginning: bool = False) -> Iterator[RawRow]:
+        return (row for file in files for row in readers.rows_of(file, beginning))
+
+    first = partial(readers.sliced_beginning, partial(raw_rows, beginning=True), source)
+    return Origin(partial(readers.sliced, raw_rows, source), stats, first)

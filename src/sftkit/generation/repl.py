@@ -1,0 +1,174 @@
+"""A conversation in the terminal: lines are edited and remembered, commands, where it is saved. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sftkit.config.paths import expanded
+from sftkit.config.schema import DataConfig
+from sftkit.config.terminal import say
+from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.signals import exit_on_signals
+
+Message = dict[str, str]
+Stream = Callable[[list[Message]], Iterator[str]]
+"Messages -> the answer, piece by piece."
+
+HISTORY = Path(DataConfig.cache_dir) / "chat_history"
+MOST_LINES = 1000
+"Of the history."
+SAVED = "chat.jsonl"
+EXITS = ("exit", "quit", "bye")
+HELP = f"""\
+/help         this list
+/clear        start over, under the same system message; /new is the same
+/system TEXT  start over under this system message; without TEXT under none
+/save [FILE]  append the conversation to a file of JSON lines that data.train can name ({SAVED})
+/exit         end; {", ".join(EXITS)} and Ctrl-D are the same
+A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow keys edit the line and bring earlier ones back."""
+
+
+@dataclass
+class Conversation:
+    """What has been said so far."""
+
+    system: str | None
+    messages: list[Message] = field(default_factory=list)
+
+    def asked(self, text: str) -> list[Message]:
+        """All messages, and a question behind them."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages, {"role": "user", "content": text}]
+
+
+def converse(stream: Stream, system: str | None) -> None:
+    """Ask and answer until the user ends it.
+
+    Raises:
+        SystemExit: a signal other than Ctrl-C has come.
+        KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
+    """
+    conversation = Conversation(system)
+    with _editing(), _signals():
+        for line in iter(_ask, None):
+            if line.strip() in EXITS or line.strip().removeprefix("/") in EXITS:
+                return
+            if line.startswith("/"):
+                say(_command(conversation, line.strip()), error=True)
+            elif text := line.strip():
+                _answer(stream, conversation, text)
+
+
+def show(pieces: Iterator[str]) -> str:
+    """Print an answer while it is made, and return it."""
+    said = ""
+    for piece in pieces:
+        say(piece, end="")
+        said += piece
+    say("")
+    return said
+
+
+def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
+    asked = conversation.asked(text)
+    try:
+        with closing(stream(asked)) as pieces:  # type: ignore[type-var]
+            reply = show(pieces)
+    except KeyboardInterrupt:
+        say("\n(broken off: question and answer are left out of the conversation)", error=True)
+    except (ConfigError, DataError) as error:
+        say(str(error), error=True)
+    else:
+        if not reply.strip():
+            say("(the model has ended its answer at once)", error=True)
+        conversation.messages += [asked[-1], {"role": "assistant", "content": reply}]
+
+
+def _command(conversation: Conversation, line: str) -> str:
+    """Do what a line that begins with / says; return what to tell."""
+    name, _, rest = line[1:].partition(" ")
+    if name == "help":
+        return HELP
+    if name in ("clear", "new"):
+        conversation.messages = []
+        return "a new conversation"
+    if name == "system":
+        conversation.system, conversation.messages = rest.strip() or None, []
+        return f"a new conversation, {'under this system message' if conversation.system else 'without system message'}"
+    if name == "save":
+        return _save(conversation, rest.strip() or SAVED)
+    near = difflib.get_close_matches(name, ("help", "clear", "new", "system", "save", *EXITS), n=1)
+    hint = f" Did you mean /{near[0]}?" if near else ""
+    return f"/{name} is no command.{hint} /help lists them; a question that begins with / needs a space before it"
+
+
+def _save(conversation: Conversation, path: str) -> str:
+    if not conversation.messages:
+        return "nothing has been said yet, so nothing is saved"
+    messages = conversation.asked("")[:-1]
+    try:
+        file = Path(expanded(path))
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    except (OSError, ValueError, ConfigError) as error:
+        return f"{path}: not saved: {getattr(error, 'strerror', None) or error}"
+    return f"saved: {len(messages)} messages, a line of {file}"
+
+
+def _ask() -> str | None:
+    """The next question, lines that go on joined; None: there is none."""
+    lines, prompt = [], "> "
+    if sys.stdin.isatty():
+        say("")
+    try:
+        while (line := input(prompt if sys.stdin.isatty() else "")).endswith("\\"):
+            lines.append(line[:-1])
+            prompt = ". "
+    except EOFError:
+        return "\n".join(lines) or None
+    return "\n".join([*lines, line])
+
+
+@contextmanager
+def _editing() -> Iterator[None]:
+    """Inside, `input` edits lines, and remembers those of earlier times too; where Python has readline, on a terminal."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    if not sys.stdin.isatty():
+        yield
+        return
+    with suppress(OSError):
+        readline.read_history_file(HISTORY)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            readline.set_history_length(MOST_LINES)
+            HISTORY.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(HISTORY, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
+            readline.write_history_file(HISTORY)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Inside, a Ctrl-C is a KeyboardInterrupt and other signals end by SystemExit: line editing, which changes the terminal, puts
+    it back. A script's own way would end the process at once."""
+    listening = signal.set_wakeup_fd(-1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with exit_on_signals():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(listening)

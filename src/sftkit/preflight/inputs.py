@@ -1,0 +1,199 @@
+"""Is there what a recipe starts from: data with columns that its stage learns from, the model, the run before? No torch.
+
+Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with whatever is wrong
+in the recipe. They look at first records and file names: what takes loading is found by the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.chat_templates import CHAT_TEMPLATES
+from sftkit.config.paths import did_you_mean
+from sftkit.config.rules import Get, Problem, Rule, Unusable
+from sftkit.config.schema import SourceConfig
+from sftkit.data import conversation, hub, readers, rows
+from sftkit.data.origin import find_here
+from sftkit.data.types import Row
+from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.hub import find_model
+from sftkit.runtime.manifest import read_manifest
+from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
+
+FIRST_ROWS = 100
+"Rows at the beginning of a source that are looked at."
+WEIGHTS = ("*.safetensors", "*.bin")
+"Files of a model folder that transformers reads weights from."
+
+
+def _any(row: Row) -> Row:
+    return row
+
+
+REQUIRED: dict[str | None, Callable[[Row], object]] = {
+    "base": rows.require_text,
+    "mid": _any,
+    "sft": rows.require_conversation,
+    None: _any,
+}
+"Stage -> what refuses a row that it cannot learn from."
+
+
+def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
+    """Rules for all that a run of a stage starts from.
+
+    Args:
+        stage: None: of a script that is none of ours, which may learn from any row.
+        made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not known.
+    """
+    first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
+    return [*first, _tokenizer, _chat_template, *data_of(stage), _resume, _eval_data]
+
+
+def data_of(stage: str | None) -> list[Rule]:
+    """Rules for the sources that a stage reads."""
+    learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
+    return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
+
+
+def _told(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
+    """What a check returns, or raises, as the problem of a key."""
+    try:
+        problem = check(*args)
+    except (ConfigError, DataError) as error:
+        problem = str(error).removeprefix("data source ")
+    except OSError as error:
+        problem = f"{error.filename}: cannot be read: {error.strerror}"
+    if problem:
+        yield key, problem
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> Iterator[Problem]:
+    """Args:
+    require: refuses a row that is not learned from; None: of any row the text is read.
+    """
+    skips = get("data.on_bad_row") == "skip"
+    for i in itertools.count():
+        try:
+            values = get(f"{part}.{i}")
+        except Unusable as gone:
+            if f"{part}.".startswith(f"{gone}."):
+                return
+            continue
+        if values is None:
+            return
+        yield from _told(f"{part}.{i}.path", _check_source, SourceConfig(**values), skips, require)
+
+
+def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], object] | None) -> None:
+    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there is."""
+    found = find_here(source)
+    if found is None:
+        hub.check(source)
+        return
+    errors, seen = [], 0
+    for raw in itertools.islice(found.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
+        seen += 1
+        try:
+            _check_row(raw, require)
+        except DataError as error:
+            errors.append(error)
+            if not skips:
+                break
+    if errors and (not skips or len(errors) == seen < FIRST_ROWS):
+        raise errors[0]
+
+
+def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:
+    row = rows.convert(readers.parsed(raw), raw[0])
+    if require is None:
+        return
+    require(row)
+    if row.messages is not None:
+        conversation.validated(row, ())
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def _model(get: Get, made: Collection[str]) -> Iterator[Problem]:
+    path = get("model.path")
+    if path is not None and not _is_made(path, made):
+        yield from _told("model.path", _check_model, path, get("model.revision"))
+
+
+def _check_model(path: str, revision: str | None) -> str | None:
+    folder = Path(find_model(path, revision))
+    if not folder.is_dir() or any(found for pattern in WEIGHTS for found in folder.glob(pattern)):
+        return None
+    return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
+
+
+def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
+    path = get("model.path")
+    if get("data.max_length") is not None or (path is None and get("model.scratch") is None):
+        return
+    if path is None or not _is_made(path, made):
+        yield from _told("data.max_length", _check_length, path)
+
+
+def _check_length(path: str | None) -> str | None:
+    try:
+        length = None if path is None else trained_length(Path(resolve(path)))
+    except (ConfigError, ValueError):  # that the model is not there, or damaged, is told without this
+        return None
+    return nothing_to_inherit(path) if length is None else None
+
+
+def _is_made(path: str, made: Collection[str]) -> bool:
+    return any(Path(path).absolute() == Path(run_dir).absolute() for run_dir in made)
+
+
+def _tokenizer(get: Get) -> Iterator[Problem]:
+    path = get("model.tokenizer")
+    if path is not None:
+        yield from _told("model.tokenizer", _check_tokenizer, path)
+
+
+def _check_tokenizer(path: str) -> None:
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        find_model(path)
+
+
+def _chat_template(get: Get) -> Iterator[Problem]:
+    path = get("model.chat_template")
+    if path is None or path in CHAT_TEMPLATES or not re.search(r"[./\\]", path):  # a name that is none has its own rule
+        return
+    yield from _told("model.chat_template", _missing, path, "file", Path.is_file)
+
+
+# ---- runs and evaluation ---------------------------------------------------------------------------------------------
+
+
+def _resume(get: Get) -> Iterator[Problem]:
+    path = get("train.resume")
+    if path not in (None, "auto"):
+        yield from _told("train.resume", _check_checkpoint, path)
+
+
+def _check_checkpoint(path: str) -> str | None:
+    problem = read_manifest(Path(path))
+    return f"{problem}, so nothing can be resumed from it{did_you_mean(path)}" if isinstance(problem, str) else None
+
+
+def _eval_data(get: Get) -> Iterator[Problem]:
+    path = get("eval.data")
+    if path is not None and set(get("eval.tasks")) - {"families"}:
+        yield from _told("eval.data", _missing, path, "folder", Path.is_dir)
+
+
+def _missing(path: str, kind: str, there: Callable[[Path], bool]) -> str | None:
+    return None if there(Path(path)) else f"{path}: no such {kind} (looked in {Path.cwd()}){did_you_mean(path)}"

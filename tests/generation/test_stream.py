@@ -1,0 +1,93 @@
+"""One answer as a stream, and what is said before a conversation."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import tiny_llama
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sftkit.config.schema import ModelConfig
+from sftkit.data.demo import builtin
+from sftkit.errors import ConfigError
+from sftkit.generation.answer import Sampling
+from sftkit.generation.decode import stream
+from sftkit.generation.introduction import introduction, learned_questions
+from sftkit.models.load import set_template_arguments
+
+HI = [{"role": "user", "content": "Hi?"}]
+
+
+@pytest.fixture
+def model(tokenizer) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=None, **sizes))
+    made.lm_head.weight.data.mul_(50)  # so that some tokens are likely
+    return made
+
+
+def test_top_p_samples_from_the_likeliest_tokens_alone(model, tokenizer) -> None:
+    def said(*sampling: float) -> str:
+        torch.manual_seed(1)
+        return "".join(stream(model, tokenizer, HI, Sampling(*sampling, max_new_tokens=12)))
+
+    greedy = said()
+    assert said(5.0, 1e-6) == greedy
+    assert said(5.0) != greedy
+    drawn: dict = {}
+    generate = model.generate
+    model.generate = lambda **arguments: drawn.update(arguments) or generate(**arguments)
+    said(0.5, 0.9)
+    assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["do_sample"]) == (0.5, 0.9, 0, True)
+
+
+def test_an_answer_that_is_closed_is_not_decoded_to_its_end(model, tokenizer) -> None:
+    before = set(threading.enumerate())
+    pieces = stream(model, tokenizer, HI, Sampling(max_new_tokens=100_000))
+    assert list(islice((piece for piece in pieces if piece), 1))
+    pieces.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_failure_while_decoding_reaches_the_caller(model, tokenizer) -> None:
+    model.generate = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        list(stream(model, tokenizer, HI, Sampling()))
+
+
+def test_the_introduction_says_who_answers_and_shows_three_questions_that_it_has_learned(
+    tmp_path: Path, tokenizer
+) -> None:
+    recipe = {"data": {"train": [{"path": "builtin:docs"}, {"path": "builtin:tasks"}]}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    orig_model = tiny_llama()
+    told = introduction(str(tmp_path), orig_model, tokenizer, newest=True).splitlines()
+    assert told[0] == f"{tmp_path}, the newest run, answers: LlamaForCausalLM of 0.0 million parameters on cpu"
+    questions = learned_questions(tmp_path)
+    assert len(questions) == 3
+    heldout = {task.messages[-2]["content"] for task in builtin.tasks("heldout")}
+    assert set(questions) <= heldout
+    assert (
+        "\n".join(told[2:-1]).replace("  ", "").replace("\\\n", "\n").count("\n") == "".join(questions).count("\n") + 2
+    )
+    assert told[-1].startswith("/help")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": [{"path": "mine.jsonl"}]}}))
+    assert len(introduction(str(tmp_path), orig_model, tokenizer, newest=False).splitlines()) == 2
+    assert learned_questions(Path("some/hub-id")) == []
+
+
+def test_template_arguments_of_thinking_are_named_and_taken(tokenizer) -> None:
+    tokenizer.chat_template = (Path(__file__).parents[1] / "golden" / "qwen3.jinja").read_text()
+    told = introduction("some/hub-id", tiny_llama(), tokenizer, newest=False)
+    assert "Thinking: --template-arg enable_thinking=false turns it off" in told
+    set_template_arguments(tokenizer, ModelConfig(path="x", chat_template_args={"enable_thinking": False}))
+    ids = tokenizer.apply_chat_template(HI, add_generation_prompt=True, tokenize=False)
+    assert ids.endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(ConfigError, match="the chat template has no thinking_enabled in it"):
+        set_template_arguments(tokenizer, ModelConfig(path="x", chat_template_args={"thinking_enabled": False}))

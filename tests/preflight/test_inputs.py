@@ -1,0 +1,338 @@
+"""What a recipe starts from is looked for before torch: whatever is missing stands in one report with whatever is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, constants, errors
+
+from sftkit.config.load import read_config
+from sftkit.data import readers
+from sftkit.errors import ConfigError
+from sftkit.launch.chain import read_stages
+from sftkit.preflight.inputs import FIRST_ROWS, inputs_of
+from sftkit.runtime import hub
+
+ROOT = Path(__file__).parents[2]
+CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
+TEXT = {"text": "some words"}
+RECIPE = """
+run: {dir: runs/mine}
+model: {scratch: {model_type: llama}, train_tokenizer: {}}
+data: {train: [{path: chats.jsonl}], max_length: 64}
+train: {max_steps: 1}
+"""
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def model(folder: Path, max_length: int | None = None, weights: str = "model.safetensors") -> Path:
+    """Files of a model by their names, as a run has written them if there is a max_length."""
+    (folder / "training_state").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    if weights:
+        (folder / weights).write_text("")
+    if max_length:
+        (folder / "training_state" / "state.json").write_text(json.dumps({"max_length": max_length}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and what it needs, without a hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "chats.jsonl", CHAT)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def problems(*words: str, stage: str | None = "sft", made: tuple[str, ...] | None = ()) -> list[str]:
+    """What is wrong with the recipe under these words, without the place."""
+    try:
+        read_config("recipe.yaml", words, 1, inputs_of(stage, made))
+    except ConfigError as error:
+        return [line.partition(": ")[2] for line in str(error).splitlines()]
+    return []
+
+
+def refused(*words: str, stage: str | None = "sft") -> str:
+    (problem,) = problems(*words, stage=stage)
+    return problem
+
+
+def test_what_is_whole_is_not_refused() -> None:
+    assert problems() == problems(stage="mid") == problems(stage=None) == []
+
+
+def test_wrong_settings_files_columns_models_and_stages_stand_in_one_report(here: Path) -> None:
+    (here / "wrong.csv").write_text("question,reply\na,b\n")
+    words = (
+        *("optim.lr=fast", "log.evry=1", "model.scratch=null", "model.train_tokenizer=null"),
+        *("model.path=runs/default/mid", "model.tokenizer=./tok", "model.chat_template=own.jinja"),
+        *("data.train.0.path=chat.jsonl", "data.val=[{path: wrong.csv}, {path: chats.jsonl, repeat: 0}]"),
+        *("train.resume=runs/mine/step-000001", "eval.tasks=[mmlu]", "eval.data=rows"),
+    )
+    found = problems(*words)
+    starts = [
+        "optim.lr: must be a number",
+        "data.val.1.repeat: must be greater than 0",
+        "log.evry: is not a known key",
+        "model.path: runs/default/mid: no such folder. A run has not been made there yet: train the recipe whose run.dir is",
+        "model.tokenizer: ./tok: no such folder",
+        f"model.chat_template: own.jinja: no such file (looked in {here})",
+        f"data.train.0.path: chat.jsonl: no such file or folder (looked in {here}). Did you mean chats.jsonl?",
+        "data.val.0.path: wrong.csv:2: columns question, reply are none of the accepted ones",
+        "train.resume: runs/mine/step-000001: no readable manifest.json",
+        f"eval.data: rows: no such folder (looked in {here})",
+    ]
+    assert sorted(starts) == sorted(start for start in starts if any(problem.startswith(start) for problem in found)), (
+        found
+    )
+    assert len(found) == len(starts)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "folder"])
+def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
+    record, path = {"question": "a", "reply": "b"}, here / name
+    if name == "folder":
+        path.mkdir()
+        write(path / "part.jsonl", record)
+    elif name.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(json.dumps(record).encode()))
+    else:
+        text = {".csv": "question,reply\na,b\n", ".json": json.dumps([record])}
+        path.write_text(text.get(path.suffix, json.dumps(record)))
+    assert "columns question, reply are none of the accepted ones" in refused(f"data.train.0.path={name}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "why"),
+    [
+        ("base", CHAT, "a conversation, but this script learns from plain text"),
+        ("sft", TEXT, "a text without turns, but this script learns from conversations"),
+        ("sft", {"messages": "Hi?"}, "messages is text, expected a list of messages"),
+        ("mid", {"messages": [{"role": "bot", "content": "x"}]}, 'role "bot" is not one of'),
+        (None, {"x": 1}, "columns x are none of the accepted ones"),
+        ("mid", [1], "list instead of an object"),
+    ],
+)
+def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(here: Path, stage: str, row: object, why: str) -> None:
+    write(here / "rows.jsonl", row)
+    assert why in refused("data.train.0.path=rows.jsonl", stage=stage)
+    write(here / "rows.jsonl", TEXT if stage == "base" else CHAT)
+    assert problems("data.train.0.path=rows.jsonl", stage=stage) == []
+
+
+def test_builtins_are_of_one_kind_each() -> None:
+    assert "builtin:docs: a text without turns" in refused("data.train.0.path=builtin:docs")
+    assert "builtin:tasks[train]:0: a conversation" in refused("data.train.0.path=builtin:tasks", stage="base")
+    assert problems("data.train.0.path=builtin:docs", stage="mid") == []
+
+
+def test_a_tokenizer_is_trained_on_rows_of_any_kind(here: Path) -> None:
+    write(here / "texts.jsonl", TEXT)
+    both = "model.train_tokenizer.sources=[{path: texts.jsonl}, {path: chats.jsonl}]"
+    assert problems("data.train.0.path=texts.jsonl", both, stage="base") == []
+    assert refused("model.train_tokenizer.sources=[{path: text.jsonl}]").startswith(
+        "model.train_tokenizer.sources.0.path: "
+    )
+
+
+# ---- never refuse what would work ------------------------------------------------------------------------------------
+
+
+def test_rows_that_a_slice_leaves_out_are_not_looked_at(here: Path) -> None:
+    write(here / "rows.jsonl", {"x": 1}, CHAT, {"x": 1})
+    rows = "data.train.0.path=rows.jsonl"
+    for fine in ("train[1:2]", "train[50%:]", "train[-2:-1]", "train[20000:]"):
+        assert problems(rows, f"data.train.0.split='{fine}'") == [], fine
+    assert "rows.jsonl:1: columns x" in refused(rows)
+    assert "rows.jsonl:1: columns x" in refused(rows, "data.train.0.split='train[0%:90%]'")
+    assert "rows.jsonl:3: columns x" in refused(rows, "data.train.0.split='train[1:]'")
+    assert problems(rows, "data.train.0.split='train[1:]'", "data.train.0.max_rows=1") == []
+    assert "expected train, train[:1000]" in refused(rows, "data.train.0.split='train[a:]'")
+    assert "is more than 100%" in refused(rows, "data.train.0.split='train[:200%]'")
+
+
+def test_rows_that_a_run_skips_are_refused_only_where_all_are_bad(here: Path) -> None:
+    words = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
+    write(here / "rows.jsonl", {"x": 1}, {"x": 2})
+    assert "rows.jsonl:1: columns x" in refused(*words)
+    write(here / "rows.jsonl", {"x": 1}, CHAT)
+    assert problems(*words) == []
+    write(here / "rows.jsonl", *[{"x": 1}] * FIRST_ROWS, CHAT)
+    assert problems(*words) == []
+
+
+def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_RECORD", 300)
+    monkeypatch.setattr(readers, "LONGEST_JSON", 0)  # of which reading it as a whole would be an error
+    path = here / "rows.json"
+    path.write_text(json.dumps([CHAT] * 50))
+    assert problems("data.train.0.path=rows.json") == []
+    path.write_text(json.dumps([CHAT, {"x": "ü"}, *[CHAT] * 50]))
+    assert "rows.json[1]: columns x" in refused("data.train.0.path=rows.json")
+    path.write_text(json.dumps({"data": [CHAT] * 50}))
+    assert problems("data.train.0.path=rows.json") == []
+
+
+# ---- models and earlier stages ---------------------------------------------------------------------------------------
+
+
+def of_model(path: str, *more: str) -> tuple[str, ...]:
+    return ("model.scratch=null", "model.train_tokenizer=null", f"model.path={path}", *more)
+
+
+def test_a_model_folder_has_weights_and_a_length_is_inherited_from_runs_alone(here: Path) -> None:
+    model(here / "whole")
+    assert problems(*of_model("whole")) == []
+    assert refused(*of_model("whole", "data.max_length=null")).startswith("data.max_length: whole has no earlier run")
+    assert refused("data.max_length=null").startswith("data.max_length: a new model has no earlier run")
+    run = here / "runs" / "base"
+    model(run / "step-000002", max_length=64)
+    (run / "LATEST").write_text("step-000002\n")
+    assert problems(*of_model("runs/base", "data.max_length=null")) == []
+    model(here / "empty", weights="")
+    assert refused(*of_model("empty")).startswith(
+        "model.path: empty: there are no weights in it (*.safetensors, *.bin)"
+    )
+
+
+def test_a_misspelt_local_path_is_told_before_the_hub(here: Path) -> None:
+    model(here / "models" / "mine")
+    (here / "data").mkdir()
+    write(here / "data" / "my_chats", CHAT)
+    assert "Did you mean" not in refused("data.train.0.path=nope.jsonl")
+    told = refused(*of_model("models/mein"))
+    assert told.startswith(
+        f"model.path: models/mein: no such folder (looked in {here}). Did you mean models/mine? As a model"
+    )
+    told = refused(*of_model("modles/mine"))
+    assert told.startswith(
+        f"model.path: modles/mine: no such folder (looked in {here}). Did you mean models/mine? As a model"
+    )
+    told = refused("data.train.0.path=data/mychats")
+    assert (
+        f"no such file or folder (looked in {here}). Did you mean data/my_chats? As a dataset of the hub: it is" in told
+    )
+    assert "hf download" not in told
+    told = refused(*of_model("an other"))
+    assert told.endswith("and as a model of the hub it is no name that the hub could know")
+
+
+def test_a_hub_name_is_refused_without_network_unless_it_is_cached(here: Path) -> None:
+    told = refused(*of_model("some/one"))
+    assert "run `hf download some/one --local-dir DIR`, copy DIR here and name that folder" in told
+    assert "it is not in the cache" in told
+    assert "cannot be reached" in told
+    (here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab").mkdir(parents=True)
+    assert problems(*of_model("some/one")) == []
+    assert "hf download --repo-type dataset Some/OneMore" in refused("data.train.0.path=Some/OneMore")
+    (here / "cache" / "datasets" / "Some___one_more").mkdir(parents=True)
+    assert problems("data.train.0.path=Some/OneMore") == []
+
+
+def test_a_hub_that_answers_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(self, name: str, **asked) -> None:
+        assert asked["timeout"] <= 5
+        if name == "some/gone":
+            raise errors.RepositoryNotFoundError("404", response=Response())
+        if name == "some/busy":
+            raise OSError("429")
+
+    class Response:
+        headers, request, status_code = {}, None, 404
+
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(HfApi, "repo_info", answer)
+    assert problems(*of_model("some/one")) == problems(*of_model("some/busy")) == []
+    told = refused(*of_model("some/gone"))
+    assert told.endswith("has no model of that name, or none that it shows without a token (hf auth login)")
+    assert "has no dataset of that name" in refused("data.train.0.path=some/gone")
+
+
+def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_check(here: Path) -> None:
+    (here / "broken.json.gz").write_bytes(b"no gzip")
+    assert "broken.json.gz: cannot be read as .json" in refused("data.train.0.path=broken.json.gz")
+    assert "File name too long" in refused(f"data.train.0.path=./{'x' * 300}.jsonl")
+    state = model(here / "model", max_length=64) / "training_state" / "state.json"
+    state.write_text("{")
+    assert problems(*of_model("model", "data.max_length=null")) == []
+
+
+# ---- chain and launcher ----------------------------------------------------------------------------------------------
+
+
+def chain(folder: Path, **changed: str) -> Path:
+    """Three recipes, each from the run before; {} in a change stands for the stage's own text."""
+    start = {
+        "base": "{scratch: {model_type: llama}, train_tokenizer: {}}",
+        "mid": "{path: runs/base}",
+        "sft": "{path: runs/mid}",
+    }
+    for stage, origin in start.items():
+        length = ", max_length: 64" if stage == "base" else ""
+        text = f"run: {{dir: runs/{stage}}}\nmodel: {origin}\ntrain: {{max_steps: 1}}\n"
+        text += f"data: {{train: [{{path: {'texts' if stage == 'base' else 'chats'}.jsonl}}]{length}}}\n"
+        (folder / f"{stage}.yaml").write_text(text + changed.get(stage, ""))
+    write(folder / "texts.jsonl", TEXT)
+    return folder
+
+
+def test_stages_of_a_chain_may_start_from_runs_that_it_will_make(here: Path) -> None:
+    assert list(read_stages(chain(here), [])) == ["base", "mid", "sft"]
+    assert problems(*of_model("runs/mid/", "data.max_length=null"), made=("runs/mid",)) == []
+
+
+def test_what_is_missing_for_a_later_stage_of_a_chain_is_told_before_the_first_with_the_rest(here: Path) -> None:
+    chain(here, sft="eval: {tasks: [mmlu], data: rows}\n")
+    with pytest.raises(ConfigError) as refusal:
+        read_stages(here, ["optim.lr=fast"])
+    assert [line.split(": ")[1] for line in str(refusal.value).splitlines()] == ["optim.lr", "eval.data"]
+    (here / "chats.jsonl").unlink()
+    with pytest.raises(ConfigError) as refusal:
+        read_stages(here, [])
+    lines = str(refusal.value).splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        [str(here / "mid.yaml"), "data.train.0.path"],
+        [str(here / "sft.yaml"), "data.train.0.path"],
+        [str(here / "sft.yaml"), "eval.data"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [("-m", "sftkit.launch", ROOT / "scripts" / "chat_sft.py"), (ROOT / "scripts" / "chat_sft.py",)]
+)
+def test_launcher_and_script_refuse_what_is_missing_before_torch_with_code_2(here: Path, words: tuple) -> None:
+    code = f"import runpy, sys; sys.argv = {[str(word) for word in words if word not in ('-m', 'sftkit.launch')]!r} + sys.argv[1:]\n"
+    code += "import atexit; atexit.register(lambda: print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules))))\n"
+    run = f"runpy.run_path({str(words[0])!r}, run_name='__main__')"
+    if "-m" in words:
+        run = "sys.argv.insert(0, 'launch'); runpy.run_module('sftkit.launch', run_name='__main__')"
+    write(here / "rows.jsonl", {"x": 1})
+    more = ["recipe.yaml", "data.train.0.path=rows.jsonl", "data.val=[{path: gone.jsonl}]", "optim.lr=fast"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code + run, *more], capture_output=True, text=True, env=env, timeout=100
+    )
+    assert done.returncode == 2, done.stderr
+    for text in ("optim.lr: must be a number", "rows.jsonl:1: columns x", "gone.jsonl: no such file"):
+        assert text in done.stderr
+    assert done.stdout == "[]\n"
