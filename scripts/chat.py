@@ -1,7 +1,6 @@
 """Talk to a checkpoint in the terminal. An empty line or Ctrl-D ends; /new starts a new conversation.
 
-make chat
-python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
+.venv/bin/python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
 """
 
 from sftkit.runtime.script import script
