@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
-from sftkit.experiments.bench.__main__ import add_scaling, bench, over_ceiling, read_results
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
 from sftkit.experiments.bench.plan import DataPlan, Documents, Steps, expanded, read_plan, slug
 from sftkit.experiments.bench.processes import Parallelism, Processes, first_failure, run_logged, start_command
 from sftkit.experiments.bench.report import loss_table, markdown, speed_table
 from sftkit.experiments.bench.rows import measured, over_ranks, spread
+from sftkit.experiments.bench.run import add_scaling, bench, over_ceiling, read_results
 from sftkit.experiments.bench.synthetic import documents, new_model
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> 
 
 
 def test_the_parent_process_and_reports_need_no_torch() -> None:
-    code = "import sys, sftkit.experiments.bench.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, sftkit.experiments.bench.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -420,7 +420,7 @@ def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
 
 @pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftkit.experiments.bench.__main__.machine", lambda out: {"error": "not asked"})
+    monkeypatch.setattr("sftkit.experiments.bench.run.machine", lambda out: {"error": "not asked"})
 
 
 @pytest.mark.usefixtures("no_machine")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
+from sftkit.config.commands import program
 from sftkit.runtime.launcher import check_launcher, signal_env
 from sftkit.runtime.rundir import LATEST, step_dirs
 from sftkit.runtime.signals import Deadline, Stopping, heeded
@@ -275,7 +276,7 @@ def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint()
 
 def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:
     words = ["scripts/chat_sft.py", "a recipe.yaml", "optim.lr=1", "train.resume=runs/x"]
-    expected = "python -m sftkit.launch scripts/chat_sft.py 'a recipe.yaml' optim.lr=1 train.resume=auto"
+    expected = f"{program('python')} -m sftkit.launch scripts/chat_sft.py 'a recipe.yaml' optim.lr=1 train.resume=auto"
     assert resume_command(words) == expected
 
 
