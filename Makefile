@@ -6,26 +6,32 @@ BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint smoke base mid sft eval chat inspect report bench validate
+.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo '  RECIPE=recipes/x/y.yaml picks a recipe, ARGS="train.max_steps=100" changes settings.'
 
-install: .venv/.installed ## .venv with the tested versions; runs by itself when needed
+install: .venv/.installed ## .venv with what running needs, in the tested versions; runs by itself when needed
+
+dev: .venv/.installed-dev ## the same with what tests and lint need; they run it by themselves
 
 .venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "sftkit needs Python 3.11 or newer. Name one: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install -e . -c $(CONSTRAINTS)
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
 	$(PY) -m pip install -e '.[dev]' -c $(CONSTRAINTS)
 	@touch $@
 
-test: install ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
+test: dev ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: install ## ruff and mypy
+lint: dev ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
