@@ -13,7 +13,7 @@ import pytest
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
 from sftkit.launch.cli import USAGE, start
 
-COMMAND = (sys.executable, "-c", "from sftkit.launch.cli import main; main()")
+COMMAND = (sys.executable, "-m", "sftkit")
 
 
 def sftkit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

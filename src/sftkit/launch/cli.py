@@ -14,7 +14,6 @@ from sftkit.config.load import fail
 from sftkit.config.paths import expanded
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
-from sftkit.runtime.script import script
 
 USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more)
 
@@ -37,10 +36,6 @@ TRAINING = ("base", "mid", "sft")
 
 def main() -> None:
     """Replace this process by the one that does it, so that signals and exit codes are that one's."""
-    script(_main)
-
-
-def _main() -> None:
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
         say(USAGE)
