@@ -2,7 +2,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 CONSTRAINTS ?= constraints.txt
-# Python compiles what is imported, when it is; pip would compile everything, which is half of its time.
+# pip would compile everything, which is half of its time; Python keeps what it compiles when a module is imported, unless told not to.
+PIP_INSTALL = $(PY) -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) -c $(CONSTRAINTS)
 BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
@@ -22,11 +23,11 @@ dev: .venv/.installed-dev ## the same with what tests and lint need; they run it
 		{ echo "sftkit needs Python 3.11 or newer. Name one: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install --no-compile -e . -c $(CONSTRAINTS)
+	$(PIP_INSTALL) -e .
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PY) -m pip install --no-compile -e '.[dev]' -c $(CONSTRAINTS)
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 test: dev ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
