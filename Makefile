@@ -2,6 +2,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 CONSTRAINTS ?= constraints.txt
+# pip would compile everything, which is half of its time; Python keeps what it compiles when a module is imported, unless told not to.
+PIP_INSTALL = $(PY) -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) -c $(CONSTRAINTS)
 BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
@@ -13,26 +15,32 @@ $(if $(UNKNOWN),$(error unknown: $(UNKNOWN). What can be set, in capitals: \
 RECIPE=recipes/x/y.yaml ARGS="key=value ..." PLAN=benchmarks/x/plan.yaml PYTHON=python3.12 CONSTRAINTS=file.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint smoke base mid sft eval chat inspect report bench validate
+.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo '  RECIPE=recipes/x/y.yaml picks a recipe, ARGS="train.max_steps=100" changes settings.'
 
-install: .venv/.installed ## .venv with the tested versions; runs by itself when needed
+install: .venv/.installed ## .venv with what running needs, in the tested versions; runs by itself when needed
+
+dev: .venv/.installed-dev ## the same with what tests and lint need; they run it by themselves
 
 .venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "sftkit needs Python 3.11 or newer. Name one: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install -e '.[dev]' -c $(CONSTRAINTS)
+	$(PIP_INSTALL) -e .
 	@touch $@
 
-test: install ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
+.venv/.installed-dev: .venv/.installed
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+test: dev ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: install ## ruff and mypy
+lint: dev ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

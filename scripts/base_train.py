@@ -1,7 +1,7 @@
 """Base training: learn to continue text. Every token is a target.
 
-make base
-accelerate launch --config_file accelerate_configs/cpu.yaml scripts/base_train.py recipes/default/base.yaml
+.venv/bin/python -m sftkit.launch scripts/base_train.py recipes/default/base.yaml
+.venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml scripts/base_train.py recipes/default/base.yaml
 """
 
 from sftkit.runtime.script import script

@@ -1,8 +1,7 @@
 """Talk to a checkpoint in the terminal. /help lists the commands; exit or Ctrl-D ends.
 
-make chat
-python scripts/chat.py runs/default/sft --prompt "What is 23+4?"
-python scripts/chat.py Qwen/Qwen3-0.6B --temperature 0.7 --top-p 0.8 --template-arg enable_thinking=false
+.venv/bin/python scripts/chat.py runs/default/sft --prompt "What day comes after Monday?"
+.venv/bin/python scripts/chat.py Qwen/Qwen3-0.6B --temperature 0.7 --top-p 0.8 --template-arg enable_thinking=false
 """
 
 from sftkit.runtime.script import script

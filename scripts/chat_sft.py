@@ -1,7 +1,7 @@
 """Chat SFT: teach a checkpoint to answer. Only assistant tokens are targets.
 
-make sft
-accelerate launch --config_file accelerate_configs/ddp.yaml scripts/chat_sft.py recipes/qwen3_0_6b/sft.yaml train.max_steps=200
+.venv/bin/python -m sftkit.launch scripts/chat_sft.py recipes/default/sft.yaml
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/chat_sft.py recipes/qwen3_0_6b/sft.yaml train.max_steps=200
 """
 
 from sftkit.runtime.script import script

@@ -1,9 +1,8 @@
 """Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no weights.
 
-make inspect RECIPE=recipes/qwen3_0_6b/sft.yaml
-python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
-python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
-python scripts/inspect_data.py my_recipe.yaml --stage mid
+.venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
+.venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
+.venv/bin/python scripts/inspect_data.py my_recipe.yaml --stage mid
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Build the wandb workspace of a project, and a report that compares runs of it. Needs pip install 'sftkit[dashboard]'.
+"""Build the wandb workspace of a project, and a report that compares runs of it. Needs .venv/bin/python -m pip install 'sftkit[dashboard]'.
 
-python scripts/make_dashboard.py --entity me --project sftkit
-python scripts/make_dashboard.py --entity me --project sftkit --report default-sft qwen3_0_6b-sft
-python scripts/make_dashboard.py --entity me --project sftkit --dry-run
+.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit
+.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report default-sft qwen3_0_6b-sft
+.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 """
 
 import json

@@ -1,7 +1,7 @@
 """Mid-training: text and conversations together, every token a target. The model meets the chat format.
 
-make mid
-accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
+.venv/bin/python -m sftkit.launch scripts/mid_train.py recipes/default/mid.yaml
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
 """
 
 from sftkit.runtime.script import script

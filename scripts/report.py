@@ -1,8 +1,8 @@
 """The report of a run: report.html and report.json in its folder, and a model card beside its newest checkpoint.
 
-python scripts/report.py                                     the newest run under runs/
-python scripts/report.py runs/default/sft
-python scripts/report.py runs/a/sft --against runs/b/sft     both runs' curves, and the settings that differ
+.venv/bin/python scripts/report.py                                     the newest run under runs/
+.venv/bin/python scripts/report.py runs/default/sft
+.venv/bin/python scripts/report.py runs/a/sft --against runs/b/sft     both runs' curves, and the settings that differ
 """
 
 from sftkit.runtime.script import script

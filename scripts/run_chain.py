@@ -1,8 +1,8 @@
 """The whole chain on one folder of recipes: base -> mid -> chat SFT -> evaluate, then a summary.
 
-make sft        (recipes/default)
-make smoke      (recipes/smoke)
-python scripts/run_chain.py recipes/default train.max_steps=100     overrides go to all three stages
+.venv/bin/python scripts/run_chain.py recipes/default                       what `make sft` does
+.venv/bin/python scripts/run_chain.py recipes/smoke                         `make smoke`: a tiny model, for a first look
+.venv/bin/python scripts/run_chain.py recipes/default train.max_steps=100   overrides go to all three stages
 """
 
 import sys
@@ -14,13 +14,14 @@ from sftkit.runtime.script import script
 def main() -> int:
     from pathlib import Path
 
+    from sftkit.config.commands import invocation, typed
     from sftkit.config.paths import expanded
     from sftkit.config.terminal import say
     from sftkit.launch import launch
     from sftkit.launch.chain import STAGES, evaluate_command, is_evaluated, read_stages, summary, was_stopped
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        say(__doc__ or "")
+        say(typed(__doc__ or ""))
         return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
     folder, overrides = Path(expanded(sys.argv[1])), sys.argv[2:]
     recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
@@ -32,8 +33,8 @@ def main() -> int:
         stage_started = time.time()
         code = launch.run(name, str(folder / f"{stage}.yaml"), overrides)
         if was_stopped(runs[stage], stage_started):
-            say("stopped; `train.resume=auto` goes on from the newest checkpoint")
-            return 130
+            say(f"stopped; go on: {invocation('scripts/run_chain.py', *sys.argv[1:], 'train.resume=auto')}")
+            return code
         if code != 0:
             return code
     say("\n=== evaluate")

@@ -1,13 +1,12 @@
 """Does compiling pay on this recipe, and does it change anything? Trains it eagerly and compiled, and judges the runs.
 
-make validate RECIPE=recipes/qwen3_0_6b/sft.yaml
-python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 --steps 100
+.venv/bin/python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 --steps 100
 
 Every run has the same data, seed and steps, processes of its own and empty compiler caches. One more eager run with
 another seed says how far apart two runs are anyway. The ledger says what earlier commits evaluated to. Exit code 1 if
 any criterion fails.
 
-python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
+.venv/bin/python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """
 
 from sftkit.runtime.script import script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
-from sftkit.experiments.bench.__main__ import add_scaling, bench, over_ceiling, read_results
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
 from sftkit.experiments.bench.plan import DataPlan, Documents, Steps, expanded, read_plan, slug
 from sftkit.experiments.bench.processes import Parallelism, Processes, first_failure, run_logged, start_command
 from sftkit.experiments.bench.report import loss_table, markdown, speed_table
 from sftkit.experiments.bench.rows import measured, over_ranks, spread
+from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_results
 from sftkit.experiments.bench.synthetic import documents, new_model
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +199,7 @@ def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> 
 
 
 def test_the_parent_process_and_reports_need_no_torch() -> None:
-    code = "import sys, sftkit.experiments.bench.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, sftkit.experiments.bench.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -421,7 +422,7 @@ def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
 
 @pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftkit.experiments.bench.__main__.machine", lambda out: {"error": "not asked"})
+    monkeypatch.setattr("sftkit.experiments.bench.run.machine", lambda out: {"error": "not asked"})
 
 
 @pytest.mark.usefixtures("no_machine")
@@ -445,9 +446,21 @@ def test_a_run_that_dies_hangs_or_raises_is_a_row_and_the_next_one_runs(
         "raised": "ended with code 1: ValueError: no such thing",
         "good": None,
     }
-    assert "[2/5] hung: failed after 2 s: not done after 2 s" in capsys.readouterr().out
+    assert re.search(r"\[2/5\] hung: failed after \d+ s: not done after 2 s", capsys.readouterr().out)
     with pytest.raises(ConfigError, match="holds results already"):
         bench(tmp_path / "plan.yaml", tmp_path / "out")
+
+
+@pytest.mark.usefixtures("no_machine")
+@pytest.mark.parametrize(("body", "code"), [("sys.exit(3)", 1), ("(folder / 'row.json').write_text(GOOD)", 0)])
+def test_the_exit_code_says_whether_a_run_failed(tmp_path: Path, monkeypatch, body: str, code: int) -> None:
+    good = json.dumps(row("one", [5.0], {"1": 1.0}))
+    runs = [
+        {"name": "one", "model": "tiny", "worker": write_worker(tmp_path, body.replace("GOOD", repr(good)), "one.py")}
+    ]
+    plan = write_plan(tmp_path, runs=runs)
+    monkeypatch.setattr(sys, "argv", ["bench", str(plan), "--out", str(tmp_path / "out")])
+    assert main() == code
 
 
 @pytest.mark.usefixtures("no_machine")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sftkit.config.commands import program
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.launch import Hardware, choose, count_visible
@@ -220,7 +221,7 @@ def test_the_command_line_reports_problems_with_code_2_and_without_torch(recipe:
 def test_help_needs_no_arguments():
     output, _ = (process := start()).communicate(timeout=60)
     assert process.returncode == 0
-    assert "python -m sftkit.launch SCRIPT RECIPE" in output
+    assert " -m sftkit.launch SCRIPT RECIPE" in output
 
 
 SAVES_ON_A_SIGNAL = """
@@ -265,13 +266,21 @@ def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwi
     assert signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
 
 
-def test_a_failing_script_fails_the_launcher(tmp_path: Path, recipe: Path):
+def test_the_launcher_ends_with_the_exit_code_of_its_script(tmp_path: Path, recipe: Path):
     script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(5)")
+    script.write_text("raise SystemExit(2)")
     process = start(script, recipe)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1  # accelerate launch knows only 0 and 1
+    assert process.returncode == 2
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([2], 2), ([1, 2], 2), ([1, 1], 1), ([1, -9, 2], 137), ([-15, -9], 143), ([143], 143)],
+)
+def test_of_several_processes_a_kill_is_told_first_then_a_mistake_then_a_failure(codes: list[int], code: int):
+    assert launch.exit_code(codes) == code
 
 
 KILLED = """
@@ -306,7 +315,7 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
         "perhaps the kernel's OOM killer, which has ended",
     )  # of other tests' programs
     assert any(f"error: the run was killed by SIGKILL: {cause}" in output for cause in causes), output
-    command = f"python -m sftkit.launch {script} {recipe} {' '.join(words)}"
+    command = f"{program('python')} -m sftkit.launch {script} {recipe} {' '.join(words)}"
     if not begins:
         assert f"It had not begun to train. Start it again: {command}\n" in output
         assert not folder.exists()

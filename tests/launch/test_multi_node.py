@@ -19,7 +19,9 @@ BLOCKS = [
     for i, block in enumerate(
         re.findall(r"```(?:bash)?\n(.*?)```", (ROOT / "docs" / f"{doc}.md").read_text(), re.DOTALL)
     )
-    if re.search(r"^(ACCELERATE\w+=.*)?(accelerate launch|torchrun|srun|export)", block, re.MULTILINE)
+    if re.search(
+        r"^(ACCELERATE\w+=.*)?(\.venv/bin/accelerate launch|\.venv/bin/torchrun|srun|export)", block, re.MULTILINE
+    )
 ]
 NAMED = dict(BLOCKS)
 
@@ -122,8 +124,8 @@ def test_the_commands_form_one_run(tmp_path: Path, block: str, machines: int, to
     here = here.replace("--num_processes 16", "--num_processes 2").replace("scripts/chat_sft.py", str(script))
     here = here.replace("--nproc_per_node 8", f"--nproc_per_node {2 // machines}")
     here = here.replace("--rdzv_backend", "--local_addr 127.0.0.1 --rdzv_backend")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PATH": path}
+    here = here.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     launchers = [
         subprocess.Popen(
             ["bash", "-ec", here.replace("--machine_rank 0", f"--machine_rank {machine}")],

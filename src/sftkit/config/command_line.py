@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sftkit.config.commands import running, typed
 from sftkit.config.paths import expanded
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import say
@@ -31,6 +32,8 @@ class Parser(argparse.ArgumentParser):
     """The flags of a script; the text in front of them is its docstring."""
 
     def __init__(self, description: str | None = None, **more) -> None:
+        more = {"prog": running(), **more}
+        description = typed(description or "")
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
     def error(self, message: str) -> NoReturn:

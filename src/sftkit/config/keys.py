@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sftkit.config import schema as config_module
+from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 
 USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
@@ -117,9 +118,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def help_text(description: str, script: str) -> str:
+def help_text(description: str, command: str) -> str:
     """--help: every key with type, default and meaning, in 100 columns."""
-    lines = [description.strip(), "", f"usage: python {script} {USAGE}", ""]
+    lines = [typed(description.strip()), "", f"usage: {command} {USAGE}", ""]
     lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
     for section, cls in sections().items():
         lines += ["", f"{section}: {_docs()[cls]['']}"]

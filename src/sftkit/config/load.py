@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, sections, shown, table
 from sftkit.config.paths import expanded
 from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
@@ -39,11 +40,11 @@ def read_command_line(description: str | None, more: Sequence[Rule] = ()) -> Con
     """What load_config returns, for a script that makes no run directory."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        say(help_text(description or "", sys.argv[0]))
+        say(help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        fail(f"usage: python {sys.argv[0]} {USAGE}\nThe first word must be a recipe file.")
+        fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
     try:
         cfg, tree = _resolve(settings[0], settings[1:], None, more)
     except ConfigError as error:
@@ -114,7 +115,7 @@ def _resolve(
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MOST_CHARACTERS:,} characters: put it into the recipe")
     harmless = [word for word in words if not _secret_word(word, problems)]
-    recipe = expanded(str(recipe))
+    recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise ConfigError("\n".join(problems))  # no file: what it lacks is no news

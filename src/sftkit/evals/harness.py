@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.commands import install, invocation
 from sftkit.config.schema import EvalConfig
 from sftkit.data.hub import offline
 from sftkit.errors import ConfigError
@@ -27,7 +28,7 @@ def check(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
     if rt.world_size > 1:
         raise ConfigError(
             f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
-            "evaluate the checkpoint afterwards with python scripts/evaluate.py PATH TASK --backend lm_eval"
+            f"evaluate the checkpoint afterwards: {invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
         )
     if config.data is not None:
         raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
@@ -47,7 +48,7 @@ def task_manager() -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): pip install 'sftkit[eval]', or use backend sftkit"
+            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend sftkit"
         ) from None
     return TaskManager()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from sftkit.config.commands import invocation
 from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data import loader, text
@@ -49,7 +50,7 @@ def check_arguments(args: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if args.path in EVAL_TASKS and not Path(args.path).exists():
         raise ConfigError(
-            f"{args.path} is a task: name the model before it, python scripts/evaluate.py PATH {args.path}"
+            f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
         )
     if args.out is not None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.commands import invocation, shipped
 from sftkit.config.load import read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config
@@ -42,8 +43,8 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
 
 
 def was_stopped(run_dir: Path, since: float) -> bool:
-    """Whether the stage that was started at this Unix time was told to stop. Its exit code does not say: torch's launcher
-    of several processes ends with 1 after any signal."""
+    """Whether the stage that was started at this Unix time was told to stop, by a signal or by train.max_minutes, of which its
+    exit code does not say."""
     status = read_status(run_dir)
     return status.get("status") in ("stopped", "preempted") and status["time"] >= since
 
@@ -52,7 +53,7 @@ def evaluate_command(sft: Config) -> list[str]:
     """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
     limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
     out = str(Path(sft.run.dir) / FINAL)
-    return [sys.executable, "scripts/evaluate.py", sft.run.dir, "families", "--out", out, *limit]
+    return [sys.executable, shipped("scripts/evaluate.py"), sft.run.dir, "families", "--out", out, *limit]
 
 
 def is_evaluated(sft: Config) -> bool:
@@ -102,7 +103,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         "",
         *sample_lines(trained["sft"]["samples"]),
         f"  checkpoint  {checkpoint}   ({auto_class_in(Path(checkpoint))}.from_pretrained loads it)",
-        f"  chat        make chat     or     python scripts/chat.py {runs['sft']}",
+        f"  chat        {invocation('scripts/chat.py', str(runs['sft']))}",
         f"  total       {seconds / 60:.1f} min",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
-python -m sftkit.launch SCRIPT RECIPE [key=value ...]
+.venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sftkit.config.commands import invocation, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.stages import stage_of_script
@@ -30,9 +31,10 @@ from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import heeded, torch_passes_on_once
-from sftkit.runtime.status import resume_command
+from sftkit.runtime.status import resume_command, stopped_by
 
-CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
+CONFIGS = Path(shipped("accelerate_configs/")).absolute()
+"This folder's, if it has one, else those that came with sftkit."
 USABLE = 0.92
 "Share of a GPU that a replica may fill, as memory.plan.USABLE."
 _LOOK_SECONDS = 0.5
@@ -225,18 +227,30 @@ def accelerate_launch() -> None:
         with torch_passes_on_once(numbers):
             accelerate_main()
     except subprocess.CalledProcessError as error:  # the only process
-        sys.exit(1 if error.returncode > 0 else 128 - error.returncode)
+        sys.exit(exit_code([error.returncode]))
     except ChildFailedError as error:
         traceback.print_exc()
         first = min(failure.timestamp for failure in error.failures.values())
-        ends = [failure.exitcode for failure in error.failures.values() if failure.timestamp == first]
-        sys.exit(128 - min(ends) if min(ends) < 0 else 1)
+        sys.exit(exit_code([failure.exitcode for failure in error.failures.values() if failure.timestamp == first]))
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """Return what stands for the processes that ended first, of which a negative number was killed by that signal: the signal, else
+    a mistake of the user's (2), which is the cause of what the others saw, else what they say."""
+    if min(codes) < 0:
+        return 128 - min(codes)
+    return 2 if 2 in codes else max(codes)
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
-    """Check the recipe and what it starts from, start the script on this machine, wait for it. Returns its exit code; raises
-    ConfigError. A run that is resumed and has nothing left to do is not started."""
+    """Check the recipe and what it starts from, start the script on this machine, wait for it. A run that is resumed and has
+    nothing left to do is not started. Returns its exit code, 128 + the signal's number if one has stopped it.
+
+    Raises:
+        ConfigError: the recipe or what it starts from is wrong, or there is no such script.
+    """
     cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
+    script = shipped(script)
     if not Path(script).is_file():
         raise ConfigError(f"{script}: no such script")
     if line := finished(cfg):
@@ -244,10 +258,14 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 0
     launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
     if not launch.config_file.is_file():
-        raise ConfigError(f"{launch.config_file}: no such file. Install sftkit from its checkout: pip install -e .")
+        raise ConfigError(
+            f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
+        )
     say(launch.summary)
     started, before = time.time(), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
+    if code == 0 and (number := stopped_by(Path(cfg.run.dir), started)) is not None:
+        return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
         run_dir, go_on = Path(cfg.run.dir), resume_command([script, recipe, *overrides])
         say(
@@ -288,10 +306,14 @@ def _signals():
 def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        say(f"{__doc__}\nSettings: python SCRIPT --help. Other layouts: accelerate launch --config_file ...")
+        say(
+            typed(
+                f"{__doc__}\nSettings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
+            )
+        )
         return 0
     if len(words) < 2 or "=" in words[1]:
-        fail("usage: python -m sftkit.launch SCRIPT RECIPE [key=value ...]")
+        fail(f"usage: {invocation(words[0], 'RECIPE', launcher=True)} [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
     return run(words[0], words[1], words[2:])

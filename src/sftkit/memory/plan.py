@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.config.commands import install
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import Config, OptimConfig
 from sftkit.config.topology import Topology
@@ -312,7 +313,7 @@ def _optimizer(s: Setup) -> list[Option]:
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
     for spec in _smaller_optimizers(s.topology.sharded):
         if spec.state_width(s.precision) < width:
-            needs = f" (pip install 'sftkit[{spec.extra.name}]')" if spec.extra and not _is_installed(spec) else ""
+            needs = f" ({install(f'sftkit[{spec.extra.name}]')})" if spec.extra and not _is_installed(spec) else ""
             found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))
     return found
 

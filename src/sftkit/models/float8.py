@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.config.commands import install
 from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
@@ -64,7 +65,7 @@ def convert_to_fp8(
     try:
         from torchao.float8 import Float8LinearConfig  # type: ignore[import-not-found]
     except ImportError as error:
-        raise ConfigError(f"train.fp8={recipe} needs torchao ({error}): pip install 'sftkit[fp8]'") from error
+        raise ConfigError(f"train.fp8={recipe} needs torchao ({error}): {install('sftkit[fp8]')}") from error
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from sftkit.config.commands import install
 from sftkit.runtime.hardware import user_cache
 
 KERNELS = ("fa4", "varlen")
@@ -36,7 +37,7 @@ def missing(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None
     try:
         fa4()
     except Exception as error:  # not installed, or versions that do not fit each other
-        return f"cannot be imported ({' '.join(str(error).split())[:120]}): pip install 'sftkit[attention-fa4]'"
+        return f"cannot be imported ({' '.join(str(error).split())[:120]}): {install('sftkit[attention-fa4]')}"
     return None
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sftkit.config.commands import install
 from sftkit.config.optimizers import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
@@ -46,7 +47,7 @@ def _code_of(spec: OptimizerSpec) -> Build:
         if spec.extra is None:
             raise
         raise ConfigError(
-            f"optim.name={spec.name} needs {spec.extra.package} ({error}): pip install 'sftkit[{spec.extra.name}]', "
+            f"optim.name={spec.name} needs {spec.extra.package} ({error}): {install(f'sftkit[{spec.extra.name}]')}, "
             f"or optim.name={FALLBACK}"
         ) from error
 

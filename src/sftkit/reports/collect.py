@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sftkit.config.commands import first_run
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
 from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
@@ -80,7 +81,7 @@ def newest_run(root: Path) -> Path:
     marks = (STATUS, METRICS)  # other programs, wandb among them, write a config.yaml too
     found = [path for name in marks for path in root.glob(f"**/{name}") if not _is_left_over(path.relative_to(root))]
     if not found:
-        raise ConfigError(f"{root}/: no run there; make one (make smoke, make sft) or name a run directory")
+        raise ConfigError(f"{root}/: no run there; {first_run()}, or name a run directory")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 

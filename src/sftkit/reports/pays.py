@@ -76,5 +76,5 @@ def own_words(
     return (
         f"Compiling took {show(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of {show(step)} s: it pays "
         f"after {twice:,} steps where an eager step takes twice as long, after {little:,} where it takes {LITTLE} times as long "
-        "(make validate measures that)."
+        "(validate_compile.py measures that)."
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from sftkit.config.commands import invocation
 from sftkit.config.terminal import say, visible
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather, newest_run, run_of
@@ -59,7 +60,8 @@ def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: fl
     thread = Thread(target=work, daemon=True, name="report")
     thread.start()
     thread.join(most_seconds)
-    say(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; python scripts/report.py {run_dir}")
+    by_hand = invocation("scripts/report.py", str(run_dir))
+    say(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; {by_hand}")
 
 
 def report_of_folder(folder: Path, say: Callable[[str], None]) -> None:

@@ -32,7 +32,7 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
     if name is None or int(environ[name]) == processes:
         return
     if "LOCAL_RANK" not in environ:
-        cause = "LOCAL_RANK is not set. Start the processes with make, python -m sftkit.launch, torchrun or accelerate launch"
+        cause = "LOCAL_RANK is not set. Start the processes with make, sftkit, python -m sftkit.launch, torchrun or accelerate launch"
     elif processes == 1 and (why := why_no_gpu()) is not None:
         cause = (
             f"no GPU can be used ({why}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from sftkit.config.commands import first_run
 from sftkit.config.paths import did_you_mean
 from sftkit.errors import ConfigError
 
@@ -251,5 +252,5 @@ def newest_run(root: str = "runs") -> str:
     """
     found = [path for path in Path(root).glob(f"**/{LATEST}") if ARCHIVED not in str(path)]
     if not found:
-        raise ConfigError(f"{root}/: no run with a checkpoint; make one (make smoke, make sft) or name a model")
+        raise ConfigError(f"{root}/: no run with a checkpoint; {first_run()}, or name a model")
     return str(max(found, key=lambda path: path.stat().st_mtime).parent)

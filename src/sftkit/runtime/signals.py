@@ -200,16 +200,20 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, a signal that would end this process raises SystemExit, so that what it has started can be ended first."""
+    """Inside, a signal raises SystemExit, so that what this process has started can be ended first, and its files deleted;
+    outside, runtime/script.py ends it at once."""
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         leave_lost_terminal()
+        say(f"\n{signal.Signals(signum).name}: ended", error=True)
         sys.exit(128 + signum)
 
-    before = {number: signal.signal(number, leave) for number in heeded() if number != signal.SIGINT}
+    listening = signal.set_wakeup_fd(-1)
+    before = {number: signal.signal(number, leave) for number in heeded()}
     try:
         yield
     finally:
+        signal.set_wakeup_fd(listening)
         for number, handler in before.items():
             signal.signal(number, handler)
 

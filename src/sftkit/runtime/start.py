@@ -84,6 +84,8 @@ class Runtime:
                 end_process(code)  # closing the process group would wait for ranks that wait for this one
             self.at_end.close()  # which may write
             self.withdraw(refused)
+            if error is None and self.status is not None and self.status.stopped_by and "RANK" not in os.environ:
+                code = 128 + self.status.stopped_by  # torch's launcher would take it for a failure of a rank
         finally:
             self.close()
         if code is not None:

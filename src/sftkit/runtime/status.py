@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import psutil
 
+from sftkit.config.commands import invocation
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.runtime.files import replace_shared
@@ -66,6 +66,8 @@ class RunStatus:
     "this rank's own"
     neighbours: dict[int, int] = field(default_factory=dict)
     "rank -> process id of the ranks on this machine"
+    stopped_by: int | None = None
+    "the signal that ended training with its checkpoint; known to the main rank"
     stepped: bool = False
     "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
@@ -164,6 +166,7 @@ class RunStatus:
 
     def write_end(self, stopped: bool, number: int | None) -> None:
         """Training has ended with its checkpoint; `number`: the signal that stopped it, None: the time limit. Main rank."""
+        self.stopped_by = number if stopped else None
         outcome: Outcome = "preempted" if stopped else "finished"
         name = None if number is None else signal.Signals(number).name
         self.end("stopped" if number == signal.SIGINT else outcome, signal=name)
@@ -267,6 +270,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def stopped_by(run_dir: Path, since: float) -> signal.Signals | None:
+    """Return the signal that has stopped the run which was started at this Unix time; None: it ended otherwise."""
+    status = read_status(run_dir)
+    stopped = status.get("status") in ("stopped", "preempted") and status["time"] >= since
+    return signal.Signals[status["signal"]] if stopped and status["signal"] else None
+
+
 def launch_id(environ: Mapping[str, str]) -> str | None:
     """The launcher of this process, which stays the same over its restarts; None without torch's elastic launcher."""
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -293,7 +303,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
 def resume_command(argv: list[str]) -> str:
     """The command that continues a run whose script was started with these words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
-    return shlex.join(["python", "-m", "sftkit.launch", *words, "train.resume=auto"])
+    return invocation(*words, "train.resume=auto", launcher=True)
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import psutil
 from accelerate import Accelerator
 
+from sftkit.config.commands import install, program
 from sftkit.config.schema import LogConfig
 from sftkit.errors import ConfigError
 from sftkit.tracking import names as metric_names
@@ -64,10 +65,9 @@ def dashboard_name(config: LogConfig) -> str | None:
         return config.tracker or "wandb"
     if config.tracker is None:
         return None
-    extra = "'sftkit[trackio]'" if config.tracker == "trackio" else "wandb"
     raise ConfigError(
         f"log.tracker={config.tracker}: the package {config.tracker} is not installed here; "
-        f"pip install {extra}, or set log.tracker=none (metrics.jsonl and report.html need no package)"
+        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none (metrics.jsonl and report.html need no package)"
     )
 
 
@@ -189,7 +189,7 @@ class Wandb:
     def where(self, complete: bool) -> str | None:
         if complete and self._mode == "online":
             return None
-        return f"the run is kept on disk; upload it with `wandb sync {self.folder}`"
+        return f"the run is kept on disk; upload it with `{program('wandb')} sync {self.folder}`"
 
 
 class Trackio:
@@ -225,7 +225,7 @@ class Trackio:
         """Its threads are daemons: nothing holds the process."""
 
     def where(self, complete: bool) -> str | None:
-        return f"see the run with `trackio show --project {self._project}`"
+        return f"see the run with `{program('trackio')} show --project {self._project}`"
 
 
 class Mirror:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
 from sftkit.tracking.names import GROUPS, METRICS, Metric, regex
 from sftkit.tracking.tracker import first_line
@@ -16,7 +17,7 @@ try:
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 except ImportError as error:
-    raise ConfigError("make_dashboard.py needs wandb-workspaces: pip install 'sftkit[dashboard]'") from error
+    raise ConfigError(f"make_dashboard.py needs wandb-workspaces: {install('sftkit[dashboard]')}") from error
 
 TITLES = {
     "compile": "Proof: compiler",
@@ -139,7 +140,7 @@ def save(view: workspaces.Workspace | reports.Report) -> str:
 
     if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
         raise ConfigError(
-            "there is no wandb key on this machine: run `wandb login`, or look at the spec with --dry-run"
+            f"there is no wandb key on this machine: run `{program('wandb')} login`, or look at the spec with --dry-run"
         )
     try:
         view.save()

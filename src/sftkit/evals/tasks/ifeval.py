@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sftkit.config.commands import install
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Marks, Question, Task
 from sftkit.evals.tasks import choices
@@ -28,7 +29,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     languages = detects_languages()
     kept = [i for i, rules in enumerate(rules_of) if languages or not any(name in LANGUAGE for name, _ in rules)]
     if not kept:
-        raise ConfigError(f"{rows[0].origin}: every prompt has a rule about its language: pip install langdetect")
+        raise ConfigError(f"{rows[0].origin}: every prompt has a rule about its language: {install('sftkit[eval]')}")
     return Task(
         name="ifeval",
         examples=tuple(_question(rows[i], rules_of[i], format) for i in kept[:max_examples]),

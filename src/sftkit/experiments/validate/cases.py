@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sftkit.config.commands import typed
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
@@ -184,5 +184,5 @@ def shown(words: Sequence[str], environment: Mapping[str, str]) -> str:
     start = words.index("--config_file")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     prefix = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
-    parts = [word.replace(str(CONFIGS.parent) + "/", "") for word in words[start:]]
-    return prefix + " ".join(["accelerate launch", *parts]).replace(sys.executable, "python")
+    parts = [word.replace(f"{CONFIGS.parent}/", "") for word in words[start:]]
+    return typed(prefix + " ".join([".venv/bin/accelerate launch", *parts]))

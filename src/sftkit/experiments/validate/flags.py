@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftkit.config.command_line import Parser, path, path_or_id
+from sftkit.config.commands import shipped
 from sftkit.config.load import read_config
 from sftkit.experiments.validate.cases import Plan
 
@@ -51,7 +52,7 @@ def plan_of(args: Namespace) -> Plan:
     cfg = read_config(args.recipe, args.overrides, world_size=1)
     return Plan(
         recipe=args.recipe,
-        script=args.script,
+        script=shipped(args.script),
         layouts=tuple(dict.fromkeys(args.layouts or [cfg.data.layout])),
         processes=tuple(sorted(set(args.processes))),
         steps=args.steps,

@@ -1,0 +1,96 @@
+"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit init`
+made, or wherever the package is installed. No torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+SCRIPTS = {
+    "base": "base_train.py",
+    "mid": "mid_train.py",
+    "sft": "chat_sft.py",
+    "chain": "run_chain.py",
+    "eval": "evaluate.py",
+    "chat": "chat.py",
+    "inspect": "inspect_data.py",
+    "report": "report.py",
+    "validate": "validate_compile.py",
+    "dashboard": "make_dashboard.py",
+}
+"Word of the command `sftkit` -> its script."
+SHIPPED = ("scripts", "recipes", "accelerate_configs", "benchmarks/smoke_plan.yaml")
+"What lies at the root of a clone and, in the wheel, in sftkit/project."
+_PACKAGED = Path(__file__).resolve().parents[1] / "project"
+ROOT = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).resolve().parents[3]
+"Where that lies."
+
+_COMMAND = re.compile(r"\.venv/bin/(\w+)(?: (?:-m sftkit\.launch )?scripts/(\w+\.py))?")
+_SHIPPED_FILE = re.compile(r"(?<![\w./-])(?:scripts|accelerate_configs)/\w+\.\w+")
+
+
+def shipped(path: str) -> str:
+    """Return a path such as recipes/smoke/sft.yaml as it is where it is there, or came with nobody; else that of the file
+    that came with sftkit."""
+    theirs = ROOT / path
+    ours = path.startswith(tuple(f"{name.partition('/')[0]}/" for name in SHIPPED))
+    return str(theirs) if ours and not Path(path).exists() and theirs.exists() else path
+
+
+def program(name: str, folder: Path | None = None) -> str:
+    """Return a program of this environment as it is typed in a folder (None: this one): .venv/bin/python where it lies below
+    it, python where the search path finds that one first, else its whole path."""
+    path = Path(sys.executable).with_name(name)
+    if name == "python" and not path.exists():
+        path = Path(sys.executable)
+    folder = folder or Path.cwd()
+    if path.is_relative_to(folder):
+        return shlex.quote(str(path.relative_to(folder)))
+    return path.name if shutil.which(path.name) == str(path) else shlex.quote(str(path))
+
+
+def typed(text: str) -> str:
+    """Return a text whose commands, written as in a clone that make has set up (.venv/bin/python scripts/chat.py), work here:
+    with the programs of this environment, and as `sftkit chat` where there are no scripts."""
+    return _SHIPPED_FILE.sub(lambda found: shipped(found[0]), _COMMAND.sub(_here, text))
+
+
+def _here(found: re.Match[str]) -> str:
+    script = found[2]
+    if script in SCRIPTS.values() and not Path("scripts", script).is_file():
+        return f"{program('sftkit')} {_word(script)}"
+    return program(found[1]) + found[0].removeprefix(f".venv/bin/{found[1]}")
+
+
+def _word(script: str) -> str:
+    return next(word for word, name in SCRIPTS.items() if name == script)
+
+
+def invocation(script: str, *words: str, launcher: bool = False) -> str:
+    """Return how to start a script with these words.
+
+    Args:
+        script: its path, as in sys.argv.
+        launcher: by sftkit.launch, which takes the hardware that is there.
+    """
+    script = script.removeprefix(f"{ROOT}/")
+    start = typed(f".venv/bin/python {'-m sftkit.launch ' * launcher}{shlex.quote(script)}")
+    return " ".join([start, *map(shlex.quote, words)])
+
+
+def running() -> str:
+    """Return how this script was started, to be typed again."""
+    return invocation(str(Path(sys.argv[0])))
+
+
+def install(package: str) -> str:
+    """Return the command that installs a package, or an extra: sftkit[eval]."""
+    return f"{program('python')} -m pip install {shlex.quote(package)}"
+
+
+def first_run() -> str:
+    """Return what to do where no run is."""
+    return f"make one: {invocation('scripts/run_chain.py', 'recipes/smoke')}"

@@ -1,0 +1,154 @@
+"""Run a bench plan: every run in a process of its own, results written after each, a table at the end.
+
+python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...]
+python -m sftkit.experiments.bench --report results.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.command_line import Parser, path
+from sftkit.config.commands import program, shipped
+from sftkit.config.terminal import say
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
+from sftkit.experiments.bench.plan import slug
+from sftkit.experiments.bench.processes import first_failure, run_logged, start_command
+from sftkit.experiments.bench.report import line, markdown
+from sftkit.experiments.bench.rows import head
+from sftkit.runtime.signals import exit_on_signals
+
+MACHINE_TIMEOUT_SECONDS = 300
+
+
+def main() -> int:
+    """Returns the exit code: 1 if a run failed."""
+    words = Parser((__doc__ or "").partition("\n")[0], prog=f"{program('python')} -m sftkit.experiments.bench")
+    words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
+    words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
+    words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
+    words.add_argument("--report", type=path, metavar="RESULTS.json", help="print the tables of earlier results")
+    args = words.parse_args()
+    if (args.plan is None) == (args.report is None):
+        words.error("name a plan, or earlier results with --report")
+    if args.report:
+        say(markdown(read_results(args.report)), end="")
+        return 0
+    plan = Path(shipped(str(args.plan)))
+    out = args.out or Path("runs/bench") / f"{plan_name(plan)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return int(any(row["error"] for row in bench(plan, out, args.only)["runs"]))
+
+
+def plan_name(plan: Path) -> str:
+    """benchmarks/h200_step/plan.yaml is h200_step, another file its own name."""
+    return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json as `bench` wrote it."""
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--report: {path}: cannot be read as JSON: {error}") from error
+    if not isinstance(results, dict) or not {"machine", "runs"} <= results.keys():
+        raise ConfigError(f"--report: {path}: no results of this bench: it lacks machine and runs")
+    return results
+
+
+def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any]:
+    """All runs of a plan, one after the other; out/results.json is whole after each of them, out/report.md too."""
+    jobs = read_jobs(plan, out, only)
+    if (out / "results.json").exists():
+        raise ConfigError(f"--out: {out} holds results already: name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "plan": str(plan),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": {},
+        "runs": [],
+    }
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
+        results["machine"] = machine(out)
+        for number, job in enumerate(jobs, 1):
+            started = time.perf_counter()
+            row = run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
+            row["wall_seconds"] = time.perf_counter() - started
+            over_ceiling(row, results["machine"])
+            add_scaling(row, results["runs"])
+            results["runs"].append(row)
+            write(out, results)
+            say(f"[{number}/{len(jobs)}] {line(row)}")
+    say(f"\n{markdown(results)}\nresults: {out}/results.json")
+    return results
+
+
+def write(out: Path, results: dict[str, Any]) -> None:
+    """results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
+    for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown(results))):
+        temporary = out / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, out / name)
+
+
+def machine(out: Path) -> dict[str, Any]:
+    """The ceilings of this machine, or why they could not be measured."""
+    path = out / "machine.json"
+    command = [sys.executable, "-m", "sftkit.experiments.bench.machine", str(path)]
+    ended = run_logged(command, out / "machine.log", {}, MACHINE_TIMEOUT_SECONDS)
+    return json.loads(path.read_text()) if path.exists() else {"error": ended or "nothing was measured"}
+
+
+def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
+    """A run that others start warm from saves its compiled code in a file, and those load it: compile.cache."""
+    source = job.warm_from or (job.name if any(other.warm_from == job.name for other in jobs) else None)
+    if source is None:
+        return job
+    compile = replace(job.config.compile, cache=str(caches / f"{slug(source)}.compiled"))
+    return replace(job, config=replace(job.config, compile=compile))
+
+
+def run_job(job: Job, caches: Path) -> dict[str, Any]:
+    """Run one job in a new process with empty caches of its own; its row, which says so if it failed."""
+    path = save_job(job)
+    cache = caches / slug(job.name)
+    cache.mkdir()
+    command, needed = start_command(job.processes, job.worker, path)
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "XDG_CACHE_HOME": str(cache),
+        **needed,
+        **job.environment,
+    }
+    written, log = job.folder / "row.json", job.folder / "log.txt"
+    written.unlink(missing_ok=True)
+    ended = run_logged(command, log, environment, job.timeout_seconds)
+    row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**head(job), "error": None}
+    if row["error"] is None and (ended or not written.exists()):
+        row["error"] = ended or "it wrote no row"
+    if job.processes.topology is not None and ended and ended.startswith("ended"):
+        row["error"] = first_failure(log, row["error"] if row["error"] != ended else None)
+    return row
+
+
+def over_ceiling(row: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Add mfu_of_ceiling: the MFU over what matrix products reach on this machine instead of the datasheet."""
+    datasheet, ceiling = machine.get("datasheet_tflops"), machine.get("matmul_tflops")
+    mfu = row.get("mfu")
+    row["mfu_of_ceiling"] = mfu["median"] * datasheet / ceiling if mfu and datasheet and ceiling else None
+
+
+def add_scaling(row: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Add scaling: tokens/s per GPU over those of a baseline of another number of GPUs; None without one that ran."""
+    base = next((other for other in earlier if other["name"] == row["baseline"] and not other["error"]), None)
+    row["scaling"] = None
+    if base and not row["error"] and row["world_size"] != base["world_size"]:
+        row["scaling"] = row["tok_per_sec_per_gpu"]["median"] / base["tok_per_sec_per_gpu"]["median"]

@@ -1,0 +1,92 @@
+"""The command `sftkit`: the scripts as words, for where there is no clone. A script of this folder comes before the one that came
+with sftkit, and so do recipes and Accelerate configs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, program, shipped
+from sftkit.config.load import fail
+from sftkit.config.paths import expanded
+from sftkit.config.terminal import say
+from sftkit.errors import ConfigError
+
+USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more)
+
+  init DIR              copy scripts, recipes and Accelerate configs into DIR, to read and to change
+  chain FOLDER          base, mid, sft and evaluation of a folder of recipes: sftkit chain recipes/smoke
+  base|mid|sft RECIPE   train one stage on the hardware that is there: sftkit sft RECIPE [key=value ...]
+  prepare RECIPE        tokenize the data of a recipe into its cache, before a GPU is used
+  inspect RECIPE        what would be learned and dropped, and what it would cost
+  eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model
+  chat [RUN]            talk to it
+  report [RUN]          a page about a run
+  validate RECIPE       does compiling pay, and change nothing?
+  bench PLAN            measure the training step
+  dashboard ...         the wandb workspace of a project
+
+Scripts, recipes and configs of this folder are taken, if there are any, else those that came with sftkit.
+Exit codes: 0 done, 1 failed, 2 a mistake in words, recipe or data, 128 + n ended by signal n."""
+TRAINING = ("base", "mid", "sft")
+
+
+def main() -> None:
+    """Replace this process by the one that does it, so that signals and exit codes are that one's."""
+    word, *words = sys.argv[1:] or ["--help"]
+    if word in ("-h", "--help"):
+        say(USAGE)
+    elif word == "init":
+        init(words)
+    else:
+        os.execv(sys.executable, [sys.executable, *start(word), *words])
+
+
+def start(word: str) -> list[str]:
+    """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
+    if word == "bench":
+        return ["-m", "sftkit.experiments.bench"]
+    if word == "prepare":
+        return [*start("inspect"), "--preview", "0"]
+    if word not in SCRIPTS:
+        near = difflib.get_close_matches(word, ["init", "bench", "prepare", *SCRIPTS], n=1)
+        fail(
+            f"sftkit {word}: no such word. "
+            + (f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them")
+        )
+    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), shipped(f"scripts/{SCRIPTS[word]}")]
+
+
+def init(words: list[str]) -> None:
+    """Copy what comes with sftkit into a folder, which may be there already.
+
+    Raises:
+        ConfigError: something of it is there already, or cannot be written.
+    """
+    if len(words) != 1 or words[0].startswith("-"):
+        fail("usage: sftkit init DIR")
+    folder = Path(expanded(words[0]))
+    try:
+        for name in SHIPPED:
+            if (folder / name).exists():
+                raise ConfigError(f"{folder / name} is there already: name another folder, or move it away")
+        for name in SHIPPED:
+            copy(ROOT / name, folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+    sftkit = program("sftkit", folder.absolute())
+    say(
+        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {folder}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
+    )
+
+
+def copy(source: Path, target: Path) -> None:
+    """A folder without what Python has compiled, or a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copyfile(source, target)

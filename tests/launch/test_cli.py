@@ -1,0 +1,93 @@
+"""The command `sftkit`: from any folder it does what the scripts of a clone do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
+from sftkit.launch.cli import USAGE, start
+
+COMMAND = (sys.executable, "-m", "sftkit")
+
+
+def sftkit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "ACCELERATE_USE_CPU": "true"}
+    return subprocess.run([*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+def test_init_copies_what_a_run_needs_and_never_over_something(tmp_path: Path) -> None:
+    done = sftkit(tmp_path, "init", "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in SHIPPED:
+        ours, theirs = tmp_path / "mine" / name, ROOT / name
+        files = [
+            path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        ]
+        assert [file for file in files if (ours / file).read_bytes() != (theirs / file).read_bytes()] == []
+        assert ours.exists()
+    again = sftkit(tmp_path, "init", "mine")
+    assert again.returncode == 2
+    assert "scripts is there already: name another folder" in again.stderr
+
+
+def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word in (*SCRIPTS, "bench", "prepare"):
+        assert word in USAGE
+        assert start(word)[0] == "-m" or Path(start(word)[0]).is_file()
+    assert start("sft")[:2] == ["-m", "sftkit.launch"]
+
+
+@pytest.mark.parametrize("word", ["sft", "chat"])
+def test_help_of_a_word_names_it_and_no_script(word: str, tmp_path: Path) -> None:
+    done = sftkit(tmp_path, word, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"sftkit {word}" in done.stdout
+    assert "python scripts/" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("sfft", "x"), "sftkit sfft: no such word. Did you mean sftkit sft?"),
+        (("init",), "usage: sftkit init DIR"),
+        (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
+        (("chain", "recipes/nothing"), "recipes/nothing/base.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_told_with_code_2(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = sftkit(tmp_path, *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_the_script_of_this_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "report.py").write_text("import sys; sys.exit(f'mine: {sys.argv[1:]}')")
+    done = sftkit(tmp_path, "report", "runs/x")
+    assert (done.returncode, done.stderr) == (1, "mine: ['runs/x']\n")
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_is_shipped_and_runs_elsewhere(tmp_path: Path) -> None:
+    """In an environment that has its dependencies, without this checkout."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([*build, str(Path(__file__).parents[2])], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere.mkdir()
+    for name in SHIPPED:
+        assert (site / "sftkit" / "project" / name).exists()
+    env = {**os.environ, "PYTHONPATH": str(site), "ACCELERATE_USE_CPU": "true"}
+    words = ["chain", "recipes/smoke", "train.max_steps=2", "log.wandb=off"]
+    done = subprocess.run([*COMMAND, *words], cwd=elsewhere, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "sftkit chat runs/smoke/sft\n" in done.stdout
+    assert (elsewhere / "runs/smoke/sft/report.html").is_file()
