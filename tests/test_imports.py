@@ -45,7 +45,7 @@ ROOMS = {
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
     *("preflight/flags.py", "evals/flags.py", "experiments/validate/flags.py"),
-    *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "rundir")),
+    *(f"runtime/{name}.py" for name in ("files", "hub", "killed", "launcher", "lock", "manifest", "oom", "rundir")),
     *(f"runtime/{name}.py" for name in ("script", "signals", "status", "words")),
 )
 "Rooms and modules that are read before, or without, torch."
