@@ -38,8 +38,8 @@ def load_config(description: str | None) -> Config:
     return cfg
 
 
-def read_command_line(description: str | None) -> Config:
-    """What load_config returns, for a script that makes no run directory."""
+def read_command_line(description: str | None, world_size: int | None = None) -> Config:
+    """What load_config returns, for a script that makes no run directory; `world_size` as in read_config."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         say(help_text(description or "", sys.argv[0]))
@@ -48,7 +48,7 @@ def read_command_line(description: str | None) -> Config:
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: python {sys.argv[0]} {USAGE}\nThe first word must be a recipe file.")
     try:
-        cfg, tree = _resolve(settings[0], settings[1:], None)
+        cfg, tree = _resolve(settings[0], settings[1:], world_size)
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):
