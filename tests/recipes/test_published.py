@@ -34,7 +34,7 @@ from sftkit.parallel.tensor import MODEL_TYPES
 from sftkit.preflight import prepare
 
 PUBLISHED = Path(__file__).parent / "published"
-"A folder for each model with the config.json that its authors published."
+"A folder for each model with what its published config.json says of sizes, positions, windows and rotations."
 PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,

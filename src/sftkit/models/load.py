@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from contextlib import suppress
@@ -36,6 +37,8 @@ from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.rundir import TOKENIZER, TRAINING_STATE, resolve
 from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -214,7 +217,10 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
     """Of a model that sees images too the config of its text model, where transformers has that alone (Gemma 3 from 4B on):
     the other parts are neither loaded nor saved. Of any other model its own."""
     text = config.get_text_config()
-    return text if not config.is_encoder_decoder and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+    if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    log.info("of %s the text model alone is loaded (%s)", config.model_type, text.model_type)
+    return text
 
 
 def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
