@@ -3,6 +3,7 @@
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
 .venv/bin/python scripts/inspect_data.py my_recipe.yaml --stage mid
+.venv/bin/python scripts/inspect_data.py recipes/llama_3_1_8b/sft.yaml --config_file accelerate_configs/fsdp2.yaml --gpu-gib 79
 """
 
 import json
@@ -37,9 +38,9 @@ def main() -> None:
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = prepare.load_examples(cfg.data, stage, tokenizer, max_length)
-    layout = make_layout(cfg.data, max_length, cfg.train, world_size=1, lengths=examples.lengths)
+    layout = make_layout(cfg.data, max_length, cfg.train, flags.topology.row_ranks, examples.lengths)
     epoch = plan_epoch(examples.lengths, layout, cfg.run.seed, epoch=0)
-    plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib)
+    plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 
     found = preflight.look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan)
     samples = inspection.previews(examples, tokenizer, flags.preview)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.load import read_config
+from sftkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
@@ -12,8 +13,11 @@ EXPECTED = {
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
     "tinyllama_1_1b/sft.yaml",
+    *(f"{model}/sft.yaml" for model in ("qwen3_1_7b", "qwen3_4b", "qwen3_8b", "gemma_3_1b", "gemma_3_4b")),
+    *(f"{model}/sft.yaml" for model in ("llama_3_2_1b", "llama_3_2_3b", "llama_3_1_8b", "smollm3_3b", "olmo_2_1b")),
 }
-FOUND = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
+ALL = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
+FOUND = [name for name in ALL if not name.startswith("shared/")]
 
 
 def test_the_documented_recipes_exist():
@@ -24,3 +28,10 @@ def test_the_documented_recipes_exist():
 @pytest.mark.parametrize("name", FOUND)
 def test_recipes_are_valid(name: str, world_size: int):
     read_config(ROOT / "recipes" / name, world_size=world_size)
+
+
+def test_what_recipes_share_lacks_a_model_and_a_place_to_run_and_nothing_else():
+    with pytest.raises(ConfigError) as refused:
+        read_config(ROOT / "recipes" / "shared" / "sft.yaml", world_size=1)
+    problems = str(refused.value).splitlines()
+    assert [problem.partition(": ")[2].split()[0].rstrip(":") for problem in problems] == ["run.dir", "model.path"]

@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from sftkit.config.topology import Topology, read_topology
+from sftkit.config.topology import Topology, read_topology, topology_of
 from sftkit.errors import ConfigError
 
 FILES = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
@@ -57,6 +57,20 @@ def test_every_layout_is_listed() -> None:
 def test_a_layout_launched_is_the_topology_that_it_is_named_for(name: str) -> None:
     world_size, topology = TOPOLOGIES[name]
     assert read_topology(exported(name, world_size), world_size) == topology
+    assert topology_of(FILES[0].with_name(f"{name}.yaml"), world_size) == topology
+
+
+def test_without_a_number_a_file_counts_its_own_processes(tmp_path: Path) -> None:
+    assert topology_of(FILES[0].with_name("fsdp2.yaml")) == Topology(shards=8, sharded=True)
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: no accelerate config that can be read"):
+        topology_of(tmp_path / "nothing.yaml")
+    for text in ("- a list", "fsdp_config: 3", "num_processes: many", "{"):
+        (tmp_path / "odd.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"odd\.yaml: no accelerate config that can be read"):
+            topology_of(tmp_path / "odd.yaml")
+    (tmp_path / "odd.yaml").write_text("{distributed_type: FSDP, fsdp_config: {fsdp_version: 1}}")
+    with pytest.raises(ConfigError, match="fsdp_version must be 2"):
+        topology_of(tmp_path / "odd.yaml", 2)
 
 
 def exported(name: str, num_processes: int, *options: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from sftkit.config.commands import program
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.launch import Hardware, choose, count_visible
-from sftkit.models.size import Replica
+from sftkit.models.size import GIB, Replica
 from sftkit.runtime.launcher import signal_env
 
 RECIPE = """
@@ -123,6 +123,17 @@ def test_a_model_that_does_not_fit_one_of_several_gpus_is_cut_over_them_and_the_
     assert "the most that divide train.global_batch_size 30; 32.8 billion" in six.summary
 
 
+def test_what_all_gpus_together_cannot_hold_is_refused() -> None:
+    model = Replica(8_000_000_000, "auto", 80 * GIB, 64 * GIB)
+    for gpus in (1, 2):
+        with pytest.raises(
+            ConfigError, match=rf"64 GiB of it .* {gpus} GPUs? of 24 GiB cannot .* take at least 3 of them"
+        ):
+            choose(Hardware(gpus, 16, None, 24 * GIB), 32, {}, model)
+    assert choose(Hardware(4, 16, None, 24 * GIB), 32, {}, model).config_file.name == "fsdp2.yaml"
+    assert choose(Hardware(0, 16), 32, {}, model).config_file.name == "cpu.yaml"
+
+
 @pytest.mark.parametrize(
     ("gpus", "memory", "replica", "name"),
     [
@@ -144,7 +155,7 @@ def test_the_recipe_and_the_hardware_decide_together(
 ):
     started = []
     monkeypatch.setattr(launch, "call", lambda words, env: started.append(words) or 0)
-    monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 10 * 2**30))
+    monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 20 * 2**30))
     sizes = "hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, num_attention_heads: 32"
     big = f"model.scratch={{model_type: qwen3, vocab_size: 151936, {sizes}, num_key_value_heads: 8, head_dim: 128}}"
     launch.run(__file__, str(recipe), [big])

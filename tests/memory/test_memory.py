@@ -28,7 +28,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
-from sftkit.memory.estimate import GIB, Setup, estimate, kept_elements, shape_of
+from sftkit.memory.estimate import GIB, Setup, estimate, held_bytes, kept_elements, shape_of
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import compare, make_plan
 from sftkit.optim.build import build_optimizer
@@ -193,7 +193,7 @@ def test_auto_is_adamw_where_it_fits_else_stochastic_rounding_of_bf16_weights() 
     assert chosen(int(needed.total / 0.92) + 1) == "adamw"
     assert chosen(int(needed.total / 0.92) - GIB) == "adamw_sr"
     assert chosen(None) == "adamw"
-    assert chosen(GIB, "fp32") == "adamw"
+    assert chosen(64 * GIB, "fp32") == "adamw"
 
 
 def test_the_optimizer_is_one_that_fits_on_every_rank() -> None:
@@ -294,9 +294,38 @@ def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it(
     rt.topology = Topology(replicas=world_size)
     layout = packed(accumulation=2 if world_size == 1 else 1, world_size=world_size)
     with caplog.at_level(logging.WARNING):
-        make_plan(recipe(), qwen3("8B"), layout, rt, 24 * GIB)
+        make_plan(recipe(), qwen3("8B"), layout, rt, 80 * GIB)
     (warning,) = [r.getMessage() for r in caplog.records]
     assert f"accelerate_configs/fsdp2.yaml on {gpus} GPUs saves " in warning
+
+
+@pytest.mark.parametrize(
+    ("topology", "optimizer", "gpu_gib", "ways"),
+    [
+        (Topology(), "adamw", 80, "Take optim.name=adamw_sr, or optim.name=adamw8bit"),
+        (Topology(), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
+        (Topology(replicas=8), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
+        (Topology(shards=2, sharded=True), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
+    ],
+    ids=["smaller states", "one GPU", "replicas", "too few shards"],
+)
+def test_a_model_that_no_rows_make_room_for_is_refused(
+    topology: Topology, optimizer: str, gpu_gib: int, ways: str
+) -> None:
+    rt, cfg = runtime(), recipe(optim=OptimConfig(name=optimizer))
+    rt.topology = topology
+    layout = packed(row_length=2048, world_size=topology.world_size)
+    with pytest.raises(ConfigError, match=rf"alone take .* on each GPU, which has {gpu_gib}\.0 GiB") as refused:
+        make_plan(cfg, qwen3("8B"), layout, rt, gpu_gib * GIB)
+    assert ways in str(refused.value)
+    make_plan(cfg, qwen3("8B"), layout, rt, H200)  # estimated, and perhaps warned of
+
+
+def test_what_is_held_at_least_is_less_than_any_step_takes() -> None:
+    for optimizer in OPTIMIZERS:
+        for topology in (Topology(), Topology(shards=4, sharded=True), Topology(shards=2, tensor=2, sharded=True)):
+            s = setup("1.7B", optimizer=optimizer, topology=topology, layout=packed(row_length=64))
+            assert held_bytes(s) < estimate(s).tensors, (optimizer, topology)
 
 
 def oom(

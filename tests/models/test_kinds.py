@@ -6,8 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import tiny_llama
-from transformers import AutoTokenizer, T5Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
@@ -15,6 +25,7 @@ from sftkit.models.auto_classes import CAUSAL, auto_class, auto_class_in
 from sftkit.models.causal import CausalLM
 from sftkit.models.kinds import KINDS, kind_of
 from sftkit.models.load import load_model
+from sftkit.models.weights import load_model_weights, make_room
 
 
 def test_a_decoder_is_a_causal_model_by_its_config_and_by_the_files_of_its_checkpoint(tmp_path: Path) -> None:
@@ -37,3 +48,41 @@ def test_a_model_with_an_encoder_is_refused_with_what_can_be_trained(tmp_path: P
     assert json.loads((tmp_path / "config.json").read_text())["is_encoder_decoder"]
     with pytest.raises(ConfigError, match=r"t5 has an encoder.*AutoModelForCausalLM"):
         load_model(ModelConfig(path=str(tmp_path)), AutoTokenizer, 0, empty=empty)  # type: ignore[arg-type]
+
+
+def sees_images(vocab_size: int) -> PreTrainedModel:
+    """Gemma 3 as from 4B on: a text model with an encoder of images beside it."""
+    torch.manual_seed(0)
+    text = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_use_head": False}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+
+
+@pytest.mark.parametrize("names", ["of the hub", "of transformers 5"])
+@pytest.mark.parametrize("empty", [False, True], ids=["whole", "sharded"])
+def test_of_a_model_that_sees_images_the_text_model_is_trained_and_saved(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, empty: bool, names: str
+) -> None:
+    whole = sees_images(len(tokenizer)).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    weights = load_file(file)
+    assert any(name.startswith("language_model.model.layers") for name in weights)
+    if names == "of transformers 5":
+        weights = {name.replace("language_model.model.", "model.language_model."): w for name, w in weights.items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    source = ModelConfig(path=str(tmp_path / "whole"))
+    model = load_model(source, tokenizer, 0, empty=empty)
+    if empty:
+        make_room(model, torch.device("cpu"))
+        load_model_weights(model, source)
+    assert (type(model).__name__, model.config.model_type) == ("Gemma3ForCausalLM", "gemma3_text")
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(model.eval()(input_ids=ids).logits, whole(input_ids=ids).logits)
+    model.save_pretrained(tmp_path / "text")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert type(saved) is type(model)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+    assert all(name.startswith("model.") for name in load_file(tmp_path / "text" / "model.safetensors"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -63,7 +64,7 @@ def recipe(name: str = "auto", precision: str = "auto", **model: Any) -> Config:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model_type", model_size.GATED)
 def test_the_fields_of_a_new_model_give_its_size(model_type: str, tied: bool) -> None:
-    fields = {"head_dim": 32} if model_type == "qwen3" else {}
+    fields = {"head_dim": 32} if model_type in model_size.NAMED else {}
     fields["tie_word_embeddings"] = tied
     counted = parameters_of(ModelConfig(scratch={"model_type": model_type, **SIZES, **fields}))
     with torch.device("meta"):
@@ -121,6 +122,31 @@ def test_a_hub_model_is_known_once_it_is_in_the_cache(tmp_path: Path) -> None:
     ]
 
 
+def test_the_config_of_a_hub_model_is_fetched_where_the_hub_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    asked: list[tuple[Any, ...]] = []
+
+    def download(*args: Any, revision: str | None) -> str:
+        asked.append((*args, revision))
+        if args[0] == "gated/model":
+            raise OSError("401")
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(model_size, "hub_answers", lambda: True)
+    known = parameters_of(ModelConfig(path=str(tmp_path)))
+    assert known is not None
+    assert parameters_of(ModelConfig(path="some/model", revision="v1")) == known
+    assert parameters_of(ModelConfig(path="gated/model")) is None
+    assert asked == [("some/model", "config.json", "v1"), ("gated/model", "config.json", None)]
+    monkeypatch.setattr(model_size, "hub_answers", lambda: False)
+    assert parameters_of(ModelConfig(path="some/model")) is None
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "mamba"}'])
 def test_what_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -166,4 +192,5 @@ def test_a_replica_needs_its_states_and_a_quarter_more() -> None:
         found = replica_of(recipe(name, precision, scratch=scratch))
         assert found is not None
         assert (found.parameters, found.num_bytes) == (count, int(1.25 * width * count))
+        assert found.held_bytes == (6 if (name, precision) == ("auto", "auto") else width) * count
     assert "(optim.name auto)" in replace(found, parameters=10**9).describe()

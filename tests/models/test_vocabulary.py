@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, torchrun
 from made_models import MOE, SIZES
+from tokenizers import AddedToken
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -344,8 +345,46 @@ def test_a_tokenizer_of_another_model_is_refused_and_not_grown_into(save: Save, 
     source = save()
     make_model("untied", 200).save_pretrained(tmp_path / "small")
     other = ModelConfig(path=str(tmp_path / "small"), tokenizer=source.path, chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"272 tokens without <\|im_start\|>, <\|im_end\|>, the model embeds 200"):
+    with pytest.raises(ConfigError, match="274 tokens, the model embeds 200 and has no row for "):
         load_model(other, load_tokenizer(other), 0)
+
+
+def test_a_special_token_that_nothing_writes_needs_no_row(save: Save) -> None:
+    """As in Gemma 3 1B, whose tokenizer has a token for images behind the model's last row."""
+    source = save()
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(source.path)
+    plain = ModelConfig(path=source.path)
+    model, found = loaded(plain)
+    assert (len(found), model.config.vocab_size) == (273, 272)
+    for empty in (False, True):
+        model, found = loaded(source, empty=empty)  # the turn marks come behind it
+        assert (added_tokens(found).ids, model.config.vocab_size) == ((273, 274), 320)  # type: ignore[union-attr]
+        rows, before = model.get_input_embeddings().weight, files_of(source).get_input_embeddings().weight
+        assert torch.equal(rows[:272], before)
+        assert all(torch.equal(row, before.double().mean(0).to(row)) for row in rows[272:])
+
+
+@pytest.mark.parametrize(
+    ("token", "special", "template"),
+    [
+        ("<image_soft_token>", False, ""),
+        ("<image_soft_token>", True, "{{ '<image_soft_token>' }}"),
+        ("<eos>", True, ""),
+    ],
+    ids=["ordinary text", "the template writes it", "it ends texts"],
+)
+def test_a_token_that_may_occur_needs_a_row(save: Save, token: str, special: bool, template: str) -> None:
+    source = ModelConfig(path=save().path)
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    tokenizer.add_tokens([AddedToken(token, special=special)], special_tokens=special)
+    tokenizer.chat_template = template
+    if token == "<eos>":
+        tokenizer.eos_token = token
+    tokenizer.save_pretrained(source.path)
+    with pytest.raises(ConfigError, match=rf"273 tokens, the model embeds 272 and has no row for {token} \(272\)"):
+        loaded(source)
 
 
 def test_a_name_that_is_no_template_is_refused_with_the_one_that_was_meant() -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
@@ -366,15 +367,20 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
     assert prepared.look(here=("GPU Y", 1))["time"]["hours"] is None
 
 
-def test_memory_without_weights_is_that_of_the_loaded_model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    prepared = Prepared(tmp_path, tokenizer, CHATS, train__precision="fp32", checkpoint__every=2, checkpoint__keep=2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_without_weights_is_that_of_the_loaded_model(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, tied: bool
+) -> None:
+    own = {"model__scratch": {**SCRATCH, "tie_word_embeddings": tied}, "model__tokenizer": str(tmp_path / "tokenizer")}
+    own |= {"train__precision": "fp32", "checkpoint__every": 2, "checkpoint__keep": 2}
+    prepared = Prepared(tmp_path, tokenizer, CHATS, **own)
     cfg = prepared.cfg
     shell = prepare.shell_model(cfg.model, tokenizer, "fp32")
     assert shell is not None
     assert {p.device.type for p in shell.parameters()} == {"meta"}
     loaded = load_model(cfg.model, tokenizer, 0, "fp32")
     assert shape_of(shell) == shape_of(loaded)
-    plan = prepare.memory_plan(cfg, shell, prepared.layout, gpu_gib=0.5)
+    plan = prepare.memory_plan(cfg, shell, prepared.layout, 0.5, Topology())
     assert plan is not None
     assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
     found = prepared.look(shell, plan)
@@ -392,7 +398,7 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
     shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
     assert any("checkpoint.every=null" in w for w in found["warnings"])
 
@@ -705,7 +711,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     assert len(prepared.examples) == 10_000
     started = time.perf_counter()
     shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80))
+    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:
         inspection.show(VisibleConsole(file=nowhere), found, samples)

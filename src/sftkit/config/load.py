@@ -36,8 +36,8 @@ def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
     return read_command_line(description, [run_dir_can_be_made, *more])
 
 
-def read_command_line(description: str | None, more: Sequence[Rule] = ()) -> Config:
-    """What load_config returns, for a script that makes no run directory."""
+def read_command_line(description: str | None, more: Sequence[Rule] = (), world_size: int | None = None) -> Config:
+    """What load_config returns, for a script that makes no run directory; `world_size` as in read_config."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         say(help_text(description or "", running()))
@@ -46,7 +46,7 @@ def read_command_line(description: str | None, more: Sequence[Rule] = ()) -> Con
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
     try:
-        cfg, tree = _resolve(settings[0], settings[1:], None, more)
+        cfg, tree = _resolve(settings[0], settings[1:], world_size, more)
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):

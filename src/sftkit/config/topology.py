@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from sftkit.errors import ConfigError
 
@@ -90,6 +93,30 @@ def read_topology(environ: Mapping[str, str], world_size: int) -> Topology:
             "set one of them to 1"
         )
     return topology
+
+
+def topology_of(config_file: Path, processes: int | None = None) -> Topology:
+    """The topology of a launch with this accelerate config.
+
+    Args:
+        processes: None: the file's num_processes.
+
+    Raises:
+        ConfigError: no accelerate config, or what read_topology raises.
+    """
+    try:
+        config = yaml.safe_load(config_file.read_text())
+        sections = [config.get(name) or {} for name in ("fsdp_config", "parallelism_config")]
+        environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
+        number = int(processes or config["num_processes"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{config_file}: no accelerate config that can be read ({type(error).__name__}: {' '.join(str(error).split())}): "
+            "take one of accelerate_configs"
+        ) from None
+    environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
+    environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
+    return read_topology(environ, number)
 
 
 def _refuse(environ: Mapping[str, str]) -> None:

@@ -74,6 +74,9 @@ def choose(
 
     Args:
         replica: what a copy of the model needs; None: unknown, taken to fit.
+
+    Raises:
+        ConfigError: the GPUs together have no room for it.
     """
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
@@ -94,12 +97,24 @@ def choose(
                 f", {processes} of {hardware.gpus} GPUs: "
                 f"the most that divide train.global_batch_size {global_batch_size}"
             )
+        _check_room(hardware, processes, replica)
         why = _why_cut(hardware, replica) if processes > 1 else None
         name = "single_gpu.yaml" if processes == 1 else "fsdp2.yaml" if why else "ddp.yaml"
         if why:
             note += f"{': ' if processes == hardware.gpus else '; '}{why}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
+
+
+def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> None:
+    """Refuse a model whose weights, gradients and optimizer states are more than all GPUs that are taken have together."""
+    memory = hardware.gpu_memory_bytes
+    if replica is not None and memory is not None and replica.held_bytes > processes * memory:
+        raise ConfigError(
+            f"{replica.describe()}, {replica.held_bytes / GIB:.0f} GiB of it without any rows, and {processes} "
+            f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even cut in pieces: take at least "
+            f"{-(-replica.held_bytes // memory)} of them, a smaller model, or optim.name auto where another is set"
+        )
 
 
 def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:

@@ -175,6 +175,12 @@ def estimate(s: Setup) -> Estimate:
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 
+def held_bytes(s: Setup) -> int:
+    """Weights, gradients and optimizer states that a rank holds whatever its rows are: no step takes less."""
+    pieces = s.topology.shards * s.topology.parts if s.topology.sharded else 1
+    return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // pieces
+
+
 def _sharded(s: Setup, tokens: int) -> Estimate:
     """The peak of a rank that holds a piece of every weight, gradient and state, and gathers weights to use them.
 

@@ -18,10 +18,11 @@ from sftkit.config.schema import Config, OptimConfig
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, shape_of
+from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, held_bytes, shape_of
 from sftkit.ops.dtensor import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import Sharding
+from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,11 @@ def make_plan(
         backend: of attention; reference holds a dense mask.
 
     Raises:
-        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing.
+        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot be cut
+            over the tensor-parallel ranks; or weights, gradients and optimizer states alone are more than a GPU has.
     """
+    if rt.topology.tensor > 1:
+        check_tensor_parallel(orig_model, rt.topology.tensor)
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
     compiled = _recomputes(cfg)
@@ -100,6 +104,8 @@ def make_plan(
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
+    if setup is not None:
+        _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
     parameters = 0 if rt.topology.sharded else sum(p.numel() for p in orig_model.parameters())
     earlier = parameters * earlier_gradient_width(layout, rt.precision)  # sharded ranks meet theirs in the warm-up
@@ -116,6 +122,20 @@ def make_plan(
             "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU",
         )
     return plan
+
+
+def _check_room(s: Setup, total_bytes: int | None) -> None:
+    """Refuse a model that no smaller rows make room for."""
+    held = held_bytes(s)
+    if total_bytes is None or held <= total_bytes:
+        return
+    pieces = s.topology.world_size // s.topology.replicas if s.topology.sharded else 1
+    ways = [text for text, after in _optimizer(s) if held_bytes(after) <= total_bytes]
+    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * pieces // total_bytes)} such GPUs or more")
+    raise ConfigError(
+        f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
+        f"rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take {', or '.join(ways)}, or a smaller model"
+    )
 
 
 SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from contextlib import suppress
@@ -13,9 +14,11 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,9 +29,8 @@ from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
-from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import train_tokenizer, training_texts
-from sftkit.models.vocabulary import add_tokens, added_tokens, make_rows
+from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.manifest import check_loadable
@@ -36,7 +38,12 @@ from sftkit.runtime.progress import working
 from sftkit.runtime.rundir import TOKENIZER, nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
+"Names of a text model's weights in the files of one that sees images too -> its own."
 
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
@@ -197,12 +204,9 @@ def load_model(
                     orig_model = whole_model(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
+    check_rows(orig_model, tokenizer)
+    if model.scratch is None:
         make_rows(orig_model, tokenizer)
-    if len(tokenizer) > vocab_size(orig_model):
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size(orig_model)}: take the tokenizer that belongs "
-            "to the model (model.tokenizer=null), or a model.scratch that fits"
-        )
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it
@@ -213,17 +217,32 @@ def load_model(
     return orig_model
 
 
+def trained_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Of a model that sees images too the config of its text model, where transformers has that alone (Gemma 3 from 4B on):
+    the other parts are neither loaded nor saved. Of any other model its own."""
+    text = config.get_text_config()
+    if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    log.info("of %s the text model alone is loaded (%s)", config.model_type, text.model_type)
+    return text
+
+
 def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """from_pretrained, but a weight that is missing or of another shape is an error and not random numbers."""
     config = AutoConfig.from_pretrained(path, **options)
-    orig_model, found = kind_of(config).auto_class.from_pretrained(
+    part = trained_part(config)
+    orig_model, found = kind_of(part).auto_class.from_pretrained(
         path,
+        config=part,
         dtype=DTYPES[precision],
-        attn_implementation=plain_implementation(config),
+        attn_implementation=plain_implementation(part),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
+        key_mapping=None if part is config else TEXT_NAMES,
         **options,
     )
+    if part is not config:
+        orig_model._weight_conversions = None  # private: save_pretrained would write the names of those files
     missing = sorted(found["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -239,7 +258,7 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """The model at this path, buffers computed, parameters on the meta device."""
-    config = AutoConfig.from_pretrained(path, **options)
+    config = trained_part(AutoConfig.from_pretrained(path, **options))
     with no_init_weights(), init_empty_weights(include_buffers=False):
         orig_model = kind_of(config).auto_class.from_config(
             config,
@@ -296,7 +315,9 @@ def inherit(
     if length is None:
         raise ConfigError(f"data.max_length: {nothing_to_inherit(model.path)}")
     if positions is not None and length > positions:
-        raise ConfigError(f"data.max_length: {length} is more than the model's {positions} positions")
+        raise ConfigError(
+            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"
+        )
     start = f"from {resolve(model.path)}" if model.path else "new model"
     template = (
         hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import Config, ModelConfig
+from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.rundir import latest
 
 GIB = 2**30
@@ -20,8 +21,12 @@ SINGLE = "model.safetensors"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
-GATED = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo", "olmo2", "olmo3")
+GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3")
 "Architectures of four attention matrices and three of the feed-forward layer, with the names that `_of_fields` reads."
+TIED = ("gemma3_text", "smollm3")
+"Those of them whose embedding is the head where their fields do not say."
+NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
+"Fields of theirs whose defaults follow from no other field, so their sizes are known where these are named."
 
 
 class Size(NamedTuple):
@@ -40,6 +45,8 @@ class Replica:
     optimizer: str
     "optim.name"
     num_bytes: int
+    held_bytes: int = 0
+    "the weights, gradients and optimizer states of it at least: no step takes less, on one GPU or cut over several"
 
     def describe(self) -> str:
         """For the console: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
@@ -54,8 +61,12 @@ def replica_of(cfg: Config) -> Replica | None:
     size = size_of(cfg.model)
     if size is None:
         return None
-    num_bytes = bytes_of(size, cfg.optim.name, "fp32" if cfg.train.precision == "fp32" else "bf16")
-    return Replica(size.parameters, cfg.optim.name, int(BESIDE * num_bytes))
+    precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
+    held = bytes_of(size, cfg.optim.name, precision)
+    least = held
+    if cfg.optim.name == "auto" and precision == "bf16":  # which takes the smallest states for train.memory=low
+        least = min(bytes_of(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
+    return Replica(size.parameters, cfg.optim.name, int(BESIDE * held), least)
 
 
 def bytes_of(size: Size, optimizer: str, precision: str) -> int:
@@ -68,9 +79,8 @@ def bytes_of(size: Size, optimizer: str, precision: str) -> int:
 
 
 def size_of(model: ModelConfig) -> Size | None:
-    """Size of the model that a run starts from, exact where its files name it, else by the sizes of its config.
-
-    A hub model that is not in the local cache yet is unknown, as is a model.scratch whose fields leave sizes to defaults.
+    """Size of the model that a run starts from, exact where its files name it, else by the sizes of its config, which is
+    fetched where the hub has the model and the local cache not. Unknown: a config that leaves sizes to defaults.
     """
     if model.scratch is not None:
         fields = dict(model.scratch)
@@ -92,7 +102,7 @@ def size_of(model: ModelConfig) -> Size | None:
 
 
 def _folder(path: str, revision: str | None) -> Path | None:
-    """Where the files are: a folder, a run's newest checkpoint, a snapshot in the hub's cache."""
+    """Where the files are: a folder, a run's newest checkpoint, a snapshot in the hub's cache, which may be the config alone."""
     folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
@@ -100,15 +110,17 @@ def _folder(path: str, revision: str | None) -> Path | None:
         return newest
     if folder.is_dir():
         return None
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json", revision=revision)
+    if not isinstance(cached, str) and hub_answers():
+        cached = hf_hub_download(path, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _of_folder(folder: Path) -> Size | None:
     config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config") or config
+    text = config | (config.get("text_config") or {})
     if (folder / INDEX).is_file():
         metadata = json.loads((folder / INDEX).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
@@ -142,12 +154,14 @@ def _elements(path: Path) -> int:
 
 def _of_fields(fields: Mapping[str, Any]) -> Size | None:
     """Parameters by the fields of a transformers config, norms and biases left out."""
+    model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if fields.get("model_type") not in GATED or any(not isinstance(fields.get(name), int) for name in names):
+    needed = names + NAMED.get(model_type, ())
+    if model_type not in GATED or any(not isinstance(fields.get(name), int) for name in needed):
         return None
     _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
     block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
-    ends = _ends(fields, tied=False)
+    ends = _ends(fields, tied=model_type in TIED)
     return Size(blocks * block + ends, ends)

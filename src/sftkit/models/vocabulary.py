@@ -78,6 +78,26 @@ def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
     return getattr(orig_model, _NEW_ROWS, None)
 
 
+def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with tokens that the model has no rows for. Those that were added will have some, and special ones
+    that neither text nor the template ever becomes need none: Gemma 3 1B's tokenizer has the one for images, its model not.
+
+    Raises:
+        ConfigError: another token of it lies beyond the rows.
+    """
+    rows, added, special = vocab_size(orig_model), added_tokens(tokenizer), tokenizer.added_tokens_decoder
+    written = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
+    for token, i in tokenizer.get_vocab().items():
+        if i < rows or (added is not None and token in added.tokens):
+            continue
+        if i in special and special[i].special and token not in written and token not in str(tokenizer.chat_template):
+            continue
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows} and has no row for {token} ({i}): take the "
+            "tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
+        )
+
+
 def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Rows of embedding and head for the tokens that were added to the tokenizer.
 
@@ -85,20 +105,15 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     mean of the rows of known tokens, for a model on the meta device once its weights are read (models/weights.py).
 
     Raises:
-        ConfigError: the tokenizer had more tokens than the model has rows before any was added; or no linear head.
+        ConfigError: no linear head.
     """
     added = added_tokens(tokenizer)
     if added is None:
         return
     before = vocab_size(orig_model)
-    if added.known > before:
-        raise ConfigError(
-            f"the tokenizer has {added.known} tokens without {', '.join(added.tokens)}, the model embeds {before}: take the "
-            "tokenizer that belongs to the model (model.tokenizer=null)"
-        )
     if max(added.ids) >= before:
         _resize(orig_model, -(-(max(added.ids) + 1) // MULTIPLE) * MULTIPLE)
-    new = NewRows(before, added.known, added.ids)
+    new = NewRows(before, min(added.known, before), added.ids)
     setattr(orig_model, _NEW_ROWS, new)
     for tensor in vocabulary_of(orig_model):
         if not tensor.is_meta:

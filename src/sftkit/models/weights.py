@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_options
+from sftkit.models.load import TEXT_NAMES, load_options
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
 from sftkit.runtime.manifest import check_loadable
@@ -160,9 +160,15 @@ def _load_whole(
     """
     plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
     loader: Any = plain
+    with _named_errors(folder / "config.json"):
+        found_type = json.loads((folder / "config.json").read_text()).get("model_type")
     try:
         whole, found = loader.from_pretrained(
-            folder, dtype=orig_model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            folder,
+            dtype=orig_model.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            key_mapping=None if found_type == orig_model.config.model_type else TEXT_NAMES,
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(

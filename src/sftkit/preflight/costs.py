@@ -193,11 +193,13 @@ def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, sp
 
 def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[str, Any] | None:
     """The estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
-    if plan is None or plan.estimate is None:
+    if plan is None or plan.estimate is None or plan.setup is None:
         return None
     parts = {field.name: getattr(plan.estimate, field.name) / GIB for field in fields(plan.estimate)}
     fitting = None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes)
     return {
+        "topology": plan.setup.topology.describe(),
+        "processes": plan.setup.topology.world_size,
         "optimizer": plan.optim.name,
         "estimated_gib": plan.estimate.total / GIB,
         "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,

@@ -10,12 +10,14 @@ from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config
 from sftkit.config.stages import SCRIPTS, stage_of_recipe
+from sftkit.config.topology import Topology, topology_of
+from sftkit.errors import ConfigError
 from sftkit.preflight.inputs import data_of
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     """The Config that the words ask for, and the flags: recipe, stage (None: by the recipe's name), preview (documents), html
-    and json (files or None), gpu_gib (None: this machine's). Prints problems and exits with code 2 if there are any."""
+    and json (files or None), gpu_gib (None: this machine's), topology. Prints problems and exits with code 2 if there are any."""
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--stage",
@@ -28,12 +30,28 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
     )
     parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
+    parser.add_argument(
+        "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
+    )
+    parser.add_argument("--num_processes", metavar="N", type=processes, help="GPUs of that launch; those of the file")
     flags, sys.argv[1:] = parser.parse_known_args()
+    if flags.num_processes and not flags.config_file:
+        parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
+    try:
+        flags.topology = topology_of(flags.config_file, flags.num_processes) if flags.config_file else Topology()
+    except ConfigError as error:
+        parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    cfg = read_command_line(text, data_of(stage))  # the words that are left: recipe and key=value
+    cfg = read_command_line(text, data_of(stage), flags.topology.row_ranks)  # what is left: recipe and key=value
     flags.recipe = sys.argv[1]
     return cfg, flags
+
+
+def processes(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word}: how many GPUs? Take 1 or more, say 8")
+    return int(word)
 
 
 def number(word: str) -> int:

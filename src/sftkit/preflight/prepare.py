@@ -12,7 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig
+from sftkit.config.topology import Topology
 from sftkit.data import findings, loader, stages
+from sftkit.data.collate import check_part, part_of
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -40,10 +42,12 @@ def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precisio
     """The model with parameters that have sizes and no memory; None, with a line that says why, if it is not here."""
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
-            return load_model(model, tokenizer, 0, precision, empty=True)
+            orig_model = load_model(model, tokenizer, 0, precision, empty=True)
     except ConfigError as error:
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
+    orig_model.tie_weights()  # inside, each name was given a parameter of its own
+    return orig_model
 
 
 def gpu_precision(cfg: Config) -> str:
@@ -52,9 +56,14 @@ def gpu_precision(cfg: Config) -> str:
 
 
 def memory_plan(
-    cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None
+    cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None, topology: Topology
 ) -> MemoryPlan | None:
-    """The plan of a run on one GPU of that size (None: this machine's, if it has one), without touching it."""
+    """The plan of a run on GPUs of that size (None: this machine's, if it has one), without touching one.
+
+    Raises:
+        ConfigError: it cannot run like that: see make_plan, and check_part for rows that ranks share.
+    """
+    check_part(layout, part_of(topology, rank=0))
     if orig_model is None:
         return None
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
@@ -64,7 +73,8 @@ def memory_plan(
     said_later.disabled = True
     try:
         with redirect_stdout(io.StringIO()):
-            return make_plan(cfg, orig_model, layout, Runtime(Accelerator(cpu=True), gpu_precision(cfg)), total)
+            rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg), topology)
+            return make_plan(cfg, orig_model, layout, rt, total)
     finally:
         said_later.disabled = False
 

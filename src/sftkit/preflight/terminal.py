@@ -142,7 +142,9 @@ def memory_text(found: dict[str, Any]) -> str:
     )
     size = f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (--gpu-gib compares it with a GPU)"
     total = preflight.size_text(memory["estimated_gib"])
-    return f"about {total} on one GPU{size}: {parts}; optimizer {memory['optimizer']}"
+    count = memory["processes"]
+    where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
+    return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}"
 
 
 def disk_text(found: dict[str, Any]) -> str:
