@@ -25,8 +25,11 @@ from helpers import cpu_runtime
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.ending import Ending
+from sftkit.tracking.records import Table
 from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
-from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows
+from sftkit.tracking.rows import drop_rows_after, read_rows
+from sftkit.tracking.tracker import Tracker, eval_line
 
 METRICS = {
     "train/loss": 1.5,
@@ -59,22 +62,25 @@ class Fake:
     def __init__(self, on_row: Callable[[], None] = lambda: None, on_finish: Callable[[], None] = lambda: None) -> None:
         self.on_row, self.on_finish = on_row, on_finish
         self.seen: list[tuple[Any, ...]] = []
-        self.exit_code: int | None = None
+        self.ending: Ending | None = None
         self.abandoned = False
 
     def row(self, step: int, values: dict[str, float | None]) -> None:
         self.on_row()
         self.seen.append(("row", step, values))
 
-    def table(self, name: str, step: int, columns: list[str], rows: list[list[Any]]) -> None:
-        self.seen.append(("table", name, step, columns, rows))
+    def table(self, step: int, table: Table) -> None:
+        self.seen.append(("table", step, table))
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self.seen.append(("summary", values))
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         self.seen.append(("alert", title, step, text, level))
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, ending: Ending) -> None:
         self.on_finish()
-        self.exit_code = exit_code
+        self.ending = ending
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -268,7 +274,7 @@ def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tm
         tracker.log_metrics(2, 2, METRICS)
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
     assert caplog.text.count("server gone") == 1
-    assert dashboard.exit_code == 0
+    assert dashboard.ending == Ending("finished", 0, {"run/state": "finished"})
     assert "wandb: 2 rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
 
 
@@ -296,7 +302,7 @@ def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
         for step in range(1, 31):
             tracker.log_metrics(step, 30, METRICS)
     assert [seen[1] for seen in dashboard.seen] == list(range(1, 31))
-    assert dashboard.exit_code == 0
+    assert dashboard.ending == Ending("finished", 0, {"run/state": "finished"})
 
 
 def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, caplog, capsys, monkeypatch) -> None:
@@ -332,7 +338,9 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
     (event,) = rows(tmp_path / "events.jsonl")
     assert (event["step"], event["kind"], event["text"]) == (7, kind, str(error))
     assert [seen[0] for seen in dashboard.seen] == ["alert"]
-    assert dashboard.exit_code == 1
+    assert dashboard.ending is not None
+    assert dashboard.ending.exit_code == (2 if isinstance(error, ConfigError) else 1)
+    assert dashboard.ending.summary == {"run/state": "failed", "run/error": str(error)}
 
 
 def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(

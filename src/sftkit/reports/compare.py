@@ -14,6 +14,12 @@ TOKENS_APART = 0.01
 "Tokens seen at the same step that differ by less are the same but for the packing of rows."
 LOSSES = (("training loss", "train/loss", "logged"), ("validation loss", "val/loss", "evaluated"))
 
+SPEEDS = (
+    ("tokens/s", "perf/tok_per_sec", "useful tokens of all processes, median without the first line"),
+    ("s/step", "perf/step_seconds", "median without the first line"),
+    ("MFU", "perf/mfu", "0 to 1, median without the first line"),
+)
+
 
 def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
     """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes": [...]}.
@@ -21,7 +27,8 @@ def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None]
     Args:
         machines: what each run ran on, by which speeds are told apart.
     """
-    rows, notes = [], []
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
     for name, metric, done in LOSSES:
         a, b = _known(mine, metric), _known(other, metric)
         if not a or not b:
@@ -35,18 +42,11 @@ def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None]
         if last != (step, step):
             notes.append(f"{name}: at step {show(step)}; the runs go on to step {show(last[0])} and {show(last[1])}")
         notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
-    speeds = tuple(steady(curves, "perf/tok_per_sec") for curves in (mine, other))
-    for name, metric, how in (
-        ("tokens/s", "perf/tok_per_sec", "useful tokens of all processes, median without the first line"),
-        ("s/step", "perf/step_seconds", "median without the first line"),
-        ("MFU", "perf/mfu", "0 to 1, median without the first line"),
-    ):
-        values = steady(mine, metric), steady(other, metric)
-        if None not in values:
-            rows.append(_row(name, None, *values, how))
+    for name, metric, how in SPEEDS:
+        rows += _both(name, steady(mine, metric), steady(other, metric), how)
     peaks = [max(_known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
-    if None not in peaks:
-        rows.append(_row("peak memory", None, *peaks, "GiB, the most of any line"))
+    rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
+    speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
     if speeds[0] and speeds[1] and machines[0] != machines[1]:
         notes.append(
             f"speeds are of different machines: {machines[0] or 'unknown'} here, {machines[1] or 'unknown'} there"
@@ -83,6 +83,11 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
     return f"equal steps are not equal tokens: {show(a)} here and {show(b)} there at step {show(step)}"
+
+
+def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
+    """The row of a number that is no step's; none where a run does not have it."""
+    return [] if value is None or other is None else [_row(name, None, value, other, how)]
 
 
 def _row(name: str, step: float | None, value: float, other: float, how: str) -> dict[str, Any]:

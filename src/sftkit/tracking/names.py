@@ -53,6 +53,9 @@ METRICS = (
     Metric("train/grad_norm", "-"),
     Metric("train/lr", "-"),
     Metric("train/epoch", "epochs"),
+    Metric("train/tokens", "tokens"),
+    Metric("train/flops", "FLOPs"),
+    Metric("train/seconds", "s"),
     Metric("val/loss", "nats per target", "min"),
     Metric("val/bpb", "bits per byte", "min"),
     Metric("val/<source>/loss", "nats per target", "min"),
@@ -86,6 +89,9 @@ METRICS = (
     Metric("ckpt/bytes", "bytes"),
 )
 
+AXES = ("train/tokens", "train/flops", "train/seconds")
+"What a curve can be drawn over beside `step`; evaluations have them too."
+
 _WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 
@@ -100,3 +106,9 @@ def find(name: str) -> Metric | None:
     """What a name in metrics.jsonl or evals.jsonl is; None for one that is not documented."""
     patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
     return _EXACT.get(name) or next(patterns, None)
+
+
+def summary_of(name: str) -> Summary:
+    """Which value of its curve stands for the run; the last one of a name that is not documented."""
+    metric = find(name)
+    return "last" if metric is None else metric.summary

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.errors import ConfigError
 from sftkit.tracking.names import GROUPS, METRICS, Metric, regex
-from sftkit.tracking.tracker import first_line
+from sftkit.tracking.remote import first_line
 
 try:
     import wandb_workspaces.reports.v2 as reports
