@@ -56,7 +56,7 @@ def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_pat
     run, other = make_run(tmp_path / "a" / "long", steps=300), make_run(tmp_path / "b" / "short", steps=200, shift=0.1)
     report = gather(run, other)
     training, validation = report["against"]["comparison"]["rows"][:2]
-    at_200 = dict((step, value) for step, value in report["curves"]["train/loss"])[200]
+    at_200 = dict(map(tuple, report["curves"]["train/loss"]))[200]
     assert (training["step"], training["value"], validation["step"]) == (200, at_200, 200)
     page = render(report)
     assert "long makes 1.00 times the tokens/s of b/short" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,19 +56,21 @@ def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: a folder is not there or holds no run.
     """
-    report, curves = _run(run_dir)
+    report, curves = read_run(run_dir)
     if against is not None:
-        other, its_curves = _run(against)
+        other, its_curves = read_run(against)
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
-        report["against"]["comparison"] = compare(curves, its_curves, (_machine(report), _machine(other)))
+        report["against"]["comparison"] = compare(
+            curves, its_curves, (machine(report["environment"]), machine(other["environment"]))
+        )
     return report
 
 
-def _machine(report: dict[str, Any]) -> str:
-    run = report["run"]
-    return f"{run['world_size'] or '?'} x {run['device'] or 'unknown device'}"
+def machine(environment: Mapping[str, Any]) -> str:
+    """What a run ran on, from its environment.json: how many of which."""
+    return f"{environment.get('world_size') or '?'} x {environment.get('device') or 'unknown device'}"
 
 
 def check_run(run_dir: Path) -> None:
@@ -103,7 +106,7 @@ def run_of(folder: Path) -> Path | None:
     return next((path for path in parents if any((path / name).is_file() for name in MARKS_OF_A_RUN[1:])), None)
 
 
-def _run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     """Of a run what is shown, and its curves with every logged step."""
     check_run(run_dir)
     notes: list[str] = []
@@ -118,7 +121,7 @@ def _run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     samples = read_rows(run_dir / SAMPLES, notes, optional=True)
     events = read_rows(run_dir / EVENTS, notes, optional=True)
     folder = checkpoint(run_dir)
-    full = _curves(metrics) | _curves(evals)
+    full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = number(environment.get("world_size"))
     saved = step_of(folder.name) if folder else None
@@ -195,7 +198,7 @@ def _command(resume: Any) -> str | None:
 # ---- numbers over steps ----
 
 
-def _curves(rows: Rows) -> dict[str, Curve]:
+def curves_of(rows: Rows) -> dict[str, Curve]:
     """Every metric by name over the steps; where a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:

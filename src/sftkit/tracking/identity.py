@@ -38,13 +38,18 @@ def identity(config: LogConfig, run_dir: Path, settings: Mapping[str, Any]) -> I
     folder = run_dir.parent.name
     tags = dict.fromkeys([*config.tags, *(str(tag)[:TAG_CHARACTERS] for tag in found if tag)])
     return Identity(
-        name="-".join(run_dir.parts[-2:]),
+        name=run_name(run_dir),
         group=config.group or (folder if folder not in ("", ALL_RUNS) else None),
         job_type=resolved.get("stage"),
         tags=tuple(tags),
         notes=config.notes or sentence(resolved, environment),
         settings=settings,
     )
+
+
+def run_name(run_dir: Path) -> str:
+    """Return what a run is called on a dashboard: the last two folders of its directory."""
+    return "-".join(run_dir.parts[-2:])
 
 
 def sentence(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> str:

@@ -92,6 +92,29 @@ METRICS = (
 AXES = ("train/tokens", "train/flops", "train/seconds")
 "What a curve can be drawn over beside `step`; evaluations have them too."
 
+RUN_VALUES = {
+    "run/state": "word",
+    "run/signal": "name",
+    "run/error": "text",
+    "proof/passed": "checks",
+    "proof/failed": "checks",
+    "proof/not_checked": "checks",
+    "preflight/documents": "documents",
+    "preflight/tokens": "tokens",
+    "preflight/target_pct": "%",
+    "preflight/duplicate_pct": "%",
+    "preflight/padding_pct": "%",
+    "preflight/epochs": "epochs",
+    "preflight/estimated_gib": "GiB",
+    "preflight/warnings_count": "warnings",
+}
+"What a dashboard is told of a run as a whole, with its unit; in no row."
+TABLES = (
+    *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
+    "preflight/warnings",
+)
+"Tables on a dashboard."
+
 _WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 

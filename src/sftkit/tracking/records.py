@@ -83,7 +83,7 @@ def preflight_of(run_dir: Path) -> Record:
         "padding_pct": own.get("padding_pct"),
         "epochs": (found.get("time") or {}).get("epochs"),
         "estimated_gib": (found.get("memory") or {}).get("estimated_gib"),
-        "warnings": len(warnings),
+        "warnings_count": len(warnings),
     }
     summary = {f"preflight/{name}": value for name, value in values.items() if value is not None}
     return Record([each for each in tables if each.rows], summary)
