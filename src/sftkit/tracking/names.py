@@ -107,11 +107,15 @@ RUN_VALUES = {
     "preflight/epochs": "epochs",
     "preflight/estimated_gib": "GiB",
     "preflight/warnings_count": "warnings",
+    "validate/passed": "criteria",
+    "validate/failed": "criteria",
+    "validate/not_checked": "criteria",
+    "validate/speedup": "times",
 }
 "What a dashboard is told of a run as a whole, with its unit; in no row."
 TABLES = (
     *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
-    "preflight/warnings",
+    *("preflight/warnings", "validate/verdicts", "validate/speed"),
 )
 "Tables on a dashboard."
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from sftkit.tracking.names import METRICS, RUN_VALUES, Metric, find, regex
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find, regex
 
 DRAWN = {
     # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
@@ -19,6 +19,7 @@ DRAWN = {
 RARE = (
     *("train/objective", "train/token_accuracy", "train/entropy", "val/<source>/loss", "val/<source>/bpb"),
     *("data/share/<source>", "preflight/findings", "preflight/warnings"),
+    *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
 )
 "What a run has only with certain settings, several sources or odd data: shown where a run is known to have it."
 
@@ -125,6 +126,17 @@ SECTIONS = (
         ),
         is_open=True,
         columns=8,
+    ),
+    Section(
+        "Compiled against eager: make validate",
+        (
+            number("validate/speedup", "1.3 or more"),
+            number("validate/failed", "0 is right"),
+            number("validate/passed"),
+            number("validate/not_checked"),
+            Shown(("validate/verdicts",)),
+            Shown(("validate/speed",)),
+        ),
     ),
     Section(
         "Checks that the run made of itself", (Shown(("proof",)), number("proof/passed"), number("proof/not_checked"))

@@ -12,6 +12,7 @@ from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run, newest_run
 from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES
 from sftkit.tracking import panels
+from sftkit.tracking.names import RUN_VALUES, TABLES
 from sftkit.tracking.panels import Curve, Number, Panel, Shown
 from sftkit.tracking.records import preflight_of, proof_of
 from sftkit.tracking.remote import first_line
@@ -72,7 +73,10 @@ def panel_of(panel: Panel) -> Any:
 
 
 def names_of(run_dir: Path | None) -> set[str] | None:
-    """Return the names that a run has on a dashboard; None: of the newest under runs/. None where there is none either.
+    """Return the names that a run has on a dashboard, with those of a validation where runs/validate has one.
+
+    Args:
+        run_dir: None: the newest under runs/; what is returned is None where there is none either.
 
     Raises:
         ConfigError: the directory that was named holds no run.
@@ -83,7 +87,10 @@ def names_of(run_dir: Path | None) -> set[str] | None:
         except ConfigError:
             return None
     check_run(run_dir)
-    return logged_by(run_dir)
+    validated = any(Path("runs/validate").glob("*/validation.json"))
+    return logged_by(run_dir) | (
+        {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")} if validated else set()
+    )
 
 
 def logged_by(run_dir: Path) -> set[str]:
