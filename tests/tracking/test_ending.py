@@ -48,6 +48,11 @@ def test_a_failed_run_tells_the_cause_and_not_what_it_did_to_this_rank(tmp_path:
     assert ending_of(tmp_path, None, KeyError("x")).summary["run/error"] == "KeyError: 'x'"
 
 
+def test_a_secret_in_the_text_of_an_error_is_not_sent(tmp_path: Path) -> None:
+    told = ending_of(tmp_path, None, OSError("https://me:passw0rd@host/x: refused")).summary["run/error"]
+    assert told == "OSError: its text holds what looks like a URL with a password, and is in run_status.json alone"
+
+
 class FakeRun:
     """What a wandb run is told at its end."""
 

@@ -209,14 +209,16 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is imported
     (tmp_path / "run").mkdir()
-    config, run_id = LogConfig(tracker="trackio", project="p"), None
+    check = {"name": "No recompiles", "ok": True, "found": "0", "expected": "0", "how": "records"}
+    (tmp_path / "run" / "proof.json").write_text(json.dumps({"rows": [check]}))
+    config, run_id = LogConfig(tracker="trackio", project="p", tags=("mine",), group="chain"), None
     for steps in ((10, 5), (11,)):
         rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
         with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, 10, run_id).open() as tracker:
             for step in steps:
                 tracker.log_metrics(step, 20, METRICS)
             sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
-            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample])
+            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample], {"train/tokens": 100})
             tracker.event("recompile", steps[-1], "size mismatch")
             tracker.event("recompile", steps[-1], "size mismatch again")
             run_id = tracker.run_id
@@ -233,6 +235,9 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     assert [step for step, values in found if values.get("val/loss") == 2.0] == [5, 11]
     tables = [values["samples"] for _, values in found if "samples" in values]
     assert tables[-1]["_value"][-1] == {"step": 11, "prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
+    (proof, *_) = [values["proof"] for _, values in found if "proof" in values]
+    assert proof["_value"][0]["verdict"] == "PASS"
+    assert [values["train/tokens"] for _, values in found if "val/loss" in values] == [100, 100]
     title = "recompile after the warm-up"
     assert alerts == [(title, "size mismatch", "warn", 5), (title, "size mismatch", "warn", 11)]  # one a start
     assert json.loads(config)["lr"] == 0.5

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.rundir import STATUS
 from sftkit.runtime.status import RunStatus, describe, read_status
 
 TIMED_OUT = 124
@@ -36,6 +38,8 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
     if error is not None:
         causes = [failure for failure in status.failures() if not failure.symptom] if status else []
         text = str(causes[0]) if causes else describe(error)
+        if kind := secret_in(text):
+            text = f"{type(error).__name__}: its text holds what looks like {kind}, and is in {STATUS} alone"
         code = 2 if isinstance(error, ConfigError | DataError) else 1
         return Ending("failed", code, {"run/state": "failed", "run/error": text})
     found = read_status(run_dir)
