@@ -29,8 +29,23 @@ def test_without_a_step_in_common_losses_are_not_compared_and_the_page_says_so()
     found = compare(curves("val/loss", {100: 3.0, 200: 2.0}), curves("val/loss", {75: 2.5, 150: 2.2, 225: 2.1, 300: 2}))
     assert found["rows"] == []
     assert found["notes"] == [
-        "validation loss: not compared, no step was evaluated by both (100, 200 here, 75, 150, 225, ... there)"
+        "validation loss: not compared, no step was evaluated by both (here 100, 200; there 75, 150, 225, ...)"
     ]
+
+
+def test_a_run_that_has_logged_nothing_is_not_compared_and_the_page_says_so() -> None:
+    assert compare({}, curves("train/loss", {10: 2.0}))["notes"] == [
+        "training loss: not compared, no step was logged here"
+    ]
+    assert compare(curves("val/loss", {10: 2.0}), {})["notes"] == [
+        "validation loss: not compared, no step was evaluated there"
+    ]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / place / "a" / "sft", steps=100) for place in ("here", "there"))
+    report = gather(run, other)
+    assert (report["run"]["name"], report["against"]["run"]["name"]) == (str(run), str(other))
 
 
 def test_equal_steps_of_other_batch_sizes_are_said_to_be_other_numbers_of_tokens() -> None:

@@ -59,6 +59,8 @@ def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     report, curves = read_run(run_dir)
     if against is not None:
         other, its_curves = read_run(against)
+        if report["run"]["name"] == other["run"]["name"]:
+            report["run"]["name"], other["run"]["name"] = str(run_dir), str(against)
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])

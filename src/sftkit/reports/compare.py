@@ -32,10 +32,12 @@ def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None]
     for name, metric, done in LOSSES:
         a, b = _known(mine, metric), _known(other, metric)
         if not a or not b:
+            if a or b:
+                notes.append(f"{name}: not compared, no step was {done} {'there' if a else 'here'}")
             continue
         step = max(a.keys() & b.keys(), default=None)
         if step is None:
-            notes.append(f"{name}: not compared, no step was {done} by both ({_steps(a)} here, {_steps(b)} there)")
+            notes.append(f"{name}: not compared, no step was {done} by both (here {_steps(a)}; there {_steps(b)})")
             continue
         rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
         last = max(a), max(b)
@@ -73,7 +75,7 @@ def _known(curves: Curves, metric: str) -> dict[float, float]:
 
 
 def _steps(found: Mapping[float, float]) -> str:
-    first = ", ".join(show(step) for step in sorted(found)[:3])
+    first = ", ".join(f"{step:.0f}" for step in sorted(found)[:3])
     return f"{first}{', ...' if len(found) > 3 else ''}"
 
 

@@ -138,12 +138,16 @@ class Mirror:
     def summary(self, values: Mapping[str, Any]) -> None:
         self._put(partial(self.dashboard.summary, dict(values)))
 
-    def record(self, step: int, record: Record) -> None:
-        """A file of the run directory: its tables, and what it says of the whole run."""
-        for table in record.tables:
-            self.table(step, table)
-        if record.summary:
-            self.summary(record.summary)
+    def record(self, step: int, read: Callable[[], Record]) -> None:
+        """A file of the run directory, read when its turn comes: its tables, and what it says of the whole run."""
+        self._put(partial(self._record, step, read))
+
+    def _record(self, step: int, read: Callable[[], Record]) -> None:
+        found = read()
+        for table in found.tables:
+            self.dashboard.table(step, table)
+        if found.summary:
+            self.dashboard.summary(found.summary)
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         self._put(partial(self.dashboard.alert, title, step, text, level))

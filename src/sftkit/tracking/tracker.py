@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -120,8 +121,8 @@ class Tracker:
         if dashboard is not None:
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
             self._mirror.summary({"run/state": "running"})  # what stays of a run that is killed
-            self._mirror.record(step, preflight_of(run_dir))
-            self._mirror.record(step, proof_of(run_dir))
+            self._mirror.record(step, partial(preflight_of, run_dir))
+            self._mirror.record(step, partial(proof_of, run_dir))
         return self
 
     def __enter__(self) -> Tracker:
@@ -135,7 +136,7 @@ class Tracker:
             if self._is_open and isinstance(error, ended_by):
                 self._record(event, self._step, first_line(error))  # the console has the whole error
         if self._mirror is not None:
-            self._mirror.record(self._step, proof_of(self._run_dir))  # with its closing checks
+            self._mirror.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
             if said := self._mirror.finish(ending_of(self._run_dir, self._rt.status, error)):
                 self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 
