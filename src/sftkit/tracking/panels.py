@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -52,12 +52,13 @@ Panel = Curve | Number | Shown
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under a title, in rows of so many columns."""
+    """Panels under a title."""
 
     title: str
     panels: tuple[Panel, ...]
     is_open: bool = False
-    columns: int = 3
+    one_row: bool = False
+    "all panels side by side; else three columns"
 
 
 def curve(name: str, title: str | None = None) -> Curve:
@@ -125,7 +126,7 @@ SECTIONS = (
             number("mem/ooms", "0 is right"),
         ),
         is_open=True,
-        columns=8,
+        one_row=True,
     ),
     Section(
         "Compiled against eager: make validate",
@@ -192,8 +193,7 @@ def sections(logged: Collection[str] | None) -> list[Section]:
     for section in SECTIONS:
         panels = tuple(shown for panel in section.panels if (shown := panel_of(panel, logged)) is not None)
         if panels:
-            columns = len(panels) if section.title == "Proof" else section.columns
-            found.append(Section(section.title, panels, section.is_open, columns))
+            found.append(replace(section, panels=panels))
     return found
 
 

@@ -13,7 +13,7 @@ from sftkit.reports.collect import check_run, newest_run
 from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES
 from sftkit.tracking import panels
 from sftkit.tracking.names import RUN_VALUES, TABLES
-from sftkit.tracking.panels import Curve, Number, Panel, Shown
+from sftkit.tracking.panels import Curve, Number, Panel, Section, Shown
 from sftkit.tracking.records import preflight_of, proof_of
 from sftkit.tracking.remote import first_line
 from sftkit.tracking.rows import read_rows
@@ -42,9 +42,7 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
             name=section.title,
             panels=[panel_of(panel) for panel in section.panels],
             is_open=section.is_open,
-            layout_settings=workspaces.SectionLayoutSettings(
-                columns=section.columns, rows=2 if section.columns == 3 else 1
-            ),
+            layout_settings=layout(section),
         )
         for section in panels.sections(logged)
     ]
@@ -57,6 +55,12 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
         settings=workspaces.WorkspaceSettings(x_axis="step", smoothing_weight=0),
         runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", "run:state", *columns]),
     )
+
+
+def layout(section: Section) -> workspaces.SectionLayoutSettings:
+    """Return how many panels of a section stand side by side and one above the other."""
+    columns, rows = (len(section.panels), 1) if section.one_row else (3, 2)
+    return workspaces.SectionLayoutSettings(columns=columns, rows=rows)
 
 
 def panel_of(panel: Panel) -> Any:
@@ -87,10 +91,10 @@ def names_of(run_dir: Path | None) -> set[str] | None:
         except ConfigError:
             return None
     check_run(run_dir)
-    validated = any(Path("runs/validate").glob("*/validation.json"))
-    return logged_by(run_dir) | (
-        {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")} if validated else set()
-    )
+    names = logged_by(run_dir)
+    if any(Path("runs/validate").glob("*/validation.json")):
+        names |= {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")}
+    return names
 
 
 def logged_by(run_dir: Path) -> set[str]:
