@@ -4,7 +4,7 @@ python scripts/make_dashboard.py --entity me --project sftkit
 python scripts/make_dashboard.py --entity me --project sftkit --report runs/a/sft runs/b/sft
 python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 
-Panels are those that the newest run under runs/ has something for; --run names another one.
+Panels are those that the newest run under runs/ that is on wandb has something for; --run names another one.
 """
 
 import json

@@ -21,6 +21,7 @@ import preloaded
 import pytest
 from accelerate import Accelerator
 from helpers import cpu_runtime
+from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
@@ -346,6 +347,22 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
     assert dashboard.ending is not None
     assert dashboard.ending.exit_code == (2 if isinstance(error, ConfigError) else 1)
     assert dashboard.ending.summary == {"run/state": "failed", "run/error": str(error)}
+
+
+def test_a_run_that_fails_is_a_failed_run_on_wandb_with_its_error_and_the_checks_so_far(tmp_path: Path) -> None:
+    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    tracker = Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}).open()
+    tracker.log_metrics(7, 20, METRICS)
+    check = {"name": "No recompiles", "ok": False, "found": "1", "expected": "0", "how": "records"}
+    (tmp_path / "proof.json").write_text(json.dumps({"rows": [check]}))  # as train.proof.proved leaves it
+    with pytest.raises(NonFiniteError), tracker:
+        raise NonFiniteError("step 8: not finite")
+    found = Offline(tmp_path)
+    assert (found.summed["state"], found.summed["exit_code"]) == ("failed", 1)
+    assert found.summed["summary"]["run/state"] == "failed"
+    assert found.summed["summary"]["run/error"] == "step 8: not finite"
+    assert found.summed["summary"]["proof/failed"] == 1
+    assert [row["verdict"] for row in found.table("proof")] == ["FAIL"]
 
 
 def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.errors import ConfigError
-from sftkit.reports.collect import check_run, newest_run
-from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES
+from sftkit.reports.collect import check_run
+from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES, is_archived
 from sftkit.tracking import panels
 from sftkit.tracking.names import RUN_VALUES, TABLES
 from sftkit.tracking.panels import Curve, Number, Panel, Section, Shown
@@ -80,21 +80,26 @@ def names_of(run_dir: Path | None) -> set[str] | None:
     """Return the names that a run has on a dashboard, with those of a validation where runs/validate has one.
 
     Args:
-        run_dir: None: the newest under runs/; what is returned is None where there is none either.
+        run_dir: None: the newest under runs/ that is on wandb; what is returned is None where there is none either.
 
     Raises:
         ConfigError: the directory that was named holds no run.
     """
+    run_dir = run_dir or newest_on_wandb(Path("runs"))
     if run_dir is None:
-        try:
-            run_dir = newest_run(Path("runs"))
-        except ConfigError:
-            return None
+        return None
     check_run(run_dir)
     names = logged_by(run_dir)
     if any(Path("runs/validate").glob("*/validation.json")):
         names |= {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")}
     return names
+
+
+def newest_on_wandb(root: Path) -> Path | None:
+    """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
+    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS).is_file()]
+    kept = [path for path in found if not is_archived(path)]
+    return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
 
 
 def logged_by(run_dir: Path) -> set[str]:
