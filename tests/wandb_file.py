@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Offline:
-    """The only offline run in a run directory."""
+    """The only offline run in a run directory, or that of its own folder."""
 
     def __init__(self, run_dir: Path) -> None:
-        (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+        (file,) = [*run_dir.glob("wandb/offline-run-*/*.wandb"), *run_dir.glob("*.wandb")]
         self.summed = json.loads(self._inspect("--summary", file))
         lines = [line for line in self._inspect("--json", file).split("\n") if line.startswith("{")]
         self.records = [json.loads(line) for line in lines]

@@ -264,9 +264,12 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
             tracker.log_metrics(step + 1, 2, METRICS)
             ids.append(tracker.run_id)
     assert ids[0] == ids[1] is not None
-    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
     assert len(folders) == 2
-    assert all(str(ids[0]) in name for name in folders)
+    assert all(str(ids[0]) in path.name for path in folders)
+    first, second = (Offline(path).summed["summary"] for path in folders)
+    assert (first["run/state"], "run/error" in first) == ("finished", False)
+    assert (second["run/state"], second["run/error"]) == ("finished", ""), "no longer that of an earlier end"
 
 
 def gone() -> None:

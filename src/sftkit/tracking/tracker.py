@@ -29,7 +29,7 @@ from sftkit.runtime.rundir import (
     evaluation_dir,
 )
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.ending import ending_of
+from sftkit.tracking.ending import begun, ending_of
 from sftkit.tracking.identity import identity
 from sftkit.tracking.records import preflight_of, proof_of, shortened, table
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
@@ -119,8 +119,9 @@ class Tracker:
         about = identity(self._config, run_dir, self._settings)
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
+            resumed = self.run_id is not None
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
-            self._mirror.summary({"run/state": "running"})  # what stays of a run that is killed
+            self._mirror.summary(begun(resumed))
             self._mirror.record(step, partial(preflight_of, run_dir))
             self._mirror.record(step, partial(proof_of, run_dir))
         return self
