@@ -90,8 +90,12 @@ class Tracker:
         run_id: str | None = None,
         open_window: bool = False,
     ) -> None:
-        """`config`: the recipe and what was resolved, for the dashboard. `first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
-        continued. `open_window`: the line of its step too, which told of a stop the steps that the next one tells."""
+        """
+        Args:
+            config: the recipe, and what was resolved, for the dashboard: see train/about.py.
+            first_step, run_id: of the checkpoint that is resumed: rows after it go, the run on the dashboard is continued.
+            open_window: the line of its step too, which told of a stop the steps that the next one tells.
+        """
         self._rt, self._run_dir, self._step = rt, run_dir, first_step
         self._config, self._settings, self._open_window = logging_config, config, open_window
         self.run_id = run_id
