@@ -19,7 +19,7 @@ def main() -> None:
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
 
-    with assemble.open_recipe(cfg) as run:
+    with assemble.open_recipe(cfg, "base") as run:
         # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
         start = assemble.load_start(run, tokenizer)

@@ -19,7 +19,7 @@ def main() -> None:
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
 
-    with assemble.open_recipe(cfg) as run:
+    with assemble.open_recipe(cfg, "sft") as run:
         # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
         tokenizer = load_tokenizer(cfg.model)
         start = assemble.load_start(run, tokenizer)

@@ -1,8 +1,10 @@
-"""Build the wandb workspace of a project, and a report that compares runs of it. Needs .venv/bin/python -m pip install 'sftkit[dashboard]'.
+"""Build the wandb workspace of a project, and a report that compares two runs of it. Needs the extra `dashboard`.
 
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit
-.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report default-sft qwen3_0_6b-sft
+.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report runs/a/sft runs/b/sft
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
+
+Panels are those that the newest run under runs/ that is on wandb has something for; --run names another one.
 """
 
 import json
@@ -11,26 +13,31 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
-    from sftkit.config.command_line import Parser
+    from sftkit.config.command_line import Parser, path
     from sftkit.config.terminal import say
 
     parser = Parser(__doc__)
     parser.add_argument("--entity", required=True, help="user or team on wandb")
     parser.add_argument("--project", default="sftkit", help="project of the runs, log.project of the recipe")
-    parser.add_argument("--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two runs, by id or name")
+    parser.add_argument(
+        "--run", type=path, help="run directory whose metrics get panels; default: the newest under runs/"
+    )
+    parser.add_argument("--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two: directories, ids or names")
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent; no key, no network")
     args = parser.parse_args()
 
-    from sftkit.tracking import workspace as dashboard
+    from sftkit.tracking import comparison, workspace
 
-    views = {"workspace": dashboard.workspace(args.entity, args.project)}
+    names = workspace.names_of(args.run)
+    views = {"workspace": workspace.workspace(args.entity, args.project, names)}
     if args.report:
-        views["report"] = dashboard.comparison(args.entity, args.project, args.report)
+        first, second = (comparison.find(run, args.entity, args.project, args.dry_run) for run in args.report)
+        views["report"] = comparison.comparison(args.entity, args.project, (first, second), names)
     if args.dry_run:
-        say(json.dumps({name: dashboard.spec(view) for name, view in views.items()}, indent=1))
+        say(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))
         return
     for name, view in views.items():
-        say(f"{name}: {dashboard.save(view)}")
+        say(f"{name}: {workspace.save(view)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ def main() -> int:
 
     args = parse(__doc__)
 
+    from sftkit.config.load import read_config
     from sftkit.config.terminal import say
+    from sftkit.experiments.validate.dashboard import show
     from sftkit.experiments.validate.ledger import open_ledger, record
     from sftkit.experiments.validate.page import markdown
     from sftkit.experiments.validate.run import judge_again, validate
@@ -28,6 +30,8 @@ def main() -> int:
     else:
         plan, out = plan_of(args), folder_of(args)
         result = validate(plan, out, ledger)
+        if line := show(result, out, read_config(plan.recipe, plan.overrides, world_size=1).log):
+            say(line)
     say(f"\n{markdown(result)}\nresult: {out}/validation.html")
     if ledger and ledger.records:
         say(record(result, ledger.path))

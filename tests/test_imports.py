@@ -20,7 +20,8 @@ ROOMS = {
     "models": ("config", "runtime", "data", "ops"),
     "objectives": ("config", "data", "ops", "models"),
     "optim": ("config", "runtime", "ops", "models"),
-    "tracking": ("config", "runtime", "data", "models", "objectives"),
+    "reports": ("config", "runtime", "models"),
+    "tracking": ("config", "runtime", "data", "models", "objectives", "reports"),
     "parallel": ("config", "runtime", "models", "objectives"),
     "compile": ("config", "runtime", "data", "ops", "models"),
     "checkpoint": ("config", "runtime", "data", "models", "optim"),
@@ -32,7 +33,6 @@ ROOMS = {
     ),
     "evals": (*("config", "runtime", "data", "ops", "models", "objectives", "parallel", "compile", "generation"),),
     "preflight": ("config", "runtime", "data", "models", "memory"),
-    "reports": ("config", "runtime", "models"),
     "train": (
         *("config", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),

@@ -332,6 +332,8 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["data.train.0.split=test"], 'data.train.0.split: "test" is not one of train, heldout'),
         (["train.resume=atuo"], 'train.resume: "atuo" is neither auto'),
         (["log.project=a/b"], "log.project: must be 1 to 80"),
+        (['log.group=""'], "log.group: 0 characters: wandb takes 1 to 128"),
+        ([f"log.tags=[first, {'x' * 65}]"], "has 65 characters: wandb takes 1 to 64"),
     ],
 )
 def test_settings_that_exclude_each_other(recipe: Path, overrides: list[str], text: str):

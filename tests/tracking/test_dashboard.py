@@ -7,62 +7,143 @@ import re
 import runpy
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import ROOT
+from made_run import make_run, write_rows
 
 from sftkit.errors import ConfigError
-from sftkit.tracking.names import METRICS
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
 
 pytest.importorskip("wandb_workspaces")
-from sftkit.tracking import workspace as dashboard
+from sftkit.tracking import comparison, panels, workspace
+from sftkit.tracking.comparison import Compared
 
-SAMPLES = {
-    "source": "no_robots", "task": "mmlu", "metric": "acc_norm", "rows": "8", "length": "2048", "phase": "inductor"
-}  # fmt: skip
+NAMES_OF_A_RUN = {
+    "step",
+    "train/loss",
+    "val/loss",
+    "perf/tok_per_sec",
+    "compile/recompiles",
+    "eval/mmlu/acc",
+    "samples",
+}
 
 
-def plots(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [panel["config"] for panel in found if panel["viewType"] == "Run History Line Plot"]
-
-
-def shows(plot: dict[str, Any], name: str) -> bool:
-    return name in plot.get("metrics", []) or bool(re.search(plot.get("metricRegex", "^$"), name))
-
-
-def test_the_workspace_has_a_curve_over_step_for_every_documented_name() -> None:
-    spec = dashboard.spec(dashboard.workspace("me", "p"))
+def sections_of(logged: set[str] | None = None) -> dict[str, dict[str, Any]]:
+    spec = workspace.spec(workspace.workspace("me", "p", logged))
     assert json.loads(json.dumps(spec)) == spec
-    sections = {section["name"]: section for section in spec["section"]["panelBankConfig"]["sections"]}
-    for metric in METRICS:
-        name = re.sub(r"<(\w+)>", lambda word: SAMPLES[word[1]], metric.name)
-        section = sections[dashboard.TITLES[metric.group]]
-        found = [plot for plot in plots(section["panels"]) if shows(plot, name)]
-        assert len(found) == 1, name
-        assert found[0]["xAxis"] == "step"
-        assert metric.unit in found[0]["chartTitle"] or metric.unit == "-" or name.endswith(("/low", "/high"))
+    return {section["name"]: section for section in spec["section"]["panelBankConfig"]["sections"]}
 
 
-def test_the_workspace_shows_first_what_must_be_zero_as_numbers() -> None:
-    spec = dashboard.spec(dashboard.workspace("me", "p"))
-    sections = spec["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections][:4] == [
-        "Proof: compiler", "Proof: shapes", "Proof: health", "Training",
-    ]  # fmt: skip
-    assert sections[-1]["name"] == "Samples and results"
-    assert len(sections[-1]["panels"]) == 2
-    assert all(section["isOpen"] for section in sections[:3])
-    first = sections[0]["panels"][0]
-    assert first["viewType"] == "Scalar Chart"
-    assert first["config"]["metrics"] == ["summary_metrics.compile/recompiles.max"]
-    numbers = {p["config"]["chartTitle"] for s in sections for p in s["panels"] if p["viewType"] == "Scalar Chart"}
-    assert numbers == set(dashboard.MUST_BE_ZERO)
+def test_the_workspace_opens_with_speed_loss_and_evaluation_and_then_the_proof() -> None:
+    sections = sections_of()
+    assert list(sections)[:4] == ["Speed", "Loss", "Evaluation", "Proof"]
+    assert [section["isOpen"] for section in sections.values()] == [True] * 4 + [False] * (len(sections) - 4)
+    assert sections["Speed"]["panels"][0]["config"]["metrics"] == ["perf/tok_per_sec"]
 
 
-def test_a_report_compares_two_runs_by_name_or_id_and_begins_with_what_differs() -> None:
-    spec = dashboard.spec(dashboard.comparison("me", "p", ["default-sft", "k5abz1gd"]))
-    grids = [block["metadata"] for block in spec["blocks"] if block["type"] == "panel-grid"]
+def test_the_proof_is_one_row_of_numbers_with_what_each_should_be() -> None:
+    proof = sections_of()["Proof"]
+    assert {panel["viewType"] for panel in proof["panels"]} == {"Scalar Chart"}
+    assert (proof["flowConfig"]["columnsPerPage"], proof["flowConfig"]["rowsPerPage"]) == (len(proof["panels"]), 1)
+    assert all("0 is right" in panel["config"]["chartTitle"] for panel in proof["panels"])
+    metrics = [panel["config"]["metrics"] for panel in proof["panels"]]
+    assert metrics[:2] == [["summary_metrics.proof/failed"], ["summary_metrics.compile/recompiles.max"]]
+
+
+def test_every_documented_name_has_a_panel_and_no_panel_an_undocumented_one() -> None:
+    shown = [name for section in panels.SECTIONS for panel in section.panels for name in panel.names]
+    drawn_with_others = {"eval/<task>/high"}
+    of_the_end = {"run/state", "run/signal", "run/error"}  # columns of the table of runs
+    documented = {metric.name for metric in METRICS} | set(TABLES) | set(RUN_VALUES)
+    assert set(shown) == documented - drawn_with_others - of_the_end
+
+
+def test_a_pattern_draws_the_names_that_it_stands_for_and_intervals_apart_from_values() -> None:
+    curves = {
+        p["config"]["metricRegex"] for s in sections_of().values() for p in s["panels"] if "metricRegex" in p["config"]
+    }
+    for name in ("eval/mmlu/acc_norm", "eval/mmlu/low", "eval/mmlu/high", "shape/8x2048", "compile/seconds/inductor"):
+        assert len([pattern for pattern in curves if re.search(pattern, name)]) == 1, name
+
+
+def test_losses_are_drawn_over_tokens_flops_and_seconds_too() -> None:
+    plots = [panel["config"] for panel in sections_of()["Loss"]["panels"]]
+    axes = [plot["xAxis"] for plot in plots if plot["metrics"] == ["train/loss", "val/loss"]]
+    assert axes == ["step", "train/tokens", "train/flops", "train/seconds"]
+
+
+def test_what_a_run_has_not_logged_has_no_panel_no_section_and_no_column() -> None:
+    sections = sections_of(NAMES_OF_A_RUN)
+    assert list(sections) == ["Speed", "Loss", "Evaluation", "Proof"]
+    assert [len(section["panels"]) for section in sections.values()] == [1, 1, 2, 1]
+    assert sections["Proof"]["flowConfig"]["columnsPerPage"] == 1
+    assert "MFU" not in json.dumps(sections)
+    view = workspace.workspace("me", "p", NAMES_OF_A_RUN)
+    assert view.runset_settings.pinned_columns == [
+        *("run:displayName", "run:state", "summary:train/loss", "summary:val/loss.min"),
+        *("summary:perf/tok_per_sec.mean", "summary:compile/recompiles.max"),
+    ]
+
+
+def test_a_run_tells_its_names_by_its_files_and_null_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a" / "sft", steps=100)
+    write_rows(run / "metrics.jsonl", [{"step": 10, "time": 1.0, "train/loss": 2.0, "perf/mfu": None}])
+    found = workspace.logged_by(run)
+    assert {"train/loss", "val/loss", "proof", "proof/failed", "preflight/sources", "samples", "eval/results"} <= found
+    assert not {"perf/mfu", "train/tokens"} & found
+    with pytest.raises(ConfigError, match="no run"):
+        workspace.names_of(tmp_path)
+
+
+def test_without_a_word_panels_are_those_of_the_newest_run_that_is_on_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert workspace.names_of(None) is None
+    for name in ("a/sft", "validate/x/runs/eager"):
+        make_run(Path("runs") / name, steps=100)
+    assert workspace.names_of(None) is None
+    Path("runs/a/sft/wandb/offline-run-1-abc").mkdir(parents=True)
+    names = workspace.names_of(None)
+    assert names is not None
+    assert "train/loss" in names
+    assert "validate/speedup" not in names
+    Path("runs/validate/x/validation.json").write_text("{}")
+    assert {"validate/speedup", "validate/verdicts"} <= (workspace.names_of(None) or set())
+
+
+def blocks_of(*runs: Compared) -> list[dict[str, Any]]:
+    first, second = runs
+    return workspace.spec(comparison.comparison("me", "p", (first, second)))["blocks"]
+
+
+def words(blocks: list[dict[str, Any]]) -> list[str]:
+    found = [
+        block.get("content") or "".join(child.get("text", "") for child in block.get("children", []))
+        for block in blocks
+    ]
+    return [text for text in found if text]
+
+
+def test_a_comparison_begins_with_the_speed_up_and_losses_at_equal_steps(tmp_path: Path) -> None:
+    fast, slow = make_run(tmp_path / "a" / "fast", steps=300), make_run(tmp_path / "a" / "slow", steps=200, shift=0.1)
+    rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+    write_rows(slow / "metrics.jsonl", [row | {"perf/tok_per_sec": row["perf/tok_per_sec"] / 2.5} for row in rows])
+    found = words(blocks_of(*(comparison.find(str(run), "me", "p", True) for run in (fast, slow))))
+    assert found[0] == "Speed-up: 2.50"
+    assert found[1] == "a-fast makes 2.50 times the tokens/s of a-slow."
+    assert "| training loss | 200 |" in found[2]
+    assert "training loss: at step 200; the runs go on to step 300 and 200" in found
+
+
+def test_a_comparison_shows_the_two_runs_by_id_or_name_and_what_differs() -> None:
+    blocks = blocks_of(Compared("default-sft", ("default-sft",)), Compared("k5abz1gd", ("k5abz1gd",)))
+    assert words(blocks)[0] == "Speed-up: not known"
+    grids = [block["metadata"] for block in blocks if block["type"] == "panel-grid"]
     (comparer,) = grids[0]["panelBankSectionConfig"]["panels"]
     assert comparer["viewType"] == "Run Comparer"
     for grid in grids:
@@ -75,42 +156,80 @@ def test_a_report_compares_two_runs_by_name_or_id_and_begins_with_what_differs()
         assert filters[1]["connector"] == "OR"
         places = [tuple(p["layout"][k] for k in "xy") for p in grid["panelBankSectionConfig"]["panels"]]
         assert len(set(places)) == len(places)
-    curves = [plot for grid in grids for plot in plots(grid["panelBankSectionConfig"]["panels"])]
-    assert any(shows(plot, "train/loss") for plot in curves)
+
+
+def test_a_run_directory_is_found_on_wandb_by_the_id_in_its_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a" / "sft", steps=100)
+    assert comparison.find(str(run), "me", "p", True).ids == ("a-sft",)
+    (run / "step-000100" / "training_state").mkdir()
+    (run / "step-000100" / "training_state" / "state.json").write_text('{"tracker": "k5abz1gd"}')
+    found = comparison.find(str(run), "me", "p", True)
+    assert (found.name, found.ids, found.machine) == ("a-sft", ("k5abz1gd",), "4 x NVIDIA H200")
+
+
+class FakeApi:
+    """A server with one run."""
+
+    def runs(self, path: str, filters: dict[str, Any]) -> list[Any]:
+        assert path == "me/p"
+        known = {"name": "k5abz1gd"} in filters["$or"] or {"display_name": "default-sft"} in filters["$or"]
+        return [self] if known else []
+
+    id, config = "k5abz1gd", {"environment": {"device": "NVIDIA H200", "world_size": 2}}
+
+    def scan_history(self) -> list[dict[str, Any]]:
+        return [{"step": 10, "train/loss": 2.0, "samples": {"_type": "table-file"}}, {"step": 20, "train/loss": 1.5}]
+
+
+def test_a_run_that_is_only_on_the_server_is_compared_from_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(wandb, "Api", FakeApi)
+    found = comparison.find("default-sft", "me", "p", False)
+    assert found == Compared("default-sft", ("k5abz1gd",), {"train/loss": [[10, 2.0], [20, 1.5]]}, "2 x NVIDIA H200")
+    with pytest.raises(ConfigError, match="me/p has no run of that name or id"):
+        comparison.find("other", "me", "p", False)
 
 
 def test_a_name_that_no_run_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="--report"):
-        dashboard.comparison("me", "p", ["a", "b'] or Name in ['c"])
+        comparison.find("b'] or Name in ['c", "me", "p", True)
 
 
-def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch) -> None:
+def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ConfigError, match=r"no wandb key .* `wandb login`.*--dry-run"):
-        dashboard.save(dashboard.workspace("me", "p"))
+        workspace.save(workspace.workspace("me", "p"))
 
 
-def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(monkeypatch, capsys) -> None:
+def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError("there is no network here")
 
+    run = make_run(tmp_path / "a" / "sft", steps=100)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    command = ["make_dashboard.py", "--entity", "me", "--project", "p", "--report", "a", "b", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", command)
+    command = ["make_dashboard.py", "--entity", "me", "--project", "p", "--run", str(run), "--report", str(run), "b"]
+    monkeypatch.setattr(sys, "argv", [*command, "--dry-run"])
     runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")
     printed = json.loads(capsys.readouterr().out)
     assert printed["workspace"]["section"]["panelBankConfig"]["sections"]
     assert printed["report"]["blocks"]
 
 
-def test_without_the_package_the_script_says_what_to_install_and_exits_with_2(monkeypatch, capsys) -> None:
+def test_without_the_package_the_script_says_what_to_install_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # import fails
-    monkeypatch.delitem(sys.modules, "sftkit.tracking.workspace")
-    monkeypatch.delattr("sftkit.tracking.workspace")
+    for name in ("workspace", "comparison"):
+        monkeypatch.delitem(sys.modules, f"sftkit.tracking.{name}")
+        monkeypatch.delattr(f"sftkit.tracking.{name}")
     monkeypatch.setattr(sys, "argv", ["make_dashboard.py", "--entity", "me"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")

@@ -21,12 +21,16 @@ import preloaded
 import pytest
 from accelerate import Accelerator
 from helpers import cpu_runtime
+from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.ending import Ending
+from sftkit.tracking.records import Table
 from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
-from sftkit.tracking.tracker import Tracker, drop_rows_after, eval_line, read_rows, train_line
+from sftkit.tracking.rows import drop_rows_after, read_rows
+from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
 METRICS = {
     "train/loss": 1.5,
@@ -59,22 +63,25 @@ class Fake:
     def __init__(self, on_row: Callable[[], None] = lambda: None, on_finish: Callable[[], None] = lambda: None) -> None:
         self.on_row, self.on_finish = on_row, on_finish
         self.seen: list[tuple[Any, ...]] = []
-        self.exit_code: int | None = None
+        self.ending: Ending | None = None
         self.abandoned = False
 
     def row(self, step: int, values: dict[str, float | None]) -> None:
         self.on_row()
         self.seen.append(("row", step, values))
 
-    def table(self, name: str, step: int, columns: list[str], rows: list[list[Any]]) -> None:
-        self.seen.append(("table", name, step, columns, rows))
+    def table(self, step: int, table: Table) -> None:
+        self.seen.append(("table", step, table))
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self.seen.append(("summary", values))
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         self.seen.append(("alert", title, step, text, level))
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, ending: Ending) -> None:
         self.on_finish()
-        self.exit_code = exit_code
+        self.ending = ending
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -216,14 +223,16 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is imported
     (tmp_path / "run").mkdir()
-    config, run_id = LogConfig(tracker="trackio", project="p"), None
+    check = {"name": "No recompiles", "ok": True, "found": "0", "expected": "0", "how": "records"}
+    (tmp_path / "run" / "proof.json").write_text(json.dumps({"rows": [check]}))
+    config, run_id = LogConfig(tracker="trackio", project="p", tags=("mine",), group="chain"), None
     for steps in ((10, 5), (11,)):
         rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
         with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, 10, run_id).open() as tracker:
             for step in steps:
                 tracker.log_metrics(step, 20, METRICS)
             sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
-            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample])
+            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample], {"train/tokens": 100})
             tracker.event("recompile", steps[-1], "size mismatch")
             tracker.event("recompile", steps[-1], "size mismatch again")
             run_id = tracker.run_id
@@ -240,6 +249,9 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     assert [step for step, values in found if values.get("val/loss") == 2.0] == [5, 11]
     tables = [values["samples"] for _, values in found if "samples" in values]
     assert tables[-1]["_value"][-1] == {"step": 11, "prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
+    (proof, *_) = [values["proof"] for _, values in found if "proof" in values]
+    assert proof["_value"][0]["verdict"] == "PASS"
+    assert [values["train/tokens"] for _, values in found if "val/loss" in values] == [100, 100]
     title = "recompile after the warm-up"
     assert alerts == [(title, "size mismatch", "warn", 5), (title, "size mismatch", "warn", 11)]  # one a start
     assert json.loads(config)["lr"] == 0.5
@@ -265,9 +277,12 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
             tracker.log_metrics(step + 1, 2, METRICS)
             ids.append(tracker.run_id)
     assert ids[0] == ids[1] is not None
-    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
     assert len(folders) == 2
-    assert all(str(ids[0]) in name for name in folders)
+    assert all(str(ids[0]) in path.name for path in folders)
+    first, second = (Offline(path).summed["summary"] for path in folders)
+    assert (first["run/state"], "run/error" in first) == ("finished", False)
+    assert (second["run/state"], second["run/error"]) == ("finished", ""), "no longer that of an earlier end"
 
 
 def gone() -> None:
@@ -281,7 +296,7 @@ def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tm
         tracker.log_metrics(2, 2, METRICS)
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
     assert caplog.text.count("server gone") == 1
-    assert dashboard.exit_code == 0
+    assert dashboard.ending == Ending("finished", 0, {"run/state": "finished"})
     assert "wandb: 2 rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
 
 
@@ -309,7 +324,7 @@ def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
         for step in range(1, 31):
             tracker.log_metrics(step, 30, METRICS)
     assert [seen[1] for seen in dashboard.seen] == list(range(1, 31))
-    assert dashboard.exit_code == 0
+    assert dashboard.ending == Ending("finished", 0, {"run/state": "finished"})
 
 
 def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, caplog, capsys, monkeypatch) -> None:
@@ -345,7 +360,25 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
     (event,) = rows(tmp_path / "events.jsonl")
     assert (event["step"], event["kind"], event["text"]) == (7, kind, str(error))
     assert [seen[0] for seen in dashboard.seen] == ["alert"]
-    assert dashboard.exit_code == 1
+    assert dashboard.ending is not None
+    assert dashboard.ending.exit_code == (2 if isinstance(error, ConfigError) else 1)
+    assert dashboard.ending.summary == {"run/state": "failed", "run/error": str(error)}
+
+
+def test_a_run_that_fails_is_a_failed_run_on_wandb_with_its_error_and_the_checks_so_far(tmp_path: Path) -> None:
+    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    tracker = Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}).open()
+    tracker.log_metrics(7, 20, METRICS)
+    check = {"name": "No recompiles", "ok": False, "found": "1", "expected": "0", "how": "records"}
+    (tmp_path / "proof.json").write_text(json.dumps({"rows": [check]}))  # as train.proof.proved leaves it
+    with pytest.raises(NonFiniteError), tracker:
+        raise NonFiniteError("step 8: not finite")
+    found = Offline(tmp_path)
+    assert (found.summed["state"], found.summed["exit_code"]) == ("failed", 1)
+    assert found.summed["summary"]["run/state"] == "failed"
+    assert found.summed["summary"]["run/error"] == "step 8: not finite"
+    assert found.summed["summary"]["proof/failed"] == 1
+    assert [row["verdict"] for row in found.table("proof")] == ["FAIL"]
 
 
 def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(

@@ -12,7 +12,7 @@ from helpers import ROOT
 from test_train import run
 
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.tracking.names import GROUPS, METRICS, find
+from sftkit.tracking.names import GROUPS, METRICS, RUN_VALUES, TABLES, find
 from sftkit.tracking.tracker import ALERTS, Kind
 
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
@@ -20,7 +20,7 @@ DOCS = (ROOT / "docs" / "metrics.md").read_text()
 
 def documented() -> dict[str, tuple[str, str]]:
     """Name -> (unit, value that stands for the run), as docs/metrics.md has them."""
-    found = re.findall(r"^\| `([a-z]+/[^`]+)` \|([^|]*)\|([^|]*)\|", DOCS, re.MULTILINE)
+    found = re.findall(r"^\| `([a-z]+/[^`]+)` \|([^|]*)\|([^|]*)\|.+\|$", DOCS, re.MULTILINE)
     assert len(found) == len({name for name, _, _ in found})
     return {name: (unit.strip(), run.strip() or "last") for name, unit, run in found}
 
@@ -28,6 +28,12 @@ def documented() -> dict[str, tuple[str, str]]:
 def test_every_name_is_documented_with_the_unit_and_summary_that_the_dashboard_uses() -> None:
     assert documented() == {metric.name: (metric.unit, metric.summary) for metric in METRICS}
     assert {metric.group for metric in METRICS} == set(GROUPS)
+
+
+def test_every_value_of_a_run_and_every_table_is_documented() -> None:
+    values = dict(re.findall(r"^\| `([a-z]+/[a-z_]+)` \| ([a-zA-Z%]+) \| [^|]*\|$", DOCS, re.MULTILINE))
+    assert values == RUN_VALUES
+    assert [name for name in TABLES if f"`{name}`" not in DOCS] == []
 
 
 def test_what_a_resumed_run_counts_anew_is_named_beside_what_it_writes_again() -> None:

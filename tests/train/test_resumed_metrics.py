@@ -14,7 +14,7 @@ from resume_worker import BROKEN, LOG_EVERY, STEPS, run, runs, without_window
 
 from sftkit.tracking.window import by_rank, own_values
 
-CLOCKS = ("time", "perf/", "mem/", "ckpt/", "compile/seconds")
+CLOCKS = ("time", "perf/", "mem/", "ckpt/", "compile/seconds", "train/seconds")
 "What is measured, and what depends on when the background has written a checkpoint."
 
 

@@ -283,6 +283,12 @@ def eval_problems(tasks: Sequence[str], backend: str, allow_code_execution: bool
 def _names(get: Get) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", get("log.project")):
         yield "log.project", "must be 1 to 80 letters, digits, dots, dashes or underscores"
+    group = get("log.group")
+    if group is not None and not 1 <= len(group) <= 128:
+        yield "log.group", f"{len(group)} characters: wandb takes 1 to 128; null takes the folder above run.dir"
+    for tag in get("log.tags"):
+        if not 1 <= len(tag) <= 64:
+            yield "log.tags", f'"{tag[:20]}" has {len(tag)} characters: wandb takes 1 to 64'
 
 
 def _batch_divides(get: Get, world_size: int) -> Iterator[Problem]:

@@ -313,6 +313,12 @@ class LogConfig:
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"
     "Project on the dashboard."
+    group: str | None = None
+    "Runs that belong together on the dashboard; null: the folder above run.dir, which the stages of a chain share."
+    tags: tuple[str, ...] = ()
+    "Labels of the run on wandb, beside those that it gives itself: device, topology, attention, layout."
+    notes: str | None = None
+    "A remark on the run, on wandb; null: a sentence on model, data and machine."
 
 
 @settings

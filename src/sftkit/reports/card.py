@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from sftkit.reports.collect import is_part, latest
 from sftkit.reports.details import SOURCES
+from sftkit.reports.evaluated import is_part, latest
 from sftkit.reports.files import Rows, dicts, mapping, number
 from sftkit.reports.numbers import duration, parameters, show
 from sftkit.reports.pieces import columns, said

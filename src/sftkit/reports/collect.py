@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,19 @@ from typing import Any
 from sftkit.config.commands import first_run
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.reports.files import Rows, checkpoint, count_parameters, dicts, mapping, number, read_json, read_rows
+from sftkit.reports.compare import compare
+from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
+from sftkit.reports.files import (
+    Rows,
+    checkpoint,
+    count_parameters,
+    dicts,
+    mapping,
+    number,
+    on_cpu,
+    read_json,
+    read_rows,
+)
 from sftkit.reports.numbers import show
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
@@ -19,33 +32,23 @@ from sftkit.runtime.rundir import (
     CONFIG,
     ENVIRONMENT,
     EVALS,
-    EVALUATIONS,
     EVENTS,
-    FINAL,
     METRICS,
     PREFLIGHT,
     PROOF,
-    RESULTS,
     SAMPLES,
     STATUS,
-    STEP_DIRS,
     SUMMARY,
     is_archived,
-    step_name,
     step_of,
 )
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
-Found = dict[tuple[float, str, str], dict[str, Any]]
-"""(step, task, metric) -> an evaluation."""
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS)
 RESUMED = "Resumed from a verified checkpoint"
 "The check of proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
-_MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
-_BOUNDS = ("low", "high", "chance")
-_MEANS = ("centred_mean", "families")
 
 
 def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
@@ -54,13 +57,23 @@ def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: a folder is not there or holds no run.
     """
-    report = _run(run_dir)
+    report, curves = read_run(run_dir)
     if against is not None:
-        other = _run(against)
+        other, its_curves = read_run(against)
+        if report["run"]["name"] == other["run"]["name"]:
+            report["run"]["name"], other["run"]["name"] = str(run_dir), str(against)
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
+        report["against"]["comparison"] = compare(
+            curves, its_curves, (machine(report["environment"]), machine(other["environment"]))
+        )
     return report
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """What a run ran on, from its environment.json: how many of which."""
+    return f"{environment.get('world_size') or '?'} x {environment.get('device') or 'unknown device'}"
 
 
 def check_run(run_dir: Path) -> None:
@@ -96,7 +109,8 @@ def run_of(folder: Path) -> Path | None:
     return next((path for path in parents if any((path / name).is_file() for name in MARKS_OF_A_RUN[1:])), None)
 
 
-def _run(run_dir: Path) -> dict[str, Any]:
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
+    """Of a run what is shown, and its curves with every logged step."""
     check_run(run_dir)
     notes: list[str] = []
     settings = read_settings(run_dir / CONFIG, notes)
@@ -110,12 +124,12 @@ def _run(run_dir: Path) -> dict[str, Any]:
     samples = read_rows(run_dir / SAMPLES, notes, optional=True)
     events = read_rows(run_dir / EVENTS, notes, optional=True)
     folder = checkpoint(run_dir)
-    full = _curves(metrics) | _curves(evals)
+    full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = number(environment.get("world_size"))
     saved = step_of(folder.name) if folder else None
     last_step = float(saved) if saved is not None else number(status.get("step")) or 0.0
-    return {
+    report = {
         "run": {
             "name": "/".join(run_dir.resolve().parts[-2:]),
             "model": model_name(settings),
@@ -131,14 +145,14 @@ def _run(run_dir: Path) -> dict[str, Any]:
         "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
         "compiling": compiling(summary, full, dicts(proof.get("rows"))),
         "command": _command(status.get("resume")),
-        "headline": headline(full, last, on_cpu=str(environment.get("device", "")).startswith("CPU")),
+        "headline": headline(full, last, cpu=on_cpu(environment.get("device"))),
         "proof": dicts(proof.get("rows")),
         "logits": mapping(proof.get("logits")),
         "curves": {name: thin(points) for name, points in full.items()},
         "last": last,
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
-        "samples": _samples(samples),
+        "samples": newest_samples(samples),
         "preflight": preflight,
         "events": events,
         "config": settings,
@@ -147,6 +161,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
         "against": None,
         "notes": notes,
     }
+    return report, full
 
 
 def model_name(settings: dict[str, Any]) -> str | None:
@@ -186,7 +201,7 @@ def _command(resume: Any) -> str | None:
 # ---- numbers over steps ----
 
 
-def _curves(rows: Rows) -> dict[str, Curve]:
+def curves_of(rows: Rows) -> dict[str, Curve]:
     """Every metric by name over the steps; where a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
@@ -210,7 +225,7 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def headline(curves: dict[str, Curve], last: dict[str, float | None], on_cpu: bool = False) -> Rows:
+def headline(curves: dict[str, Curve], last: dict[str, float | None], cpu: bool = False) -> Rows:
     """The numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:
@@ -225,7 +240,7 @@ def headline(curves: dict[str, Curve], last: dict[str, float | None], on_cpu: bo
         ("training loss", last.get("train/loss"), "", "nats per target, last logged line"),
         ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation"),
         (
-            "tokens/s per process" if on_cpu else "tokens/s per GPU",
+            "tokens/s per process" if cpu else "tokens/s per GPU",
             middle("perf/tok_per_sec_per_gpu"),
             "",
             "useful tokens, median without the first line",
@@ -240,103 +255,8 @@ def headline(curves: dict[str, Curve], last: dict[str, float | None], on_cpu: bo
             "peak memory",
             max(known("mem/peak_gib"), default=None),
             "GiB",
-            "most of the process, resident" if on_cpu else "most that tensors took",
+            "most of the process, resident" if cpu else "most that tensors took",
         ),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
     return [{"name": n, "value": v, "text": show(v, u if v is not None else ""), "how": how} for n, v, u, how in rows]
-
-
-# ---- evaluations and samples ----
-
-
-def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
-    found: Found = {}
-    told: set[tuple[float, str, str]] = set()
-    for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
-        of_step = step_of(path.parent.name)
-        for row in dicts(read_json(path, notes)) if of_step is not None else []:
-            told |= _keep_task(found, float(of_step or 0), row)
-    for row in rows:
-        step = number(row.get("step"))
-        for name, value in row.items():
-            prefix, _, rest = name.partition("/")
-            task, _, metric = rest.partition("/")
-            if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
-                continue
-            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in found)):
-                continue
-            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
-            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
-            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
-    return [found[key] for key in sorted(found)]
-
-
-def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
-    """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
-    found: Found = {}
-    for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
-        model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
-        if step_of(Path(model).name) == last_step:
-            _keep_task(found, last_step, row)
-        else:
-            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
-    return [row | {"final": True} for _, row in sorted(found.items())]
-
-
-def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
-    """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
-    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    found.pop((step, task, metric), None)
-    _keep(found, step, row)
-    told = set()
-    for name, value in mapping(row.get("metrics")).items():
-        kind, _, part = name.partition("/")
-        told.add((step, part or task, kind))
-        if part and kind == metric:
-            _keep(found, step, {"task": part, "metric": kind, "value": value})
-    return told
-
-
-def _keep(found: Found, step: float, row: dict[str, Any]) -> None:
-    """Add an evaluation, unless there is one of this step, task and metric."""
-    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
-    others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
-    made = {"step": int(step), "task": task, "metric": metric} | numbers | others
-    found.setdefault((step, task, metric), made)
-
-
-def latest(evaluation_rows: Rows) -> Rows:
-    """The newest evaluation of each task and metric: means first, then tasks, then what is only a part of one."""
-    newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
-
-    def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
-        return is_part(newest[key]), key[0] not in _MEANS, key
-
-    return [newest[key] for key in sorted(newest, key=place)]
-
-
-def standing(report: dict[str, Any]) -> Rows:
-    """What stands for the model: its final evaluation, and the newest one of tasks that this has not."""
-    return latest([*report["evaluations"], *report["final"]])
-
-
-def is_part(row: dict[str, Any]) -> bool:
-    """Whether an evaluation is a part of another, such as one of the families: it comes without interval and chance."""
-    return row["low"] is None and row["chance"] is None and row["task"] not in _MEANS
-
-
-def _samples(rows: Rows) -> Rows:
-    """[{"step", "samples": [...]}], newest first; the last evaluations, the first samples of each, texts cut to a length."""
-    by_step: dict[float, Rows] = {}
-    for row in rows:
-        step = number(row.get("step"))
-        if step is not None:
-            texts = {
-                key: str(row[key])[:_MOST_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
-            }
-            by_step.setdefault(step, []).append(texts)
-    steps = sorted(by_step, reverse=True)[:_MOST_EVALUATIONS]
-    return [{"step": int(step), "samples": by_step[step][:_MOST_SAMPLES]} for step in steps]

@@ -101,3 +101,8 @@ def count_parameters(folder: Path) -> int | None:
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
             return None
     return total or None
+
+
+def on_cpu(device: Any) -> bool:
+    """Whether environment.json names no GPU."""
+    return str(device or "").startswith("CPU")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftkit.reports import details, sections
+from sftkit.reports import details, results, sections
+from sftkit.reports.compare import speed_words
 from sftkit.reports.files import number
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import duration, moment, parameters, show
@@ -15,7 +16,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 SECTIONS = (
     ("proof", "Proof", sections.proof),
     ("curves", "Curves", sections.curves),
-    ("evaluations", "Evaluations", sections.evaluations),
+    ("evaluations", "Evaluations", results.evaluations),
     ("samples", "Samples", sections.samples),
     ("data", "Data", details.data),
     ("compile", "Compiler", details.compiler),
@@ -84,16 +85,25 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _comparison(report: dict[str, Any]) -> Html | None:
-    """The headline numbers of both runs and the change from the other to this one."""
+    """Both runs at equal steps, how much faster this one is, and what cannot be compared."""
     if not report["against"]:
         return None
-    rows = []
-    for mine, its in zip(report["headline"], report["against"]["headline"], strict=True):
-        known = mine["value"] is not None and its["value"]
-        change = f"{100 * (mine['value'] / its['value'] - 1):+.1f} %" if known else None
-        rows.append([mine["name"], mine["text"], its["text"], change])
     names = [report["run"]["name"], report["against"]["run"]["name"]]
-    return table(["", *names, "change"], rows, f"Compared with {names[1]}")
+    found = report["against"]["comparison"]
+    rows = [
+        [row["name"], row["step"], show(row["value"]), show(row["other"]), _percent(row["change"]), row["how"]]
+        for row in found["rows"]
+    ]
+    notes = [speed_words(found, *names), *found["notes"]]
+    return el(
+        "div",
+        table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,)),
+        [el("p", note, class_="soft") for note in notes],
+    )
+
+
+def _percent(change: float | None) -> str | None:
+    return None if change is None else f"{100 * change:+.1f} %"
 
 
 def _footer() -> Html:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftkit.reports.charts import Series, interval_chart
-from sftkit.reports.collect import is_part, standing
-from sftkit.reports.files import Rows, mapping
-from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, show
+from sftkit.reports.charts import Series
+from sftkit.reports.files import Rows, mapping, on_cpu
+from sftkit.reports.markup import Html, el
+from sftkit.reports.numbers import show
 from sftkit.reports.pieces import badge, facts, figure, points, said, scroll, section, table
 
 Report = dict[str, Any]
@@ -18,7 +17,7 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = 
     ("Gradient norm", "before clipping", (("train/grad_norm", "gradient norm"),), 1, False),
     (
         "Speed",
-        "tokens/s per GPU",
+        "tokens/s per {each}",
         (("perf/tok_per_sec_per_gpu", "useful"), ("perf/target_tok_per_sec_per_gpu", "targets")),
         1,
         True,
@@ -31,15 +30,15 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = 
         1,
         True,
     ),
-    ("Memory", "GiB per GPU", (("mem/peak_gib", "peak"), ("mem/reserved_gib", "reserved")), 1, True),
+    ("Memory", "GiB per {each}", (("mem/peak_gib", "peak"), ("mem/reserved_gib", "reserved")), 1, True),
     ("Waiting for data", "% of the time", (("perf/data_wait_pct", "waiting"),), 1, True),
     ("Padding", "% of positions", (("data/padding_pct", "padding"),), 1, True),
     ("Token accuracy", "0 to 1", (("train/token_accuracy", "accuracy"),), 1, False),
     ("Entropy", "nats per target", (("train/entropy", "entropy"),), 1, False),
 )
-"Title, unit, metrics with their labels, factor, whether the axis begins at 0."
+"Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
 LOSS = (("train/loss", "training"), ("val/loss", "validation"))
-_MOST_CHARTS, _MOST_SOURCES = 12, 6
+_MOST_SOURCES = 6
 
 
 def proof(report: Report) -> Html:
@@ -112,7 +111,8 @@ def curves(report: Report) -> Html:
     """Loss first, then everything else that was logged over the steps; of both runs where there are two."""
     loss = figure("Loss", "nats per target token", _series(report, LOSS), wide=True)
     found = [
-        figure(title, unit, _series(report, names, scale), zero=zero) for title, unit, names, scale, zero in CURVES
+        figure(title, unit.format(each=each(report)), _series(report, names, scale), zero=zero)
+        for title, unit, names, scale, zero in CURVES
     ]
     bits = sorted(
         name for name in report["curves"] if name.startswith("val/") and name.count("/") == 2 and name.endswith("/bpb")
@@ -130,6 +130,12 @@ def curves(report: Report) -> Html:
         el("div", shown, class_="charts"),
         _all_metrics(report),
     )
+
+
+def each(report: Report) -> str:
+    """What speed and memory are shown for one of."""
+    runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
+    return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
 
 
 def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0) -> list[Series]:
@@ -155,117 +161,6 @@ def _all_metrics(report: Report) -> Html | None:
     if not rows:
         return None
     return el("details", el("summary", f"All {len(rows)} metrics"), table(["name", "last", "lowest", "highest"], rows))
-
-
-def evaluations(report: Report) -> Html:
-    """The newest evaluation with intervals, how each task went over the steps, validation by source."""
-    newest = standing(report)
-    tasks = [row["task"] for row in newest]
-    named = [
-        row | {"name": f"{t} {row['metric']}" if tasks.count(t) > 1 else _task(t)}
-        for t, row in zip(tasks, newest, strict=True)
-    ]
-    label = "Newest value of each task with its interval and the chance level"
-    sizes = [interval_chart(named, label, width) for width in (760.0, 400.0)]
-    overview = join(el("div", sizes[0], class_="wide"), el("div", sizes[1], class_="narrow")) if sizes[0] else None
-    validation = _validation(report)
-    if not newest:
-        lead = None if validation else "No evaluation was made."
-        return section("evaluations", "Evaluations", validation, lead=lead)
-    caption = el("figcaption", "Newest values", el("span", "line: 95 % interval; tick: chance level", class_="soft"))
-    charts = _over_steps(report)
-    return section(
-        "evaluations",
-        "Evaluations",
-        el("figure", caption, overview, class_="forest") if overview else None,
-        el("div", charts, class_="charts") if charts else None,
-        _evaluation_table(report),
-        _how_evaluated(newest),
-        validation,
-    )
-
-
-def _how_evaluated(newest: Rows) -> Html | None:
-    """Settings and further metrics of the tasks, folded away."""
-    cells = [
-        [row["task"], part, ", ".join(f"{key} {said(value)}" for key, value in row[part].items())]
-        for row in newest
-        for part in ("settings", "metrics")
-        if row[part]
-    ]
-    if not cells:
-        return None
-    return el("details", el("summary", "Settings and all metrics"), table(["task", "", "what"], cells, text=(1, 2)))
-
-
-def _evaluation_table(report: Report) -> Html:
-    first: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in report["evaluations"]:
-        first.setdefault((row["task"], row["metric"]), row)
-    newest = standing(report)
-    other = report["against"] and {(row["task"], row["metric"]): row for row in standing(report["against"])}
-    moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
-    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
-    head += (["first"] if moved else []) + (["other run"] if other else [])
-    cells = []
-    for row in newest:
-        key = (row["task"], row["metric"])
-        interval = (
-            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
-        )
-        step = f"{show(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
-        cell += [_share(first.get(key, {}).get("value"))] if moved else []
-        cell += [_share(other.get(key, {}).get("value"))] if other else []
-        cells.append(cell)
-    return table(head, cells, text=(1,))
-
-
-def _task(name: str) -> str:
-    """The name of a task as it is, and of the mean over tasks in words."""
-    return "centred mean" if name == "centred_mean" else name
-
-
-def _share(value: float | None) -> str:
-    """With as many decimals in every row, so that a column can be read downwards."""
-    return NONE if value is None else f"{value:.4f}"
-
-
-def _over_steps(report: Report) -> list[Html]:
-    """A chart for each task that was evaluated at several steps."""
-    charts = []
-    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in report["evaluations"]):
-        rows = [row for row in report["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
-        if len(rows) < 2 or is_part(rows[-1]):
-            continue
-        chance = next((row["chance"] for row in reversed(rows) if row["chance"] is not None), None)
-        series = [_eval_series(rows, report["run"]["name"] if report["against"] else metric, False)]
-        if report["against"]:
-            its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
-            series.append(_eval_series(its, report["against"]["run"]["name"], True))
-        charts.append(figure(_task(task), metric, series, level=chance))
-    return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
-
-
-def _eval_series(rows: Rows, label: str, other: bool) -> Series:
-    bars = [
-        (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None
-    ]
-    return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
-
-
-def _validation(report: Report) -> Html | None:
-    """The last loss and bits per byte of every validation source."""
-    last = report["last"]
-    sources = sorted({name.split("/")[1] for name in last if name.startswith("val/") and name.count("/") == 2})
-    rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]
-    if "val/loss" in last or "val/bpb" in last:
-        rows.append(["all", last.get("val/loss"), last.get("val/bpb")])
-    if not rows:
-        return None
-    return el(
-        "div", table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation"), class_="slim"
-    )
 
 
 def samples(report: Report) -> Html:

@@ -20,6 +20,7 @@ from sftkit.objectives.sums import Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.progress import Progress
 from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 from sftkit.tracking.window import Window, by_rank, own_values
 
@@ -42,7 +43,8 @@ class Meter:
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
-        self.total_tokens = 0
+        self._before = Progress()
+        "up to this window"
         self.total_step_seconds = 0.0
         self.seen_targets = self.planned_targets = 0
         "of all logged steps: counted in the batches of all ranks; of the plan, which gradients are divided by"
@@ -63,9 +65,13 @@ class Meter:
         self._clock.begin()
 
     @property
-    def seen_tokens(self) -> int:
-        """Document tokens since the start of the run, this window included."""
-        return self.total_tokens + self._tokens
+    def progress(self) -> Progress:
+        """Since the start of the run, this window included."""
+        return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds())
+
+    def axes(self) -> dict[str, float | None]:
+        """What the values of this moment can be drawn over; see Progress.axes."""
+        return self.progress.axes(self._orig_model, self._windows is not None)
 
     @property
     def sources(self) -> list[str]:
@@ -114,7 +120,7 @@ class Meter:
         means = self._sums.means_of(sums, self._divisor - self._left_out)
         self.planned_targets += self._divisor
         seconds = self._seconds()
-        self.total_tokens += self._tokens
+        self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds)
         self.total_step_seconds += seconds - self._earlier_seconds
         flops = train_flops(self._orig_model, self._tokens, self._targets, self._pairs)
         peak = self._peak * self._rt.world_size if self._peak else None
@@ -140,6 +146,7 @@ class Meter:
             **left_out_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
+            **self._before.axes(self._orig_model, self._windows is not None),
         }
         self._reset()
         return values
@@ -164,6 +171,10 @@ class Meter:
             "undeclared": self.shapes.undeclared,
         }
 
+    def resume(self, progress: Progress) -> None:
+        """Go on from what a checkpoint has done, before the first step and before `go_on`."""
+        self._before = progress
+
     def go_on(self, window: Window, same_ranks: bool) -> bool:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
@@ -176,7 +187,8 @@ class Meter:
             return False
         for name in COUNTS:
             setattr(self, f"_{name}", window[name])
-        self.total_tokens -= self._tokens  # `read` adds them
+        # `read` adds what is in the window.
+        self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -window["seconds"])
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
         self._earlier_seconds = window["seconds"]

@@ -53,6 +53,9 @@ METRICS = (
     Metric("train/grad_norm", "-"),
     Metric("train/lr", "-"),
     Metric("train/epoch", "epochs"),
+    Metric("train/tokens", "tokens"),
+    Metric("train/flops", "FLOPs"),
+    Metric("train/seconds", "s"),
     Metric("val/loss", "nats per target", "min"),
     Metric("val/bpb", "bits per byte", "min"),
     Metric("val/<source>/loss", "nats per target", "min"),
@@ -86,6 +89,36 @@ METRICS = (
     Metric("ckpt/bytes", "bytes"),
 )
 
+AXES = ("train/tokens", "train/flops", "train/seconds")
+"What a curve can be drawn over beside `step`; evaluations have them too."
+
+RUN_VALUES = {
+    "run/state": "word",
+    "run/signal": "name",
+    "run/error": "text",
+    "proof/passed": "checks",
+    "proof/failed": "checks",
+    "proof/not_checked": "checks",
+    "preflight/documents": "documents",
+    "preflight/tokens": "tokens",
+    "preflight/target_pct": "%",
+    "preflight/duplicate_pct": "%",
+    "preflight/padding_pct": "%",
+    "preflight/epochs": "epochs",
+    "preflight/estimated_gib": "GiB",
+    "preflight/warnings_count": "warnings",
+    "validate/passed": "criteria",
+    "validate/failed": "criteria",
+    "validate/not_checked": "criteria",
+    "validate/speedup": "times",
+}
+"What a dashboard is told of a run as a whole, with its unit; in no row."
+TABLES = (
+    *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
+    *("preflight/warnings", "validate/verdicts", "validate/speed"),
+)
+"Tables on a dashboard."
+
 _WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 
@@ -100,3 +133,9 @@ def find(name: str) -> Metric | None:
     """What a name in metrics.jsonl or evals.jsonl is; None for one that is not documented."""
     patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
     return _EXACT.get(name) or next(patterns, None)
+
+
+def summary_of(name: str) -> Summary:
+    """Which value of its curve stands for the run; the last one of a name that is not documented."""
+    metric = find(name)
+    return "last" if metric is None else metric.summary

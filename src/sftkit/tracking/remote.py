@@ -8,49 +8,27 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import psutil
 from accelerate import Accelerator
 
-from sftkit.config.commands import install, program
+from sftkit.config.commands import install
 from sftkit.config.schema import LogConfig
 from sftkit.errors import ConfigError
-from sftkit.tracking import names as metric_names
+from sftkit.tracking.dashboards import Dashboard, Trackio, Values, Wandb
+from sftkit.tracking.ending import Ending
+from sftkit.tracking.identity import Identity
+from sftkit.tracking.records import Record, Table
 
 log = logging.getLogger(__name__)
 FINISH_SECONDS = 30.0
 "what a dashboard is given at the end, for all that waits in the queue"
 QUEUE_ROWS = 1000
-ALERT_SECONDS = 600.0
-"between two alerts of a kind; the file has all"
-Values = Mapping[str, float | None]
-
-
-class Dashboard(Protocol):
-    """What a backend can do. Its methods are called on one thread and may raise, or never come back."""
-
-    name: str
-    run_id: str
-
-    def row(self, step: int, values: Values) -> None: ...
-
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
-
-    def alert(self, title: str, step: int, text: str, level: str) -> None: ...
-
-    def finish(self, exit_code: int) -> None: ...
-
-    def abandon(self) -> None:
-        """Let go of one that does not finish, so that the process can end."""
-
-    def where(self, complete: bool) -> str | None:
-        """What the person does to see the run, if anything."""
 
 
 def dashboard_name(config: LogConfig) -> str | None:
@@ -91,25 +69,23 @@ def wandb_mode(setting: str | None) -> str:
 
 
 def open_dashboard(
-    config: LogConfig, run_dir: Path, run_id: str | None, settings: dict[str, Any], accelerator: Accelerator
+    config: LogConfig, run_dir: Path, run_id: str | None, about: Identity, accelerator: Accelerator
 ) -> Dashboard | None:
     """The dashboard of this run, through Accelerate; None without one, or where none starts, which is said.
 
     Args:
         run_id: of the run that is continued; None for a new one.
-        settings: the recipe, shown beside the curves.
     """
     name = dashboard_name(config)
     if name is None:
         return None
-    run_name = "-".join(run_dir.parts[-2:])
     modes = {"trackio": ["local"], "wandb": list(dict.fromkeys((wandb_mode(config.wandb), "offline")))}[name]
     if modes[0] == "off":
         return None
     for mode in modes:
         try:
-            start = _start_trackio if name == "trackio" else partial(_start_wandb, mode=mode)
-            return start(config.project, run_dir, run_name, run_id, settings, accelerator)
+            start = _start_trackio if name == "trackio" else partial(_start_wandb, mode=mode, run_dir=run_dir)
+            return start(config.project, run_id, about, accelerator)
         except Exception as error:
             log.warning("%s %s does not start (%s); metrics.jsonl is kept all the same", name, mode, first_line(error))
     return None
@@ -122,110 +98,22 @@ def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, 
 
 
 def _start_wandb(
-    project: str,
-    run_dir: Path,
-    run_name: str,
-    run_id: str | None,
-    settings: dict[str, Any],
-    accelerator: Accelerator,
-    mode: str,
+    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, mode: str, run_dir: Path
 ) -> Wandb:
     import wandb
 
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
-    init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": run_name, "settings": quiet}
+    init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": about.name, "settings": quiet}
+    init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
-    return Wandb(_started("wandb", project, init, settings, accelerator), mode)
+    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), mode)
 
 
-def _start_trackio(
-    project: str, run_dir: Path, run_name: str, run_id: str | None, settings: dict[str, Any], accelerator: Accelerator
-) -> Trackio:
-    init: dict[str, Any] = {"name": run_name, "resume": "allow" if run_id else "never", "config": settings}
-    init |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:
+    init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
+    init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     with redirect_stdout(io.StringIO()):  # it greets in nine lines
         return Trackio(_started("trackio", project, init, {}, accelerator), project)
-
-
-class Wandb:
-    """A wandb run. Rows carry their step as a value: wandb's own step never goes back, and would drop them."""
-
-    name = "wandb"
-
-    def __init__(self, run: Any, mode: str) -> None:
-        self._run, self._mode = run, mode
-        self.run_id = str(run.id)
-        self.folder = Path(run.dir).parent
-        self._defined: set[str] = set()
-        self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
-        run.define_metric("*", step_metric="step")
-
-    def row(self, step: int, values: Values) -> None:
-        found = {name: value for name, value in values.items() if value is not None}
-        for name in [name for name in found if name not in self._defined]:
-            metric = metric_names.find(name)
-            summary = metric.summary if metric is not None and metric.summary != "last" else None
-            self._run.define_metric(name, step_metric="step", summary=summary)
-            self._defined.add(name)
-        self._run.log({"step": step, **found})
-
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import wandb
-
-        self._run.log({"step": step, name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
-
-    def alert(self, title: str, step: int, text: str, level: str) -> None:
-        self._run.alert(title, f"step {step}: {text}", level, wait_duration=ALERT_SECONDS)
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
-
-    def abandon(self) -> None:
-        """wandb waits for its own process when Python ends: for ever, if that one is stopped."""
-        for process in self._service:
-            with suppress(psutil.Error):
-                process.kill()
-
-    def where(self, complete: bool) -> str | None:
-        if complete and self._mode == "online":
-            return None
-        return f"the run is kept on disk; upload it with `{program('wandb')} sync {self.folder}`"
-
-
-class Trackio:
-    """A trackio run in the SQLite file of this machine."""
-
-    name = "trackio"
-
-    def __init__(self, run: Any, project: str) -> None:
-        self._run, self._project = run, project
-        self.run_id = str(run.name)
-        self._alerted: dict[str, float] = {}
-
-    def row(self, step: int, values: Values) -> None:
-        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
-
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import trackio
-
-        self._run.log({name: trackio.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
-
-    def alert(self, title: str, step: int, text: str, level: str) -> None:
-        from trackio import AlertLevel
-
-        now = time.monotonic()
-        if now - self._alerted.get(title, -ALERT_SECONDS) >= ALERT_SECONDS:
-            self._alerted[title] = now
-            self._run.alert(title, text, AlertLevel[level], step=step)
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish()
-
-    def abandon(self) -> None:
-        """Its threads are daemons: nothing holds the process."""
-
-    def where(self, complete: bool) -> str | None:
-        return f"see the run with `{program('trackio')} show --project {self._project}`"
 
 
 class Mirror:
@@ -236,7 +124,7 @@ class Mirror:
         self.dropped = 0
         "rows, tables and alerts that the dashboard did not get"
         self._problem: str | None = "no answer in time"
-        self._exit_code = 0
+        self._ending: Ending | None = None
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} mirror", daemon=True)
         self._thread.start()
@@ -244,8 +132,22 @@ class Mirror:
     def row(self, step: int, values: Values) -> None:
         self._put(partial(self.dashboard.row, step, dict(values)))
 
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._put(partial(self.dashboard.table, name, step, columns, rows))
+    def table(self, step: int, table: Table) -> None:
+        self._put(partial(self.dashboard.table, step, table))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._put(partial(self.dashboard.summary, dict(values)))
+
+    def record(self, step: int, read: Callable[[], Record]) -> None:
+        """A file of the run directory, read when its turn comes: its tables, and what it says of the whole run."""
+        self._put(partial(self._record, step, read))
+
+    def _record(self, step: int, read: Callable[[], Record]) -> None:
+        found = read()
+        for table in found.tables:
+            self.dashboard.table(step, table)
+        if found.summary:
+            self.dashboard.summary(found.summary)
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         self._put(partial(self.dashboard.alert, title, step, text, level))
@@ -267,15 +169,16 @@ class Mirror:
                 job()
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
+        assert self._ending is not None, "set before the end is put into the queue"
         try:
-            self.dashboard.finish(self._exit_code)
+            self.dashboard.finish(self._ending)
             self._problem = None
         except Exception as error:
             self._problem = first_line(error)
 
-    def finish(self, exit_code: int) -> str | None:
+    def finish(self, ending: Ending) -> str | None:
         """End the run, within 30 seconds whatever the dashboard does; what the person should be told."""
-        self._exit_code = exit_code
+        self._ending = ending
         end = time.monotonic() + FINISH_SECONDS
         with suppress(queue.Full):  # stuck for long: it will not take an end either
             self._jobs.put(None, timeout=FINISH_SECONDS)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +23,17 @@ from sftkit.runtime.rundir import (
     EVALS,
     EVALUATIONS,
     EVENTS,
-    FINAL,
     METRICS,
     RESULTS,
     SAMPLES,
     evaluation_dir,
-    step_of,
 )
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.ending import begun, ending_of
+from sftkit.tracking.identity import identity
+from sftkit.tracking.records import preflight_of, proof_of, shortened, table
 from sftkit.tracking.remote import Mirror, first_line, open_dashboard
+from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_results, read_rows
 
 log = logging.getLogger(__name__)
 Kind = Literal[
@@ -74,8 +74,8 @@ ENDS: dict[type[BaseException], Kind] = {
 STARVED_PCT, STARVED_LINES = 20.0, 3
 SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
 RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
-TABLE_ROWS, TABLE_CHARACTERS = 1000, 2000
-"A table on the dashboard has the newest rows, with so much of each text; samples.jsonl has all of both."
+TABLE_ROWS = 1000
+"A table on the dashboard has the newest rows; samples.jsonl has all."
 CONSOLE_VALUES = 8
 GAP = "  "
 WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
@@ -95,8 +95,12 @@ class Tracker:
         run_id: str | None = None,
         open_window: bool = False,
     ) -> None:
-        """`first_step`, `run_id`: of the checkpoint that is resumed: rows after it go, the run on the dashboard is
-        continued. `open_window`: the line of its step too, which told of a stop the steps that the next one tells."""
+        """
+        Args:
+            config: the recipe, and what was resolved, for the dashboard: see train/about.py.
+            first_step, run_id: of the checkpoint that is resumed: rows after it go, the run on the dashboard is continued.
+            open_window: the line of its step too, which told of a stop the steps that the next one tells.
+        """
         self._rt, self._run_dir, self._step = rt, run_dir, first_step
         self._config, self._settings, self._open_window = logging_config, config, open_window
         self.run_id = run_id
@@ -120,9 +124,14 @@ class Tracker:
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes
         with suppress(OSError):
             (run_dir / METRICS).touch()  # the mark of a run that has done a step
-        dashboard = open_dashboard(self._config, run_dir, self.run_id, self._settings, self._rt.accelerator)
+        about = identity(self._config, run_dir, self._settings)
+        dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
+            resumed = self.run_id is not None
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
+            self._mirror.summary(begun(resumed))
+            self._mirror.record(step, partial(preflight_of, run_dir))
+            self._mirror.record(step, partial(proof_of, run_dir))
         return self
 
     def __enter__(self) -> Tracker:
@@ -134,8 +143,10 @@ class Tracker:
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
                 self._record(event, self._step, first_line(error))  # the console has the whole error
-        if self._mirror is not None and (said := self._mirror.finish(exit_code=0 if kind is None else 1)):
-            self._rt.say(f"{self._mirror.dashboard.name}: {said}")
+        if self._mirror is not None:
+            self._mirror.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
+            if said := self._mirror.finish(ending_of(self._run_dir, self._rt.status, error)):
+                self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """A live bar on a terminal; plain lines need nothing."""
@@ -171,24 +182,32 @@ class Tracker:
                 f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk",
             )
 
-    def log_evals(self, step: int, values: dict[str, float | None], samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_evals(
+        self,
+        step: int,
+        values: dict[str, float | None],
+        samples: Sequence[Mapping[str, Any]],
+        axes: Mapping[str, float | None] | None = None,
+    ) -> None:
         """One evaluation.
 
         Args:
             values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in evals/step-NNNNNN/results.json.
             samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
+            axes: what the dashboard can draw the values over beside `step`; metrics.jsonl has them of its own lines.
         """
         if not self._rt.is_main:
             return
         results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
         if values:
-            self._append(EVALS, step, values)
+            self._append(EVALS, step, values, axes or {})
             self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
-            self._table("samples", step, SAMPLE_COLUMNS, read_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:])
+            newest = read_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
+            self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
-            self._table("eval/results", step, RESULT_COLUMNS, [{"step": step, **result} for result in results])
+            self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
     def event(self, kind: Kind, step: int, text: str) -> None:
         """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
@@ -219,17 +238,19 @@ class Tracker:
         except OSError as error:
             log.warning("%s: %d lines are lost (%s)", self._run_dir / name, len(rows), first_line(error))
 
-    def _append(self, name: str, step: int, values: dict[str, float | None]) -> None:
+    def _append(
+        self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any] | None = None
+    ) -> None:
+        """A line of a file, which the dashboard has with `axes` beside it."""
         if not self._rt.is_main:
             return
         self._write(name, [{"step": step, "time": round(time.time(), 3), **values}])
         if self._mirror is not None:
-            self._mirror.row(step, values)
+            self._mirror.row(step, {**(axes or {}), **values})
 
-    def _table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         if self._mirror is not None:
-            cells = [[shortened(row.get(column)) for column in columns] for row in rows]
-            self._mirror.table(name, step, columns, cells)
+            self._mirror.table(step, table(name, columns, rows))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
@@ -277,65 +298,3 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
 def number(value: float | None, form: str) -> str:
     """The number, or a dash of the same width where there is none."""
     return format(value, form) if value is not None else "-".rjust(int(form.partition(".")[0]))
-
-
-def drop_rows_after(path: Path, step: int) -> None:
-    """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
-    if not path.exists():
-        return
-    kept = [line for line in lines_of(path) if row_step(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
-
-
-def drop_evals_after(folder: Path, step: int) -> None:
-    """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
-    for path in folder.glob("*"):
-        final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
-        names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
-        found = step_of(names[0].rpartition("/")[2])
-        if found is not None and found > step:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def has_row(path: Path, step: int) -> bool:
-    """Whether a file of rows has one of this step."""
-    return path.exists() and any(row_step(line) == step for line in lines_of(path))
-
-
-def lines_of(path: Path) -> list[str]:
-    """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
-    return [line for line in path.read_text().split("\n") if line]
-
-
-def row_step(line: str) -> float:
-    """The step of a row; infinite for one that a kill cut short."""
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return math.inf
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
-    try:
-        lines = lines_of(path)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if row_step(line) < math.inf]
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """What an evaluation wrote of its tasks; nothing where it had none."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return []
-
-
-def shortened(value: Any) -> Any:
-    """A text as long as a table or an alert shows it; anything else as it is."""
-    if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
-        return value[: TABLE_CHARACTERS - 1] + "…"
-    return value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.progress import progress_of
 
 if TYPE_CHECKING:
     from sftkit.tracking.health import Health
@@ -64,7 +65,7 @@ def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime,
         a line to print where the first logged line has fewer steps than it would have had.
     """
     step, window = resumed["step"], resumed.get(WINDOW)
-    meter.total_tokens = resumed.get("tokens", 0)
+    meter.resume(progress_of(resumed))
     since = step // log_every * log_every
     shorter = f"the first logged line has the steps from {step + 1} on, not those from {since + 1} on"
     if window is None:

@@ -1,17 +1,23 @@
-"""The project's wandb workspace and a report that compares two runs, as code. Nothing here asks a server; `save` does."""
+"""The project's wandb workspace as code. Nothing here asks a server; `save` does."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
-from sftkit.tracking.names import GROUPS, METRICS, Metric, regex
-from sftkit.tracking.tracker import first_line
+from sftkit.reports.collect import check_run
+from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES, is_archived
+from sftkit.tracking import panels
+from sftkit.tracking.names import RUN_VALUES, TABLES
+from sftkit.tracking.panels import Curve, Number, Panel, Section, Shown
+from sftkit.tracking.records import preflight_of, proof_of
+from sftkit.tracking.remote import first_line
+from sftkit.tracking.rows import read_rows
 
 try:
     import wandb_workspaces.reports.v2 as reports
@@ -19,132 +25,121 @@ try:
 except ImportError as error:
     raise ConfigError(f"make_dashboard.py needs wandb-workspaces: {install('sftkit[dashboard]')}") from error
 
-TITLES = {
-    "compile": "Proof: compiler",
-    "shape": "Proof: shapes",
-    "health": "Proof: health",
-    "train": "Training",
-    "val": "Validation",
-    "eval": "Evaluation",
-    "perf": "Speed",
-    "mem": "Memory",
-    "data": "Data",
-    "ckpt": "Checkpoints",
-}
-MUST_BE_ZERO = (
-    "compile/recompiles",
-    "compile/fallbacks",
-    "compile/graph_breaks",
-    "shape/undeclared",
-    "health/nonfinite_steps",
-    "mem/ooms",
+COLUMNS = (
+    *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
+    *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
 )
-"Shown as one number for each run, above the curves."
-DRAWN = {
-    # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
-    "eval/<task>/<metric>": ("eval/<task>/<metric> (0 to 1)", "^eval/[^/]+/[^lh/][^/]*$"),
-    "eval/<task>/low": ("eval/<task>/low and high: 95 % intervals", "^eval/[^/]+/(low|high)$"),
-}
-"Panels of several names: title and which names."
-ELSEWHERE = ("eval/<task>/high", "eval/families/acc")
-"Names that are in one of those."
-TABLES = ("samples", "eval/results")
-NAME = re.compile(r"[\w .:-]{1,128}")
+"Of the table of runs, beside name and state."
 
 
-def workspace(entity: str, project: str) -> workspaces.Workspace:
-    """The view of all runs of a project: first what must be zero, then what is learned, then what it costs."""
+def workspace(entity: str, project: str, logged: Collection[str] | None = None) -> workspaces.Workspace:
+    """Return the view of all runs of a project: speed, loss and evaluation, then what must be zero, then the rest.
+
+    Args:
+        logged: names that a run of the project has, so that no panel is empty; see panels.sections.
+    """
     sections = [
-        workspaces.Section(name=TITLES[group], panels=panels(group), is_open=i < 5) for i, group in enumerate(GROUPS)
+        workspaces.Section(
+            name=section.title,
+            panels=[panel_of(panel) for panel in section.panels],
+            is_open=section.is_open,
+            layout_settings=layout(section),
+        )
+        for section in panels.sections(logged)
     ]
-    tables: list[Any] = [
-        reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12)) for name in TABLES
-    ]
-    sections.append(workspaces.Section(name="Samples and results", panels=tables, is_open=True))
+    columns = [f"summary:{panels.value_of_run(name)}" for name in COLUMNS if panels.has(name, logged)]
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name="sftkit",
         sections=sections,
         settings=workspaces.WorkspaceSettings(x_axis="step", smoothing_weight=0),
+        runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", "run:state", *columns]),
     )
 
 
-def comparison(entity: str, project: str, runs: Sequence[str]) -> reports.Report:
-    """A report of some runs of a project, named by id or name: what differs in their recipes, then every curve.
+def layout(section: Section) -> workspaces.SectionLayoutSettings:
+    """Return how many panels of a section stand side by side and one above the other."""
+    columns, rows = (len(section.panels), 1) if section.one_row else (3, 2)
+    return workspaces.SectionLayoutSettings(columns=columns, rows=rows)
+
+
+def panel_of(panel: Panel) -> Any:
+    """Return a panel as wandb draws it."""
+    match panel:
+        case Number((name,), title):
+            return reports.ScalarChart(title=title, metric=reports.SummaryMetric(panels.value_of_run(name)))
+        case Shown((name,)):
+            return reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))
+        case Curve((name,), title, x) if panels.is_pattern(name):
+            return reports.LinePlot(title=title, x=x, title_x=x, metric_regex=panels.expression(name))
+        case Curve(names, title, x):
+            return reports.LinePlot(title=title, x=x, title_x=x, y=list(names))
+
+
+def names_of(run_dir: Path | None) -> set[str] | None:
+    """Return the names that a run has on a dashboard, with those of a validation where runs/validate has one.
+
+    Args:
+        run_dir: None: the newest under runs/ that is on wandb; what is returned is None where there is none either.
 
     Raises:
-        ConfigError: a name that no run can have.
+        ConfigError: the directory that was named holds no run.
     """
-    for run in runs:
-        if not NAME.fullmatch(run):
-            raise ConfigError(f"--report {run!r}: not the id or name of a wandb run (letters, digits, space and ._:-)")
-    either = workspaces.Or(workspaces.Metric("ID").isin(list(runs)), workspaces.Metric("Name").isin(list(runs)))
-
-    def grid(found: list[Any]) -> reports.PanelGrid:
-        return reports.PanelGrid(runsets=[reports.Runset(name="the runs", filters=either)], panels=found)
-
-    comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
-    blocks: list[Any] = [
-        reports.P("Names, units and formulas: docs/metrics.md of sftkit."),
-        reports.H1("What differs"),
-        grid([comparer]),
-    ]
-    for group in GROUPS:
-        blocks += [reports.H1(TITLES[group]), grid(panels(group))]
-    blocks += [reports.H1("Samples and results")]
-    blocks += [
-        grid([reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))]) for name in TABLES
-    ]
-    title = f"sftkit: {' and '.join(runs)}"
-    return reports.Report(entity=entity, project=project, title=title[:128], width="fluid", blocks=blocks)
+    run_dir = run_dir or newest_on_wandb(Path("runs"))
+    if run_dir is None:
+        return None
+    check_run(run_dir)
+    names = logged_by(run_dir)
+    if any(Path("runs/validate").glob("*/validation.json")):
+        names |= {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")}
+    return names
 
 
-def panels(group: str) -> list[Any]:
-    """A number for each name of the group that must stay zero, and a line plot over `step` for every name."""
-    found = [metric for metric in METRICS if metric.group == group]
-    numbers = [
-        reports.ScalarChart(title=metric.name, metric=reports.SummaryMetric(summary_key(metric)))
-        for metric in found
-        if metric.name in MUST_BE_ZERO
-    ]
-    return [*numbers, *(plot(metric) for metric in found if metric.name not in ELSEWHERE)]
+def newest_on_wandb(root: Path) -> Path | None:
+    """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
+    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS).is_file()]
+    kept = [path for path in found if not is_archived(path)]
+    return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
 
 
-def plot(metric: Metric) -> reports.LinePlot:
-    """The curve of a name, or of all names that a pattern stands for."""
-    title = f"{metric.name} ({metric.unit})" if metric.unit != "-" else metric.name
-    if not metric.is_pattern:
-        return reports.LinePlot(title=title, x="step", title_x="step", y=[metric.name])
-    title, names = DRAWN.get(metric.name, (title, f"^{regex(metric)}$"))
-    return reports.LinePlot(title=title, x="step", title_x="step", metric_regex=names)
-
-
-def summary_key(metric: Metric) -> str:
-    """Where wandb keeps the value that stands for the run."""
-    return metric.name if metric.summary == "last" else f"{metric.name}.{metric.summary}"
+def logged_by(run_dir: Path) -> set[str]:
+    """Return the names that a run has on a dashboard, from its own files: what is in a row and not null, tables, values of
+    the run."""
+    found = {"run/state"}
+    for name in (METRICS, EVALS):
+        found |= {key for row in read_rows(run_dir / name) for key, value in row.items() if value is not None}
+    for record in (proof_of(run_dir), preflight_of(run_dir)):
+        found |= {table.name for table in record.tables} | record.summary.keys()
+    found |= {"samples"} if read_rows(run_dir / SAMPLES) else set()
+    return found | ({"eval/results"} if any(run_dir.glob(f"evals/step-*/{RESULTS}")) else set())
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
-    """What `save` would send, as JSON."""
+    """Return what `save` would send, as JSON."""
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
 def save(view: workspaces.Workspace | reports.Report) -> str:
-    """Create it on the server; its address.
+    """Create it on the server; return its address.
 
     Raises:
         ConfigError: there is no key on this machine, or the server refuses.
     """
-    import wandb
-
-    if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
-        raise ConfigError(
-            f"there is no wandb key on this machine: run `{program('wandb')} login`, or look at the spec with --dry-run"
-        )
+    check_key()
     try:
         view.save()
     except Exception as error:
         where = f"{view.entity}/{view.project}"
         raise ConfigError(f"wandb does not take the dashboard of {where}: {first_line(error)}") from error
     return view.url
+
+
+def check_key() -> None:
+    """Raise ConfigError where there is no wandb key on this machine."""
+    import wandb
+
+    if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
+        raise ConfigError(
+            f"there is no wandb key on this machine: run `{program('wandb')} login`, or look at the spec with --dry-run"
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from sftkit.runtime.status import effective_resume
 from sftkit.tracking.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import is_open
+from sftkit.train.about import about_run
 from sftkit.train.loop import train
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
@@ -53,6 +54,8 @@ class Run:
     """A recipe on this process: what every later step of the assembly needs."""
 
     cfg: Config
+    stage: str
+    "by which a run is found among others: base, mid or sft"
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
@@ -84,7 +87,7 @@ class Data:
 
 
 @contextmanager
-def open_recipe(cfg: Config) -> Iterator[Run]:
+def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put back,
     and an error is written down and told.
 
@@ -95,7 +98,7 @@ def open_recipe(cfg: Config) -> Iterator[Run]:
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
-        yield Run(cfg, rt, folder, find(Path(cfg.run.dir), resume, rt))
+        yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
@@ -214,7 +217,8 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     there = (resumed["step"], resumed.get("tracker"), is_open(resumed))
-    with Tracker(run_dir, cfg.log, rt, asdict(cfg), *there) as tracker:
+    about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
+    with Tracker(run_dir, cfg.log, rt, about, *there) as tracker:
         trained = train(
             cfg,
             rt,

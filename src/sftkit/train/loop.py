@@ -26,7 +26,9 @@ from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.tracker import Tracker, has_row
+from sftkit.tracking.progress import PROGRESS
+from sftkit.tracking.rows import has_row
+from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import WINDOW, go_on, open_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
@@ -108,6 +110,7 @@ def train(
         health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
+        first_axes = meter.axes()
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
         steps = on_device(
@@ -124,7 +127,7 @@ def train(
         ):
             meter.start()
             if already_done:
-                _begin(rt, checkpoints, tracker, step, evals, samples)
+                _begin(rt, checkpoints, tracker, step, evals, samples, first_axes)
             while step < total_steps and not stopped:
                 started = time.perf_counter()
                 step += 1
@@ -142,7 +145,7 @@ def train(
                 if step == first + 1:
                     float(outcome.grad_norm)  # waits: the device has done the step
                     pausing = time.perf_counter()
-                    _begin(rt, checkpoints, tracker, first, evals, samples)
+                    _begin(rt, checkpoints, tracker, first, evals, samples, first_axes)
                     pause = time.perf_counter() - pausing
                     meter.paused(pause)
                     started += pause
@@ -159,7 +162,7 @@ def train(
                 replicas.check(step, is_kept=saves or evaluates or stopped)
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
-                seen_tokens, window = meter.seen_tokens, None
+                window = None
                 # A line that only a stop asks for is in the next one too, so that a resume changes none.
                 if (saves or evaluates or stopped) and not logs:
                     window = open_window(meter, health)
@@ -171,7 +174,9 @@ def train(
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
                 if saves or evaluates or stopped:
-                    state: dict[str, Any] = {"tokens": seen_tokens, "max_length": batches.layout.max_length}
+                    progress, axes = meter.progress, meter.axes()
+                    state: dict[str, Any] = {"tokens": progress.tokens, "max_length": batches.layout.max_length}
+                    state[PROGRESS] = progress.state()
                     state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
                     state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
                     state |= {
@@ -187,7 +192,7 @@ def train(
                     with engine.evaluating():
                         evals, samples, stopped = _evaluated(evaluate, step)
                     if not stopped:
-                        tracker.log_evals(step, evals, samples)
+                        tracker.log_evals(step, evals, samples, axes)
                         checkpoints.evaluated(step, evals)
                     else:
                         folder = checkpoints.save(step, state, wait=True)  # only waits if it is there or on its way
@@ -208,7 +213,7 @@ def train(
     return Trained(
         step=step,
         total_steps=total_steps,
-        tokens=meter.total_tokens,
+        tokens=meter.progress.tokens,
         train_seconds=meter.total_step_seconds,
         warm_up_seconds=ready.seconds,
         compiled=ready.compiled,
@@ -228,11 +233,12 @@ def _begin(
     step: int,
     evals: dict[str, float | None],
     samples: list[dict[str, Any]],
+    axes: dict[str, float | None],
 ) -> None:
     """Begin to write in the run directory: this start has done the step after `step`, or there is none left to do.
 
     Args:
-        evals, samples: of the evaluation before it; empty without one.
+        evals, samples, axes: of the evaluation before it; the first two are empty without one.
     """
     take_place(rt)
     checkpoints.set_later_aside(step)
@@ -240,7 +246,7 @@ def _begin(
     for problem in checkpoints.passed_over:
         tracker.event("checkpoint_fallback", step, problem)
     if evals or samples:
-        tracker.log_evals(step, evals, samples)
+        tracker.log_evals(step, evals, samples, axes)
         checkpoints.evaluated(step, evals)
     rt.barrier()
 

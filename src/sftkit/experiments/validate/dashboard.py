@@ -1,0 +1,78 @@
+"""The verdicts on the dashboard of the recipe, as a run of their own: tables, and the speed-up as a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.schema import LogConfig
+from sftkit.experiments.validate.judge import in_time, speedup, trios
+from sftkit.experiments.validate.page import headline, mark
+
+VERDICT_COLUMNS = ("layout", "processes", "criterion", "verdict", "found", "wanted")
+SPEED_COLUMNS = (
+    *("layout", "processes", "speedup", "eager_step_seconds", "compiled_step_seconds", "compile_seconds"),
+    *("saved_seconds_per_1000_steps", "steps"),
+)
+
+
+def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
+    """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Returns what the person should
+    be told, None without a dashboard.
+
+    Args:
+        out: the folder of the result, which also takes what is kept offline.
+    """
+    # torch comes with these, and is not needed before all runs are done
+    from accelerate import Accelerator
+
+    from sftkit.tracking.ending import Ending
+    from sftkit.tracking.identity import Identity, run_name
+    from sftkit.tracking.records import Record, table
+    from sftkit.tracking.remote import Mirror, dashboard_name, open_dashboard
+
+    name = dashboard_name(config)
+    if name is None:
+        return None
+    verdicts = [verdict | {"verdict": mark(verdict["ok"])} for verdict in result["verdicts"]]
+    speeds = speeds_of(result)
+    tables = [
+        table("validate/verdicts", VERDICT_COLUMNS, sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)),
+        table("validate/speed", SPEED_COLUMNS, speeds),
+    ]
+    about = Identity(
+        name=run_name(out),
+        group=config.group,
+        job_type="validate",
+        tags=config.tags,
+        notes=config.notes or headline(dict(result)),
+        settings={"plan": result["plan"], "environment": result["environment"]},
+    )
+    dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))
+    if dashboard is None:
+        return None
+    mirror = Mirror(dashboard)
+    mirror.record(0, lambda: Record([each for each in tables if each.rows], values(verdicts, speeds)))
+    said = mirror.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
+    return f"{dashboard.name}: {said}" if said else None
+
+
+def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what stands for the validation: criteria by verdict, and the speed-up of the first layout on the fewest
+    processes."""
+    states = [verdict["ok"] for verdict in verdicts]
+    counts = {"passed": states.count(True), "failed": states.count(False), "not_checked": states.count(None)}
+    found = {f"validate/{name}": count for name, count in counts.items()}
+    return found | ({"validate/speedup": speeds[0]["speedup"]} if speeds else {})
+
+
+def speeds_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the speed-up of each layout and number of processes whose runs finished, with what it means in time."""
+    every = [trio for of_layout in trios(result) for trio in of_layout if in_time(trio) is not None]
+    ratios = {(trio.layout, trio.processes): speedup(trio) for trio in every}
+    return [
+        {**time, "speedup": ratios[time["layout"], time["processes"]]}
+        for time in result["times"]
+        if (time["layout"], time["processes"]) in ratios
+    ]

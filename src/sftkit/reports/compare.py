@@ -1,0 +1,97 @@
+"""Two runs side by side: losses at steps that both have, or the reason why they cannot be compared; speeds; what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from sftkit.reports.numbers import show
+
+Curves = Mapping[str, list[list[float | None]]]
+"Name -> [[step, value or null], ...], of every logged step."
+TOKENS_APART = 0.01
+"Tokens seen at the same step that differ by less are the same but for the packing of rows."
+LOSSES = (("training loss", "train/loss", "logged"), ("validation loss", "val/loss", "evaluated"))
+
+SPEEDS = (
+    ("tokens/s", "perf/tok_per_sec", "useful tokens of all processes, median without the first line"),
+    ("s/step", "perf/step_seconds", "median without the first line"),
+    ("MFU", "perf/mfu", "0 to 1, median without the first line"),
+)
+
+
+def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
+    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes": [...]}.
+
+    Args:
+        machines: what each run ran on, by which speeds are told apart.
+    """
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for name, metric, done in LOSSES:
+        a, b = _known(mine, metric), _known(other, metric)
+        if not a or not b:
+            if a or b:
+                notes.append(f"{name}: not compared, no step was {done} {'there' if a else 'here'}")
+            continue
+        step = max(a.keys() & b.keys(), default=None)
+        if step is None:
+            notes.append(f"{name}: not compared, no step was {done} by both (here {_steps(a)}; there {_steps(b)})")
+            continue
+        rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
+        last = max(a), max(b)
+        if last != (step, step):
+            notes.append(f"{name}: at step {show(step)}; the runs go on to step {show(last[0])} and {show(last[1])}")
+        notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
+    for name, metric, how in SPEEDS:
+        rows += _both(name, steady(mine, metric), steady(other, metric), how)
+    peaks = [max(_known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
+    rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
+    speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
+    if speeds[0] and speeds[1] and machines[0] != machines[1]:
+        notes.append(
+            f"speeds are of different machines: {machines[0] or 'unknown'} here, {machines[1] or 'unknown'} there"
+        )
+    return {"rows": rows, "speed_up": speeds[0] / speeds[1] if speeds[0] and speeds[1] else None, "notes": notes}
+
+
+def steady(curves: Curves, metric: str) -> float | None:
+    """Return the median over the logged lines without the first, which holds one-time costs; of a single line that one."""
+    values = list(_known(curves, metric).values())
+    return median(values[1:] or values) if values else None
+
+
+def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
+    """Return the speed-up in words; why there is none where a speed is not known."""
+    found = comparison["speed_up"]
+    if found is None:
+        return f"No speed-up: {mine} or {other} has logged no tokens/s."
+    return f"{mine} makes {found:.2f} times the tokens/s of {other}."
+
+
+def _known(curves: Curves, metric: str) -> dict[float, float]:
+    return {step: value for step, value in curves.get(metric, []) if step is not None and value is not None}
+
+
+def _steps(found: Mapping[float, float]) -> str:
+    first = ", ".join(f"{step:.0f}" for step in sorted(found)[:3])
+    return f"{first}{', ...' if len(found) > 3 else ''}"
+
+
+def _apart(mine: Curves, other: Curves, step: float) -> str | None:
+    """Whether the same step stands for other numbers of tokens."""
+    a, b = _known(mine, "train/tokens").get(step), _known(other, "train/tokens").get(step)
+    if not a or not b or abs(a / b - 1) < TOKENS_APART:
+        return None
+    return f"equal steps are not equal tokens: {show(a)} here and {show(b)} there at step {show(step)}"
+
+
+def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
+    """The row of a number that is no step's; none where a run does not have it."""
+    return [] if value is None or other is None else [_row(name, None, value, other, how)]
+
+
+def _row(name: str, step: float | None, value: float, other: float, how: str) -> dict[str, Any]:
+    change = value / other - 1 if other else None
+    return {"name": name, "step": step, "value": value, "other": other, "change": change, "how": how}

@@ -1,0 +1,107 @@
+"""What evaluations have found, from the files of a run: values of tasks by step, and sample answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sftkit.reports.files import Rows, dicts, mapping, number, read_json
+from sftkit.runtime.rundir import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_name, step_of
+
+Found = dict[tuple[float, str, str], dict[str, Any]]
+"""(step, task, metric) -> an evaluation."""
+_MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
+_BOUNDS = ("low", "high", "chance")
+_MEANS = ("centred_mean", "families")
+
+
+def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
+    """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
+    found: Found = {}
+    told: set[tuple[float, str, str]] = set()
+    for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
+        of_step = step_of(path.parent.name)
+        for row in dicts(read_json(path, notes)) if of_step is not None else []:
+            told |= _keep_task(found, float(of_step or 0), row)
+    for row in rows:
+        step = number(row.get("step"))
+        for name, value in row.items():
+            prefix, _, rest = name.partition("/")
+            task, _, metric = rest.partition("/")
+            if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
+                continue
+            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in found)):
+                continue
+            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
+            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
+            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+    return [found[key] for key in sorted(found)]
+
+
+def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
+    """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
+    found: Found = {}
+    for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
+        if step_of(Path(model).name) == last_step:
+            _keep_task(found, last_step, row)
+        else:
+            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
+    return [row | {"final": True} for _, row in sorted(found.items())]
+
+
+def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+    """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    found.pop((step, task, metric), None)
+    _keep(found, step, row)
+    told = set()
+    for name, value in mapping(row.get("metrics")).items():
+        kind, _, part = name.partition("/")
+        told.add((step, part or task, kind))
+        if part and kind == metric:
+            _keep(found, step, {"task": part, "metric": kind, "value": value})
+    return told
+
+
+def _keep(found: Found, step: float, row: dict[str, Any]) -> None:
+    """Add an evaluation, unless there is one of this step, task and metric."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
+    others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
+    made = {"step": int(step), "task": task, "metric": metric} | numbers | others
+    found.setdefault((step, task, metric), made)
+
+
+def latest(evaluation_rows: Rows) -> Rows:
+    """The newest evaluation of each task and metric: means first, then tasks, then what is only a part of one."""
+    newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
+
+    def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
+        return is_part(newest[key]), key[0] not in _MEANS, key
+
+    return [newest[key] for key in sorted(newest, key=place)]
+
+
+def standing(report: dict[str, Any]) -> Rows:
+    """What stands for the model: its final evaluation, and the newest one of tasks that this has not."""
+    return latest([*report["evaluations"], *report["final"]])
+
+
+def is_part(row: dict[str, Any]) -> bool:
+    """Whether an evaluation is a part of another, such as one of the families: it comes without interval and chance."""
+    return row["low"] is None and row["chance"] is None and row["task"] not in _MEANS
+
+
+def newest_samples(rows: Rows) -> Rows:
+    """[{"step", "samples": [...]}], newest first; the last evaluations, the first samples of each, texts cut to a length."""
+    by_step: dict[float, Rows] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if step is not None:
+            texts = {
+                key: str(row[key])[:_MOST_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
+            }
+            by_step.setdefault(step, []).append(texts)
+    steps = sorted(by_step, reverse=True)[:_MOST_EVALUATIONS]
+    return [{"step": int(step), "samples": by_step[step][:_MOST_SAMPLES]} for step in steps]

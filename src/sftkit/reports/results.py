@@ -1,0 +1,140 @@
+"""What the page says of evaluations: the newest values with intervals, how tasks went over the steps, validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftkit.reports.charts import Series, interval_chart
+from sftkit.reports.evaluated import is_part, standing
+from sftkit.reports.files import Rows
+from sftkit.reports.markup import Html, el, join
+from sftkit.reports.numbers import NONE, show
+from sftkit.reports.pieces import figure, said, section, table
+
+Report = dict[str, Any]
+_MOST_CHARTS = 12
+
+
+def evaluations(report: Report) -> Html:
+    """The newest evaluation with intervals, how each task went over the steps, validation by source."""
+    newest = standing(report)
+    tasks = [row["task"] for row in newest]
+    named = [
+        row | {"name": f"{t} {row['metric']}" if tasks.count(t) > 1 else _task(t)}
+        for t, row in zip(tasks, newest, strict=True)
+    ]
+    label = "Newest value of each task with its interval and the chance level"
+    sizes = [interval_chart(named, label, width) for width in (760.0, 400.0)]
+    overview = join(el("div", sizes[0], class_="wide"), el("div", sizes[1], class_="narrow")) if sizes[0] else None
+    validation = _validation(report)
+    if not newest:
+        lead = None if validation else "No evaluation was made."
+        return section("evaluations", "Evaluations", validation, lead=lead)
+    caption = el("figcaption", "Newest values", el("span", "line: 95 % interval; tick: chance level", class_="soft"))
+    charts = _over_steps(report)
+    return section(
+        "evaluations",
+        "Evaluations",
+        el("figure", caption, overview, class_="forest") if overview else None,
+        el("div", charts, class_="charts") if charts else None,
+        _evaluation_table(report),
+        _how_evaluated(newest),
+        validation,
+    )
+
+
+def _how_evaluated(newest: Rows) -> Html | None:
+    """Settings and further metrics of the tasks, folded away."""
+    cells = [
+        [row["task"], part, ", ".join(f"{key} {said(value)}" for key, value in row[part].items())]
+        for row in newest
+        for part in ("settings", "metrics")
+        if row[part]
+    ]
+    if not cells:
+        return None
+    return el("details", el("summary", "Settings and all metrics"), table(["task", "", "what"], cells, text=(1, 2)))
+
+
+def _evaluation_table(report: Report) -> Html:
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in report["evaluations"]:
+        first.setdefault((row["task"], row["metric"]), row)
+    newest = standing(report)
+    other = report["against"] and others_at(newest, report["against"])
+    moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
+    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
+    head += (["first"] if moved else []) + (["other run"] if other else [])
+    cells = []
+    for row in newest:
+        key = (row["task"], row["metric"])
+        interval = (
+            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
+        )
+        step = f"{show(row['step'])}, final" if row.get("final") else row["step"]
+        cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
+        cell += [_share(first.get(key, {}).get("value"))] if moved else []
+        cell += [other[key]] if other else []
+        cells.append(cell)
+    return table(head, cells, text=(1,))
+
+
+def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
+    """(task, metric) -> the other run's value at the step of each row; its newest with the step where it has none there."""
+    every = [*report["evaluations"], *report["final"]]
+    found = {}
+    for row in rows:
+        key = row["task"], row["metric"]
+        its = [each for each in every if (each["task"], each["metric"]) == key]
+        equal = [each for each in its if each["step"] == row["step"]]
+        newest = (equal or its or [{"value": None, "step": None}])[-1]
+        text = _share(newest["value"])
+        found[key] = text if equal or not its else f"{text} at step {show(newest['step'])}"
+    return found
+
+
+def _task(name: str) -> str:
+    """The name of a task as it is, and of the mean over tasks in words."""
+    return "centred mean" if name == "centred_mean" else name
+
+
+def _share(value: float | None) -> str:
+    """With as many decimals in every row, so that a column can be read downwards."""
+    return NONE if value is None else f"{value:.4f}"
+
+
+def _over_steps(report: Report) -> list[Html]:
+    """A chart for each task that was evaluated at several steps."""
+    charts = []
+    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in report["evaluations"]):
+        rows = [row for row in report["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
+        if len(rows) < 2 or is_part(rows[-1]):
+            continue
+        chance = next((row["chance"] for row in reversed(rows) if row["chance"] is not None), None)
+        series = [_eval_series(rows, report["run"]["name"] if report["against"] else metric, False)]
+        if report["against"]:
+            its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
+            series.append(_eval_series(its, report["against"]["run"]["name"], True))
+        charts.append(figure(_task(task), metric, series, level=chance))
+    return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
+
+
+def _eval_series(rows: Rows, label: str, other: bool) -> Series:
+    bars = [
+        (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None
+    ]
+    return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
+
+
+def _validation(report: Report) -> Html | None:
+    """The last loss and bits per byte of every validation source."""
+    last = report["last"]
+    sources = sorted({name.split("/")[1] for name in last if name.startswith("val/") and name.count("/") == 2})
+    rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]
+    if "val/loss" in last or "val/bpb" in last:
+        rows.append(["all", last.get("val/loss"), last.get("val/bpb")])
+    if not rows:
+        return None
+    return el(
+        "div", table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation"), class_="slim"
+    )

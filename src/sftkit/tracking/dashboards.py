@@ -1,0 +1,160 @@
+"""What shows a run while it trains: wandb or trackio, behind the few things that both can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from sftkit.config.commands import program
+from sftkit.tracking import names as metric_names
+from sftkit.tracking.ending import Ending
+from sftkit.tracking.records import Table
+
+ALERT_SECONDS = 600.0
+"between two alerts of a kind; the file has all"
+KILLED = 255
+"The exit code that wandb's own hooks give a run that Ctrl-C has ended (sdk/lib/exit_hooks.py), and that it shows as killed."
+SUMMARIES = {"last": None, "min": "min", "max": "max", "mean": "none"}
+"What wandb is told to sum up of a metric: its own mean would have the first window in it, so we set that one."
+Values = Mapping[str, float | None]
+
+
+class Dashboard(Protocol):
+    """What a backend can do. Its methods are called on one thread and may raise, or never come back."""
+
+    name: str
+    run_id: str
+
+    def row(self, step: int, values: Values) -> None: ...
+
+    def table(self, step: int, table: Table) -> None: ...
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set values that stand for the whole run, beside those that follow from its rows."""
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None: ...
+
+    def finish(self, ending: Ending) -> None: ...
+
+    def abandon(self) -> None:
+        """Let go of one that does not finish, so that the process can end."""
+
+    def where(self, complete: bool) -> str | None:
+        """What the person does to see the run, if anything."""
+
+
+class Wandb:
+    """A wandb run. Rows carry their step as a value: wandb's own step never goes back, and would drop them."""
+
+    name = "wandb"
+
+    def __init__(self, run: Any, mode: str) -> None:
+        self._run, self._mode = run, mode
+        self.run_id = str(run.id)
+        self.folder = Path(run.dir).parent
+        self._defined: set[str] = set()
+        self._means = Means()
+        self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+        run.define_metric("*", step_metric="step")
+
+    def row(self, step: int, values: Values) -> None:
+        found = {name: value for name, value in values.items() if value is not None}
+        for name in [name for name in found if name not in self._defined]:
+            self._run.define_metric(name, step_metric="step", summary=SUMMARIES[metric_names.summary_of(name)])
+            self._defined.add(name)
+        self._run.log({"step": step, **found})
+        if means := self._means.add(found):
+            self._run.summary.update({name: {"mean": value} for name, value in means.items()})
+
+    def table(self, step: int, table: Table) -> None:
+        import wandb
+
+        self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(values))
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        self._run.alert(title, f"step {step}: {text}", level, wait_duration=ALERT_SECONDS)
+
+    def finish(self, ending: Ending) -> None:
+        self._run.summary.update(ending.summary)
+        if ending.state == "preempted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=KILLED if ending.state == "stopped" else ending.exit_code)
+
+    def abandon(self) -> None:
+        """wandb waits for its own process when Python ends: for ever, if that one is stopped."""
+        for process in self._service:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def where(self, complete: bool) -> str | None:
+        if complete and self._mode == "online":
+            return None
+        return f"the run is kept on disk; upload it with `{program('wandb')} sync {self.folder}`"
+
+
+class Means:
+    """Means over the logged lines of a start without its first, whose window holds one-time costs (allocator, first launches
+    of kernels). Of one line it is that line."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+        "name -> (lines in the mean, mean)"
+
+    def add(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the means so far of the names that have one, after a row more."""
+        found = {}
+        for name in values:
+            if metric_names.summary_of(name) != "mean":
+                continue
+            count, mean = self._seen.get(name, (-1, 0.0))
+            mean = values[name] if count < 1 else mean + (values[name] - mean) / (count + 1)
+            self._seen[name] = count + 1, mean
+            found[name] = mean
+        return found
+
+
+class Trackio:
+    """A trackio run in the SQLite file of this machine. It has no summary: the newest row stands for a run."""
+
+    name = "trackio"
+
+    def __init__(self, run: Any, project: str) -> None:
+        self._run, self._project = run, project
+        self.run_id = str(run.name)
+        self._alerted: dict[str, float] = {}
+
+    def row(self, step: int, values: Values) -> None:
+        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def table(self, step: int, table: Table) -> None:
+        import trackio
+
+        self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """It keeps none."""
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        from trackio import AlertLevel
+
+        now = time.monotonic()
+        if now - self._alerted.get(title, -ALERT_SECONDS) >= ALERT_SECONDS:
+            self._alerted[title] = now
+            self._run.alert(title, text, AlertLevel[level], step=step)
+
+    def finish(self, ending: Ending) -> None:
+        self._run.finish()
+
+    def abandon(self) -> None:
+        """Its threads are daemons: nothing holds the process."""
+
+    def where(self, complete: bool) -> str | None:
+        return f"see the run with `{program('trackio')} show --project {self._project}`"

@@ -1,0 +1,231 @@
+"""What the wandb workspace shows, section by section, and which of it a run has. The panels themselves: workspace.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find, regex
+
+DRAWN = {
+    # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
+    "eval/<task>/<metric>": "^eval/[^/]+/[^lh/][^/]*$",
+    "eval/<task>/low": "^eval/[^/]+/(low|high)$",
+}
+"Patterns that are drawn by another expression than their own."
+RARE = (
+    *("train/objective", "train/token_accuracy", "train/entropy", "val/<source>/loss", "val/<source>/bpb"),
+    *("data/share/<source>", "preflight/findings", "preflight/warnings"),
+    *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
+)
+"What a run has only with certain settings, several sources or odd data: shown where a run is known to have it."
+
+
+class Curve(NamedTuple):
+    """A line plot of names, or of all that one pattern stands for."""
+
+    names: tuple[str, ...]
+    title: str
+    x: str = "step"
+
+
+class Number(NamedTuple):
+    """The value that stands for the run."""
+
+    names: tuple[str]
+    title: str
+    "with the threshold, where there is one"
+
+
+class Shown(NamedTuple):
+    """A table, the newest of each run."""
+
+    names: tuple[str]
+    title: str = ""
+
+
+Panel = Curve | Number | Shown
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels under a title."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    is_open: bool = False
+    one_row: bool = False
+    "all panels side by side; else three columns"
+
+
+def curve(name: str, title: str | None = None) -> Curve:
+    """A name of names.METRICS over `step`, with its unit."""
+    metric = next(metric for metric in METRICS if metric.name == name)
+    return Curve((name,), title or (f"{name} ({metric.unit})" if metric.unit != "-" else name))
+
+
+def over(x: str, title: str) -> Curve:
+    """Both losses over something else than steps."""
+    return Curve(("train/loss", "val/loss"), f"loss over {title}", x)
+
+
+def number(name: str, threshold: str | None = None) -> Number:
+    """A value of a run with what it should be."""
+    return Number((name,), f"{name}: {threshold}" if threshold else name)
+
+
+SECTIONS = (
+    Section(
+        "Speed",
+        (
+            curve("perf/tok_per_sec"),
+            Curve(
+                ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"), "step: mean, median, p95 (s)"
+            ),
+            curve("perf/mfu"),
+            curve("perf/data_wait_pct"),
+        ),
+        is_open=True,
+    ),
+    Section(
+        "Loss",
+        (
+            Curve(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
+            over("train/tokens", "tokens"),
+            over("train/flops", "FLOPs"),
+            over("train/seconds", "seconds in steps"),
+            curve("val/bpb"),
+            curve("train/grad_norm"),
+        ),
+        is_open=True,
+    ),
+    Section(
+        "Evaluation",
+        (
+            Curve(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
+            curve("eval/<task>/<metric>"),
+            curve("eval/<task>/low", "eval/<task>/low and high: 95 % intervals"),
+            Shown(("eval/results",)),
+            Shown(("samples",)),
+        ),
+        is_open=True,
+    ),
+    Section(
+        "Proof",
+        (
+            number("proof/failed", "0 is right"),
+            number("compile/recompiles", "0 is right"),
+            number("compile/fallbacks", "0 is right"),
+            number("compile/graph_breaks", "0 is right"),
+            number("shape/undeclared", "0 is right"),
+            number("health/nonfinite_steps", "0 is right"),
+            number("health/skipped_steps", "0 is right"),
+            number("mem/ooms", "0 is right"),
+        ),
+        is_open=True,
+        one_row=True,
+    ),
+    Section(
+        "Compiled against eager: make validate",
+        (
+            number("validate/speedup", "1.3 or more"),
+            number("validate/failed", "0 is right"),
+            number("validate/passed"),
+            number("validate/not_checked"),
+            Shown(("validate/verdicts",)),
+            Shown(("validate/speed",)),
+        ),
+    ),
+    Section(
+        "Checks that the run made of itself", (Shown(("proof",)), number("proof/passed"), number("proof/not_checked"))
+    ),
+    Section(
+        "Training",
+        (
+            *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
+            *(number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
+            number("health/spikes"),
+        ),
+    ),
+    Section("Validation by source", (curve("val/<source>/loss"), curve("val/<source>/bpb"))),
+    Section(
+        "Speed in detail",
+        (
+            *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
+            *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "host_syncs")),
+            curve("health/rank_skew_pct"),
+        ),
+    ),
+    Section("Memory", tuple(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
+    Section(
+        "Compiler",
+        (
+            *(number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
+            curve("compile/seconds/<phase>"),
+        ),
+    ),
+    Section("Shapes", (curve("shape/<rows>x<length>"), curve("shape/id"))),
+    Section(
+        "Data",
+        (
+            *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "share/<source>")),
+            *(number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
+            number("preflight/warnings_count", "0 is right"),
+            *(number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
+            *(number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
+            *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
+        ),
+    ),
+    Section("Checkpoints", tuple(number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
+)
+
+
+def sections(logged: Collection[str] | None) -> list[Section]:
+    """Return what there is to see of runs that have logged these names; empty panels and sections are left out.
+
+    Args:
+        logged: names of a run; None: not known, then those of every run on a GPU.
+    """
+    found = []
+    for section in SECTIONS:
+        panels = tuple(shown for panel in section.panels if (shown := panel_of(panel, logged)) is not None)
+        if panels:
+            found.append(replace(section, panels=panels))
+    return found
+
+
+def panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
+    """Return the panel with those of its names that there are; None without any."""
+    names = tuple(name for name in panel.names if has(name, logged))
+    if not names or (isinstance(panel, Curve) and not has(panel.x, logged)):
+        return None
+    return panel._replace(names=names)  # type: ignore[arg-type]
+
+
+def has(name: str, logged: Collection[str] | None) -> bool:
+    """Whether a name, or one that a pattern stands for, is among those of a run."""
+    if logged is None:
+        return name not in RARE
+    return (
+        name in logged or name == "step" or (is_pattern(name) and any(map(re.compile(expression(name)).search, logged)))
+    )
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name of METRICS stands for several."""
+    return "<" in name
+
+
+@cache
+def expression(name: str) -> str:
+    """Return the regular expression of the names that a pattern stands for, as wandb takes it."""
+    return DRAWN.get(name) or f"^{regex(Metric(name, '-'))}$"
+
+
+def value_of_run(name: str) -> str:
+    """Return where wandb's summary has the value of a name that stands for the run."""
+    metric = None if name in RUN_VALUES else find(name)
+    return name if metric is None or metric.summary == "last" else f"{name}.{metric.summary}"

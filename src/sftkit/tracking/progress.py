@@ -1,0 +1,58 @@
+"""What a run has done since its first step, over all its starts: what curves can be drawn over beside `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sftkit.models.structure import train_flops
+
+PROGRESS = "progress"
+"Its name in the state of a checkpoint."
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of all ranks together."""
+
+    tokens: int = 0
+    targets: int = 0
+    pairs: int = 0
+    "(query, key) pairs, summed over layers: see Meter"
+    seconds: float = 0.0
+    "in steps, without evaluation, checkpoints and warm-up"
+    is_whole: bool = True
+    "False: it goes on from a checkpoint of an earlier version, which has the tokens alone"
+
+    def plus(self, tokens: int, targets: int, pairs: int, seconds: float) -> Progress:
+        """Return what it is after so much more."""
+        return Progress(
+            self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds, self.is_whole
+        )
+
+    def axes(self, orig_model: PreTrainedModel, counts_attention: bool) -> dict[str, float | None]:
+        """Return train/tokens, train/flops and train/seconds; None for what is not known.
+
+        Args:
+            counts_attention: False: of this model not all work is counted.
+        """
+        flops = train_flops(orig_model, self.tokens, self.targets, self.pairs)
+        return {
+            "train/tokens": self.tokens,
+            "train/flops": flops if self.is_whole and counts_attention else None,
+            "train/seconds": self.seconds if self.is_whole else None,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return it as JSON values, for a checkpoint."""
+        return asdict(self)
+
+
+def progress_of(resumed: Mapping[str, Any]) -> Progress:
+    """Return how far a run was at the checkpoint that it goes on from; `resumed`: what Checkpoints.resume returned."""
+    if PROGRESS in resumed:
+        return Progress(**resumed[PROGRESS])
+    return Progress(tokens=resumed.get("tokens", 0), is_whole=resumed["step"] == 0)

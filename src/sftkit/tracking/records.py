@@ -1,0 +1,110 @@
+"""proof.json and preflight.json as a dashboard takes them: tables, and the numbers that stand for the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sftkit.runtime.rundir import PREFLIGHT, PROOF
+
+TABLE_CHARACTERS = 2000
+"So much of a text is in a table or an alert on a dashboard; the files have all of it."
+VERDICTS = {True: "PASS", False: "FAIL", None: "not checked"}
+PROOF_COLUMNS = ("check", "verdict", "found", "expected", "how")
+SOURCE_COLUMNS = (
+    *("split", "name", "rows", "documents", "tokens", "targets", "truncated"),
+    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+)
+LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "tok_per_sec")
+FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, one for each column."""
+
+    name: str
+    columns: Sequence[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file of the run directory."""
+
+    tables: list[Table] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def proof_of(run_dir: Path) -> Record:
+    """Return the checks that a run has made of itself, those that failed first, and how many passed."""
+    found = read(run_dir / PROOF)
+    checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
+    if not checks:
+        return Record()
+    results = [check.get("ok") for check in checks]
+    rows = [{**check, "check": check.get("name"), "verdict": VERDICTS[check.get("ok")]} for check in checks]
+    counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
+    summary = {f"proof/{name}": count for name, count in counts.items()}
+    return Record([table("proof", PROOF_COLUMNS, rows)], summary)
+
+
+def preflight_of(run_dir: Path) -> Record:
+    """Return what was found of the data before training: sources, layouts, odd rows, warnings."""
+    found = read(run_dir / PREFLIGHT)
+    if not found:
+        return Record()
+    sources = [
+        {"split": split, **source}
+        for split, key in (("train", "sources"), ("val", "validation"))
+        for source in found.get(key, [])
+    ]
+    odd = [
+        {"split": source["split"], "name": source.get("name"), **finding}
+        for source in sources
+        for finding in source.get("findings", [])
+    ]
+    warnings = [{"warning": text} for text in found.get("warnings", [])]
+    tables = [
+        table("preflight/sources", SOURCE_COLUMNS, sources),
+        table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
+        table("preflight/findings", FINDING_COLUMNS, odd),
+        table("preflight/warnings", ("warning",), warnings),
+    ]
+    own: Mapping[str, Any] = next((layout for layout in found.get("layouts", []) if layout.get("own")), {})
+    values = {
+        "documents": sum(source.get("documents", 0) for source in found.get("sources", [])),
+        "tokens": sum(source.get("tokens", 0) for source in found.get("sources", [])),
+        "target_pct": found.get("target_pct"),
+        "duplicate_pct": found.get("duplicate_pct"),
+        "padding_pct": own.get("padding_pct"),
+        "epochs": (found.get("time") or {}).get("epochs"),
+        "estimated_gib": (found.get("memory") or {}).get("estimated_gib"),
+        "warnings_count": len(warnings),
+    }
+    summary = {f"preflight/{name}": value for name, value in values.items() if value is not None}
+    return Record([each for each in tables if each.rows], summary)
+
+
+def table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table of mappings; a cell is empty where one has no such key."""
+    return Table(name, columns, [[shortened(row.get(column)) for column in columns] for row in rows])
+
+
+def shortened(value: Any) -> Any:
+    """Return a text as long as a table or an alert shows it; anything else as it is."""
+    if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
+        return value[: TABLE_CHARACTERS - 1] + "…"
+    return value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,67 @@
+"""Files of rows, a JSON object a line: what a resume drops of them, and how they are read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sftkit.runtime.rundir import FINAL, RESULTS, step_of
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
+    if not path.exists():
+        return
+    kept = [line for line in lines_of(path) if row_step(line) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
+
+
+def drop_evals_after(folder: Path, step: int) -> None:
+    """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
+    for path in folder.glob("*"):
+        final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
+        names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
+        found = step_of(names[0].rpartition("/")[2])
+        if found is not None and found > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def has_row(path: Path, step: int) -> bool:
+    """Whether a file of rows has one of this step."""
+    return path.exists() and any(row_step(line) == step for line in lines_of(path))
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
+    return [line for line in path.read_text().split("\n") if line]
+
+
+def row_step(line: str) -> float:
+    """The step of a row; infinite for one that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return math.inf
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
+    try:
+        lines = lines_of(path)
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if row_step(line) < math.inf]
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What an evaluation wrote of its tasks; nothing where it had none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return []

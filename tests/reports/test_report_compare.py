@@ -1,0 +1,91 @@
+"""A second run on the page: equal steps, or the reason why not; and pages of runs on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from made_run import make_run
+
+from sftkit.reports.collect import gather
+from sftkit.reports.compare import compare, speed_words
+from sftkit.reports.page import render
+
+
+def curves(metric: str, values: dict[int, float]) -> dict[str, list[list[float | None]]]:
+    return {metric: [[float(step), value] for step, value in values.items()]}
+
+
+def test_losses_are_those_of_the_last_step_that_both_runs_have() -> None:
+    found = compare(curves("train/loss", {10: 3.0, 20: 2.0}), curves("train/loss", {10: 2.5, 20: 1.6, 30: 1.0}))
+    (row,) = found["rows"]
+    assert (row["name"], row["step"], row["value"], row["other"]) == ("training loss", 20, 2.0, 1.6)
+    assert row["change"] == pytest.approx(0.25)
+    assert found["notes"] == ["training loss: at step 20; the runs go on to step 20 and 30"]
+
+
+def test_without_a_step_in_common_losses_are_not_compared_and_the_page_says_so() -> None:
+    found = compare(curves("val/loss", {100: 3.0, 200: 2.0}), curves("val/loss", {75: 2.5, 150: 2.2, 225: 2.1, 300: 2}))
+    assert found["rows"] == []
+    assert found["notes"] == [
+        "validation loss: not compared, no step was evaluated by both (here 100, 200; there 75, 150, 225, ...)"
+    ]
+
+
+def test_a_run_that_has_logged_nothing_is_not_compared_and_the_page_says_so() -> None:
+    assert compare({}, curves("train/loss", {10: 2.0}))["notes"] == [
+        "training loss: not compared, no step was logged here"
+    ]
+    assert compare(curves("val/loss", {10: 2.0}), {})["notes"] == [
+        "validation loss: not compared, no step was evaluated there"
+    ]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / place / "a" / "sft", steps=100) for place in ("here", "there"))
+    report = gather(run, other)
+    assert (report["run"]["name"], report["against"]["run"]["name"]) == (str(run), str(other))
+
+
+def test_equal_steps_of_other_batch_sizes_are_said_to_be_other_numbers_of_tokens() -> None:
+    mine, other = (
+        {**curves("train/loss", {10: 2.0}), **curves("train/tokens", {10: tokens})} for tokens in (4096, 8192)
+    )
+    assert compare(mine, other)["notes"] == ["equal steps are not equal tokens: 4,096 here and 8,192 there at step 10"]
+    assert compare(mine, mine)["notes"] == []
+
+
+def test_the_speed_up_leaves_out_first_lines_and_names_other_machines() -> None:
+    mine, other = (
+        curves("perf/tok_per_sec", speeds) for speeds in ({10: 1.0, 20: 300.0, 30: 300.0}, {10: 900, 20: 100})
+    )
+    found = compare(mine, other, ("1 x H200", "1 x CPU (2 cores)"))
+    assert found["speed_up"] == 3.0
+    assert speed_words(found, "a", "b") == "a makes 3.00 times the tokens/s of b."
+    assert found["notes"] == ["speeds are of different machines: 1 x H200 here, 1 x CPU (2 cores) there"]
+    assert speed_words(compare(mine, {}), "a", "b") == "No speed-up: a or b has logged no tokens/s."
+
+
+def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "a" / "long", steps=300), make_run(tmp_path / "b" / "short", steps=200, shift=0.1)
+    report = gather(run, other)
+    training, validation = report["against"]["comparison"]["rows"][:2]
+    at_200 = dict(map(tuple, report["curves"]["train/loss"]))[200]
+    assert (training["step"], training["value"], validation["step"]) == (200, at_200, 200)
+    page = render(report)
+    assert "long makes 1.00 times the tokens/s of b/short" in page
+    assert "the runs go on to step 300 and 200" in page
+    assert " at step 200</td>" in page, "evaluations of step 300 have none beside them"
+
+
+def test_a_page_of_a_run_on_a_cpu_says_nothing_per_gpu(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a" / "sft", steps=100)
+    environment = json.loads((run / "environment.json").read_text())
+    assert "per GPU" in render(gather(run))
+    (run / "environment.json").write_text(json.dumps({**environment, "device": "CPU (2 cores)"}))
+    page = render(gather(run))
+    assert "per GPU" not in page
+    assert "tokens/s per process" in page
+    other = make_run(tmp_path / "b" / "sft", steps=100)
+    assert "per GPU" not in render(gather(run, other)).replace("tokens/s per GPU, b", "")

@@ -1,0 +1,161 @@
+"""A real run on wandb, offline, read back from its file: identity, config, tables, summary, axes, every panel's names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import preloaded
+import pytest
+from wandb_file import Offline
+
+from sftkit.tracking import panels
+from sftkit.tracking.names import AXES, METRICS, RUN_VALUES, TABLES, find
+
+ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+TINY = (
+    *("train.max_steps=4", "train.global_batch_size=4", "train.micro_batch_size=2", "compile.backend=eager"),
+    *("log.every=1", "log.wandb=offline", "eval.at_start=true", "eval.max_examples=1"),
+    *("eval.samples=1", "eval.max_new_tokens=4", "checkpoint.every=2"),
+    *(
+        "data.train=[{path: 'builtin:docs', max_rows: 20}]",
+        "data.val=[{path: 'builtin:docs', split: heldout, max_rows: 2}]",
+    ),
+    "model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}]",
+)
+
+
+def command(folder: Path, *own: str) -> list[str]:
+    where = (f"run.dir={folder}/demo/base", f"data.cache_dir={folder}/cache")
+    return ["scripts/base_train.py", "recipes/smoke/base.yaml", *TINY, *where, *own]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wandb")
+    done = preloaded.run(command(folder, "log.tags=[mine]", "log.project=first-look"), env=ENV)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder / "demo" / "base"
+
+
+@pytest.fixture(scope="module")
+def offline(demo: Path) -> Offline:
+    return Offline(demo)
+
+
+def test_a_run_has_its_chain_stage_tags_and_notes(offline: Offline) -> None:
+    assert (offline.run["run_group"], offline.run["job_type"]) == ("demo", "base")
+    assert (offline.run["display_name"], offline.run["project"]) == ("demo-base", "first-look")
+    assert offline.run["tags"][0] == "mine"
+    assert {"one process", "reference", "packed"} < set(offline.run["tags"])
+    assert re.search(
+        r"qwen3 with 0\.\d M parameters on docs \(\d+ documents, .*packed rows.* CPU", offline.run["notes"]
+    )
+
+
+def test_the_config_has_what_was_resolved_beside_the_recipe_and_where_it_ran(offline: Offline) -> None:
+    config = offline.summed["config"]
+    assert config["optim"]["name"] == "auto"
+    resolved, environment = config["resolved"], config["environment"]
+    assert (resolved["optimizer"], resolved["attention"], resolved["stage"]) == ("adamw", "reference", "base")
+    assert (resolved["row_length"], resolved["shapes"], resolved["parameters"] > 1e5) == (128, ["2x128"], True)
+    assert environment["packages"]["torch"]
+    assert {"git", "device", "world_size", "python"} < environment.keys()
+
+
+def test_proof_and_preflight_are_tables_and_values_of_the_run(demo: Path, offline: Offline) -> None:
+    proof = json.loads((demo / "proof.json").read_text())["rows"]
+    shown = {row["check"]: row["verdict"] for row in offline.table("proof")}
+    assert shown == {check["name"]: {True: "PASS", False: "FAIL", None: "not checked"}[check["ok"]] for check in proof}
+    summary = offline.summed["summary"]
+    assert summary["proof/passed"] == sum(check["ok"] is True for check in proof) > 8
+    assert summary["proof/failed"] == sum(check["ok"] is False for check in proof)
+    preflight = json.loads((demo / "preflight.json").read_text())
+    assert summary["preflight/documents"] == preflight["sources"][0]["documents"]
+    assert [row["split"] for row in offline.table("preflight/sources")] == ["train", "val"]
+    assert len(offline.table("preflight/layouts")) == len(preflight["layouts"])
+
+
+def test_every_row_can_be_drawn_over_tokens_flops_and_seconds(demo: Path, offline: Offline) -> None:
+    rows = [row for row in offline.history if "train/loss" in row or "val/loss" in row]
+    assert all(set(AXES) <= row.keys() for row in rows)
+    assert len(rows) == 6
+    evaluated = [(row["step"], row["train/tokens"]) for row in rows if "val/loss" in row]
+    logged = {row["step"]: row["train/tokens"] for row in rows if "train/loss" in row}
+    assert evaluated == [(0, 0), (4, logged[4])]
+    assert "train/tokens" not in json.loads((demo / "evals.jsonl").read_text().splitlines()[0])
+
+
+def test_means_leave_out_the_first_window(demo: Path, offline: Offline) -> None:
+    rows = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
+    speeds = [row["perf/tok_per_sec"] for row in rows]
+    assert offline.summed["summary"]["perf/tok_per_sec"] == {"mean": pytest.approx(sum(speeds[1:]) / 3)}
+
+
+def test_the_end_of_the_run_is_told(offline: Offline) -> None:
+    assert (offline.summed["state"], offline.summed["exit_code"]) == ("finished", 0)
+    assert offline.summed["summary"]["run/state"] == "finished"
+
+
+def test_everything_that_is_sent_is_documented(offline: Offline) -> None:
+    own = {"step", *TABLES}
+    every = {name for row in offline.history for name in row if not name.startswith("_")} - own
+    sent = {name for name in every if not name.startswith(tuple(f"{table}." for table in TABLES))}
+    assert [name for name in sorted(sent) if find(name) is None] == []
+    beside = {name for name in offline.summed["summary"] if not name.startswith("_")} - sent - own
+    assert sorted(beside - RUN_VALUES.keys()) == []
+
+
+def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: Path, offline: Offline) -> None:
+    pytest.importorskip("wandb_workspaces")
+    from sftkit.tracking import workspace
+
+    names = workspace.names_of(demo)
+    assert names is not None
+    spec = workspace.spec(workspace.workspace("me", "p", names))
+    history, summary = {name for row in offline.history for name in row}, offline.summary_keys()
+    shown = 0
+    for section in spec["section"]["panelBankConfig"]["sections"]:
+        for panel in section["panels"]:
+            config, shown = panel["config"], shown + 1
+            if panel["viewType"] == "Scalar Chart":
+                assert config["metrics"][0].removeprefix("summary_metrics.") in summary, config
+            elif panel["viewType"] == "Run History Line Plot":
+                pattern = config.get("metricRegex")
+                assert {*config["metrics"], config["xAxis"]} <= history, config
+                assert pattern is None or any(re.search(pattern, name) for name in history), config
+            else:
+                text = json.dumps(config)
+                assert any(f'"{name}"' in text and name in summary for name in TABLES), text[:300]
+    assert shown > 40
+    columns = workspace.workspace("me", "p", names).runset_settings.pinned_columns
+    assert {column.removeprefix("summary:") for column in columns if column.startswith("summary:")} <= summary
+    missing = {metric.name for metric in METRICS if not panels.has(metric.name, names)}
+    assert {
+        name for name in missing if not name.startswith("ckpt/")
+    } == {  # known when a file is written, by then or not
+        *("perf/mfu", "perf/host_syncs", "mem/reserved_gib", "mem/alloc_retries", "mem/ooms"),  # there is no GPU
+        *("train/objective", "train/token_accuracy", "train/entropy", "data/share/<source>"),  # settings, two sources
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
+    words = command(
+        tmp_path, "train.max_steps=100000", "compile.enabled=false", "eval.at_start=false", "eval.every=null"
+    )
+    process = preloaded.Process(words, env=ENV)
+    metrics, deadline = tmp_path / "demo" / "base" / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=240)
+    found = Offline(tmp_path / "demo" / "base")
+    assert found.summed["exit_code"] == 128 + signal.SIGTERM
+    assert found.summed["summary"]["run/state"] == "preempted"
+    assert found.summed["summary"]["run/signal"] == "SIGTERM"
+    assert [record for record in found.records if record["type"] == "preempting"]
