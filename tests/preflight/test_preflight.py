@@ -29,7 +29,7 @@ from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
-from sftkit.errors import DataError
+from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import shape_of
 from sftkit.memory.plan import make_plan
 from sftkit.models.load import load_model
@@ -666,6 +666,12 @@ def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
         (["--json", "/tmp"], "/tmp is a folder"),
         (["--gpu-gib", "0"], "0: GiB of a GPU, more than 0"),
         (["--previw"], "--previw: no such option"),
+        (["--num_processes", "4"], "--num_processes needs --config_file"),
+        (["--config_file", "nothing.yaml"], "nothing.yaml: no accelerate config that can be read"),
+        (
+            ["--config_file", f"{ROOT}/accelerate_configs/ddp.yaml", "--num_processes", "3"],
+            "4 cannot be shared equally by 3",
+        ),
     ],
 )
 def test_wrong_options_end_with_what_to_write_instead(
@@ -676,6 +682,16 @@ def test_wrong_options_end_with_what_to_write_instead(
         inspect(monkeypatch, str(recipe), *words)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_that_the_ranks_of_a_launch_cannot_share_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path, tokenizer, CHATS, data__row_length=66)
+    launch = ["--config_file", f"{ROOT}/accelerate_configs/cp.yaml", "--num_processes", "2"]
+    with pytest.raises(ConfigError, match=r"data\.row_length: rows of 66 positions do not split into 4 chunks"):
+        inspect(monkeypatch, str(recipe), *launch)
+    inspect(monkeypatch, str(recipe), *launch, "data.row_length=68")
 
 
 def test_a_missing_recipe_and_empty_data_are_named(
