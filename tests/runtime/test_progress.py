@@ -6,15 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from launched import Terminal
-
-from sftkit.runtime.console import terminal
-from sftkit.runtime.progress import TrainingBar
 
 SHOWN = """
 import logging, sys, time
@@ -120,22 +116,3 @@ def test_elsewhere_it_is_a_line_and_on_other_ranks_nothing(tmp_path: Path, env: 
     assert told == ([] if env else ["tokenizing [red]rows\\x1b[2J", "evaluating families, 960 examples"])
     assert "\x1b" not in out + err
     assert err == "a warning\n"
-
-
-def test_a_step_never_waits_for_the_terminal() -> None:
-    """The thread that draws may be stuck in a write with all of rich's locks: setting the bar's step takes none."""
-    bar = TrainingBar(0, 10)
-    held, done = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        with bar._lock, bar.live._lock, terminal()._lock:
-            held.set()
-            done.wait(60)
-
-    drawing = threading.Thread(target=stuck)
-    drawing.start()
-    held.wait(60)
-    bar.step, bar.newest = 5, "loss 1"
-    done.set()
-    drawing.join()
-    assert (bar.step, bar.newest) == (5, "loss 1")

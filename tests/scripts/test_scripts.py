@@ -91,6 +91,16 @@ def test_stages_hand_over_tokenizer_and_row_length_and_say_so(runs: Path) -> Non
     assert len(templates) == 1
 
 
+def test_each_stage_says_what_takes_long_before_it_does_it(runs: Path) -> None:
+    for stage, start in (("base", "making a new model"), ("mid", f"loading {runs}/base/step-000003")):
+        log = (runs / f"{stage}.log").read_text()
+        order = (start, "tokenizing docs", "compiling the model", "evaluating the loss of", "evaluating families, ")
+        places = [log.index(f"\n{text}") for text in order]
+        assert places == sorted(places), log
+    assert "training a tokenizer of 1,024 tokens" in (runs / "base.log").read_text()
+    assert (runs / "sft.log").read_text().count("\ncompiling the model") == 1  # of two ranks
+
+
 def test_the_exported_folder_answers_in_plain_transformers(runs: Path) -> None:
     path = runs / "sft" / "step-000003"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)

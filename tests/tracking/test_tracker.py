@@ -25,6 +25,8 @@ from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
+from sftkit.runtime.console import terminal
+from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.ending import Ending
 from sftkit.tracking.records import Table
@@ -135,6 +137,28 @@ def test_a_line_fits_the_terminal_and_leaves_the_least_wanted_columns_out() -> N
     assert "mfu 22.3%" in lines[100]
     assert "graphs 2+0" in lines[len(whole) - 1]
     assert lines[40] == "step  700/1500  loss  1.5000"
+
+
+def test_a_step_never_waits_for_the_terminal(tmp_path: Path) -> None:
+    """The thread that draws may be stuck in a write with all of rich's locks: noting a step takes none."""
+    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
+    tracker._bar = bar = TrainingBar(0, 10)
+    held, done = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        with bar._lock, bar.live._lock, terminal()._lock:
+            held.set()
+            done.wait(30)
+
+    drawing = threading.Thread(target=stuck)
+    drawing.start()
+    held.wait(30)
+    tracker.advance(5)
+    assert drawing.is_alive()
+    done.set()
+    drawing.join()
+    list(bar.get_renderables())
+    assert bar.tasks[0].completed == 5
 
 
 @pytest.fixture(scope="module")

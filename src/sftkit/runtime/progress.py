@@ -38,7 +38,8 @@ def working(text: str) -> Iterator[None]:
             say(text)
         yield
         return
-    with LastLine(SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as line:
+    spinner = SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
+    with LastLine(spinner, TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as line:
         line.add_task(visible(text), total=None)
         yield
 
