@@ -11,16 +11,14 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
-    from sftkit.evals.flags import flags_named, parse
+    from sftkit.evals.flags import check_arguments, flags_named, parse
 
     args = parse(__doc__)
+    check_arguments(args)  # refused here if wrong or not there, before torch is imported
 
     from sftkit.config.schema import RunConfig, TrainConfig
-    from sftkit.evals.loading import check_arguments
     from sftkit.runtime import start as runtime
 
-    with flags_named():
-        check_arguments(args)
     with runtime.start(RunConfig(dir="."), TrainConfig()) as rt, flags_named():
         evaluate(args, rt)
 
@@ -35,9 +33,8 @@ def evaluate(args, rt) -> None:
     from sftkit.evals.suite import Suite, check_room, load_tasks
     from sftkit.models.load import load_tokenizer
     from sftkit.reports.write import report_of_folder
-    from sftkit.runtime.rundir import newest_run, resolve
 
-    source = ModelConfig(path=resolve(args.path or newest_run()))
+    source = ModelConfig(path=args.path)
     tokenizer = load_tokenizer(source)
     config = eval_config(args)
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from sftkit.config.schema import EvalConfig, ModelConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.flags import eval_config, flags_named, parse
-from sftkit.evals.loading import as_source, check_arguments, load_validation
+from sftkit.evals.flags import check_arguments, eval_config, flags_named, parse
+from sftkit.evals.loading import as_source, load_validation
 from sftkit.evals.suite import load_tasks
 from sftkit.runtime.rundir import TRAINING_STATE
 
@@ -38,10 +38,12 @@ def test_arguments_of_the_script_are_checked_first(tmp_path: Path) -> None:
     good = Namespace(
         path=str(tmp_path), out=str(tmp_path / "a" / "b"), max_examples=None, batch_size=1, max_new_tokens=1
     )
+    (tmp_path / "config.json").write_text("{}")
     check_arguments(good)
     assert (tmp_path / "a" / "b").is_dir()
     for change, text in (
         ({"path": "mmlu"}, "mmlu is a task: name the model before it"),
+        ({"path": "runs/nothing"}, "runs/nothing: no such folder"),
         ({"batch_size": 0}, "--batch-size 0: must be 1 or more"),
         ({"out": "/dev/null/x"}, "no folder can be made there"),
     ):

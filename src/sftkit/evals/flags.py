@@ -7,10 +7,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sftkit.config.command_line import Parser, path_or_id
+from sftkit.config.commands import invocation
+from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.schema import EvalConfig
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.hub import find_model
+from sftkit.runtime.rundir import newest_run
 
 FLAGS = ("backend", "data", "shots", "format", "allow_code_execution", "max_examples", "batch_size", "max_new_tokens")
 "Keys of eval that have a flag of the same name."
@@ -62,6 +67,29 @@ def eval_config(args: Namespace) -> EvalConfig:
         samples=0,
         **{name: getattr(args, name) for name in FLAGS},
     )
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse numbers below 1, a model that is not there, and an --out that is no folder; creates that folder, and puts the
+    folder or hub id of the model in the place of the path.
+
+    Raises:
+        ConfigError: which of them.
+    """
+    for name in ("max_examples", "batch_size", "max_new_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    if args.path in EVAL_TASKS and not Path(args.path).exists():
+        raise ConfigError(
+            f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
+        )
+    args.path = find_model(args.path or newest_run())
+    if args.out is not None:
+        try:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
 
 
 @contextmanager

@@ -1,11 +1,10 @@
-"""The model and the validation data of scripts/evaluate.py, and what its arguments must be before it is loaded."""
+"""The model and the validation data of scripts/evaluate.py."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,13 +12,10 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sftkit.config.commands import invocation
-from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data import loader, text
 from sftkit.data.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
 from sftkit.evals.scoring import longest_input
 from sftkit.models.load import load_model, load_options
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -36,27 +32,6 @@ TRAINED_WITH = ("max_length", "thinking", "split_turns", "targets", "too_long")
 "Settings of data that a checkpoint's state has."
 VALIDATION_ROWS = 4
 "Documents of --val that go through the model together."
-
-
-def check_arguments(args: Namespace) -> None:
-    """Refuse numbers below 1, a task in the place of the model, and an --out that is no folder; creates that folder.
-
-    Raises:
-        ConfigError: which of them.
-    """
-    for name in ("max_examples", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
-    if args.path in EVAL_TASKS and not Path(args.path).exists():
-        raise ConfigError(
-            f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
-        )
-    if args.out is not None:
-        try:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
 
 
 def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
