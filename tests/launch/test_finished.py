@@ -17,7 +17,9 @@ from sftkit.launch.chain import is_evaluated
 from sftkit.launch.finished import finished
 from sftkit.runtime import lock
 
-RECIPE = "model: {{path: {0}/base}}\ndata: {{train: [{{path: {0}/rows.jsonl}}]}}\ntrain: {{max_steps: 3}}\n"
+RECIPE = (
+    "model: {{path: {0}/base}}\ndata: {{train: [{{path: {0}/rows.jsonl}}], max_length: 64}}\ntrain: {{max_steps: 3}}\n"
+)
 
 
 @pytest.fixture
@@ -25,8 +27,11 @@ def recipe(tmp_path: Path) -> Path:
     """A recipe, its data, and a run that has trained it to the end."""
     path, run_dir = tmp_path / "sft.yaml", tmp_path / "run"
     path.write_text(f"run: {{dir: {run_dir}}}\n{RECIPE.format(tmp_path)}")
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    (tmp_path / "base").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    base = tmp_path / "base" / "step-000009"
+    base.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (base / name).write_text("{}")
     (tmp_path / "base" / "LATEST").write_text("step-000009\n")
     checkpoint = run_dir / "step-000003"
     checkpoint.mkdir(parents=True)
