@@ -89,7 +89,7 @@ def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch) -> N
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    with pytest.raises(ConfigError, match=r"no wandb key .* `wandb login`.*--dry-run"):
+    with pytest.raises(ConfigError, match=r"no wandb key .*wandb login`.*--dry-run"):
         dashboard.save(dashboard.workspace("me", "p"))
 
 
