@@ -243,7 +243,7 @@ def test_without_langdetect_prompts_about_a_language_are_left_out_and_counted() 
     assert [question.id for question in task.examples] == ["ifeval/2"]
     assert task.settings["left_out"] == 2
     assert "langdetect is not installed" in task.settings["languages"]
-    with pytest.raises(ConfigError, match="pip install langdetect"):
+    with pytest.raises(ConfigError, match=r"pip install 'sftkit\[eval\]'"):
         ifeval.build(reading(rows[:1]), None, "completion", None)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sftkit.config.commands import install
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import (
     AttentionConfig,
@@ -358,7 +359,7 @@ def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch
     ]
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=7))  # two GPUs cannot share 7 rows equally
     assert settings[-2:] == [
-        "  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit (pip install 'sftkit[fp8]') 16.0 GiB",
+        f"  optim.name=adamw_sr saves 12.8 GiB, optim.name=adamw8bit ({install('sftkit[fp8]')}) 16.0 GiB",
         "The newest checkpoint can be resumed (train.resume=auto) with train.micro_batch_size=1 or train.memory=balanced "
         "or train.memory=low",
     ]

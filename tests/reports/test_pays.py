@@ -53,7 +53,7 @@ def test_a_run_says_what_its_compile_costs_in_its_own_steps() -> None:
     words = own_words(11.3, [9.0, 0.886, 0.886, 0.886], cache_hits=0, resumed=False)
     assert words == (
         "Compiling took 11.3 s, as long as 13 of its steps of 0.886 s: it pays after 13 steps where an eager step takes twice as "
-        "long, after 43 where it takes 1.3 times as long (make validate measures that)."
+        "long, after 43 where it takes 1.3 times as long (validate_compile.py measures that)."
     )
     resumed = own_words(11.3, [0.886], cache_hits=4, resumed=True)
     assert resumed is not None

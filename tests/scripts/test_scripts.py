@@ -248,7 +248,8 @@ def test_a_second_run_renames_the_first_saves_on_a_signal_to_its_process_group_a
     while not (first.exists() and metrics.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
     os.killpg(child.pid, number)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=200)
+    assert child.returncode == 128 + number, output[-2000:]
     assert (first / "step-000003").is_dir()
     summary = json.loads((tmp_path / "sft" / "summary.json").read_text())
     step = summary["step"]
