@@ -63,6 +63,7 @@ def runs(tmp_path_factory) -> Path:
         done = run(f"scripts/{script}", f"recipes/smoke/{stage}.yaml", *settings, ranks=ranks)
         assert done.returncode == 0, f"{stage}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         (folder / f"{stage}.log").write_text(done.stdout)
+        (folder / f"{stage}.err").write_text(done.stderr)
     return folder
 
 
@@ -93,12 +94,12 @@ def test_stages_hand_over_tokenizer_and_row_length_and_say_so(runs: Path) -> Non
 
 def test_each_stage_says_what_takes_long_before_it_does_it(runs: Path) -> None:
     for stage, start in (("base", "making a new model"), ("mid", f"loading {runs}/base/step-000003")):
-        log = (runs / f"{stage}.log").read_text()
+        log = (runs / f"{stage}.err").read_text()
         order = (start, "tokenizing docs", "compiling the model", "evaluating the loss of", "evaluating families, ")
-        places = [log.index(f"\n{text}") for text in order]
+        places = [log.index(text) for text in order]
         assert places == sorted(places), log
-    assert "training a tokenizer of 1,024 tokens" in (runs / "base.log").read_text()
-    assert (runs / "sft.log").read_text().count("\ncompiling the model") == 1  # of two ranks
+    assert "training a tokenizer of 1,024 tokens" in (runs / "base.err").read_text()
+    assert (runs / "sft.err").read_text().count("compiling the model") == 1  # of two ranks
 
 
 def test_the_exported_folder_answers_in_plain_transformers(runs: Path) -> None:

@@ -31,11 +31,11 @@ _DAY_SECONDS = 86_400.0
 @contextmanager
 def working(text: str) -> Iterator[None]:
     """Tell what takes a while, once for the whole run: on a terminal for as long as it takes, with its seconds; elsewhere in a
-    line at its beginning."""
+    line of stderr at its beginning."""
     is_main = os.environ.get("RANK", "0") == "0"
     if not (is_main and terminal().is_interactive):
         if is_main:
-            say(text)
+            say(text, error=True)  # stdout may be an answer or a table that goes to a file
         yield
         return
     spinner = SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
