@@ -31,6 +31,7 @@ from sftkit.runtime.rundir import (
     TOKENIZER,
     evaluation_dir,
     step_dir,
+    step_dirs,
 )
 from sftkit.runtime.start import Runtime
 
@@ -327,6 +328,30 @@ def test_a_start_that_is_killed_when_it_has_done_a_step_has_taken_the_place_of_a
     assert again.end() == 0, again.output[-3000:]
     assert again.steps() == [1, 2, 3]
     assert without(aside, LOCK) == earlier or resume == "auto"
+
+
+def test_a_checkpoint_of_another_directory_begins_a_new_run_and_an_earlier_one_there_is_set_aside_whole(
+    start: Launcher, trained: Path
+) -> None:
+    """Rows and checkpoints of two runs are not mixed, and none is pruned."""
+    earlier, source = contents(start.folder / "run"), contents(trained)
+    run = start("none", "train.max_steps=6", "checkpoint.every=2", f"train.resume={trained}/step-000002", **ONE)
+    assert run.end() == 0, run.output[-3000:]
+    assert run.steps() == [3, 4, 5, 6]
+    assert [folder.name for folder in step_dirs(run.dir)] == ["step-000004", "step-000006"]
+    assert contents(run.dir.with_name("run.old-1")) == earlier
+    assert contents(trained) == source
+
+
+def test_a_checkpoint_of_the_directory_itself_goes_on_with_its_run_whatever_its_name_is(
+    start: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "same").symlink_to(tmp_path / "run")
+    named = f"train.resume={tmp_path}/same/step-000002"
+    run = start("none", "train.max_steps=3", named, **ONE)
+    assert run.end() == 0, run.output[-3000:]
+    assert run.steps() == [1, 2, 3]
+    assert list(tmp_path.glob("run.old-*")) == []
 
 
 def test_a_warm_up_that_hangs_is_ended_and_leaves_an_earlier_run_as_it_was(start: Launcher) -> None:

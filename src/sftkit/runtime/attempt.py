@@ -25,7 +25,7 @@ from sftkit.runtime.rundir import (
     TOKENIZER,
     step_dirs,
 )
-from sftkit.runtime.status import RunStatus
+from sftkit.runtime.status import RunStatus, read_status
 
 _LOOK_SECONDS = 3.0
 "How long the main rank of a start that failed lets the others read why."
@@ -34,6 +34,13 @@ _LOOK_SECONDS = 3.0
 def has_begun(folder: Path) -> bool:
     """Return whether a run in this directory has done its first step, so that there is something to lose."""
     return bool(step_dirs(folder)) or any(any(folder.glob(name)) for name in OF_STEPS)
+
+
+def goes_on(folder: Path, resume: str | None) -> bool:
+    """Return whether a start goes on with the run of this directory. A checkpoint of another directory begins a new run here."""
+    if resume == "auto":
+        return bool(step_dirs(folder) or read_status(folder))
+    return resume is not None and Path(resume).resolve().parent == folder.resolve()
 
 
 def place_of(folder: Path, resumes: bool) -> Path:

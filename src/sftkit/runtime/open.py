@@ -35,10 +35,10 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         ConfigError: the ranks have not the same recipe and versions, or another run is at work in the directory.
     """
     agree(rt, identity(recipe))
-    rt.resumes = resume is not None
-    place = rt.from_main(lambda: _lock(Path(run_dir), rt))
-    if isinstance(place, str):
-        raise ConfigError(place)
+    locked = rt.from_main(lambda: _lock(Path(run_dir), resume, rt))
+    if isinstance(locked, str):
+        raise ConfigError(locked)
+    place, rt.resumes = locked
     status = rt.open_status(place)
     status.open(place)
     status.neighbours = neighbours(rt)
@@ -72,15 +72,17 @@ def take_place(rt: Runtime) -> None:
     _is_there(status)
 
 
-def _lock(folder: Path, rt: Runtime) -> Path | str:
-    """Where to write before the first step. A problem is a text, because the other ranks wait for one."""
+def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | str:
+    """Where to write before the first step, and whether this start goes on with the run that is there. A problem is a text,
+    because the other ranks wait for one."""
     try:
         attempt.put_back(folder)
         rt.lock = lock.take(folder)
+        resumes = attempt.goes_on(folder, resume)
         if read_status(folder).get("status") == "running":  # and the lock was free
-            goes_on = "this start goes on from there" if rt.resumes else "train.resume=auto would go on from there"
+            goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
             rt.say(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
-        return attempt.place_of(folder, rt.resumes)
+        return attempt.place_of(folder, resumes), resumes
     except ConfigError as error:
         return str(error)
     except OSError as error:
