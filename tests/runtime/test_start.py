@@ -102,7 +102,7 @@ def test_two_runs_of_a_process_do_not_share_a_status(tmp_path: Path) -> None:
             assert rt.status is rt.open_status(folder)
             rt.status.at(3, name)
             found.append(rt.status)
-    assert [(status.run_dir.name, status.phase) for status in found] == [("one", "one"), ("two", "two")]
+    assert [(status.run_dir.parent.name, status.phase) for status in found] == [("one", "one"), ("two", "two")]
 
 
 def test_asking_for_a_stop_is_progress_of_this_run_alone(tmp_path: Path) -> None:
