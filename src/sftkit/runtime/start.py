@@ -32,7 +32,7 @@ from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
 from sftkit.runtime.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.runtime.hardware import device_name, why_no_gpu
-from sftkit.runtime.launcher import check_group
+from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.lock import RunLock
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 from sftkit.runtime.status import RunStatus, report
@@ -226,6 +226,7 @@ def start(
     Raises:
         ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
+    check_variables(os.environ)
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(
