@@ -152,6 +152,11 @@ class LaunchedRun:
         assert (found["status"], found["signal"], found["error"]) == (status, number, None), self.output[-3000:]
         return found
 
+    def check_left_nothing(self, number: str) -> None:
+        """The run has ended before its first step, said so, and left no directory."""
+        assert f"{number}: ended before the first step" in self.output, self.output[-3000:]
+        assert not self.dir.exists()
+
     def check_stopped(self, status: str, number: str, checkpoints: int = 1) -> int:
         """The run has ended as told, with whole checkpoints, the newest at its last step. Returns the step."""
         step = self.check_ended(status, number)["step"]

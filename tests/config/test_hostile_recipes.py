@@ -176,6 +176,17 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_torch(
     assert told.count("\n") == 1
 
 
+def test_a_link_to_a_folder_that_is_not_there_yet_can_be_a_run_directory(
+    recipe: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    monkeypatch.setattr(sys, "argv", ["x.py", str(recipe), f"run.dir={tmp_path}/link"])
+    assert load_config("").run.dir == f"{tmp_path}/link"
+    (tmp_path / "disk").touch()
+    with pytest.raises(SystemExit):
+        load_config("")
+
+
 def test_asking_whether_a_run_directory_can_be_made_leaves_nothing(recipe: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x.py", str(recipe), f"run.dir={tmp_path}/a/b/c"])
     load_config("")

@@ -291,6 +291,10 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
     [
         (["model.path=runs/a/step-000005", "run.dir=runs/a"], "run.dir: the model comes from it"),
         (["run.dir=./"], 'run.dir: "./" names no folder of its own'),
+        (["run.dir=a/../.."], 'run.dir: "a/../.." names no folder of its own'),
+        (["run.dir=../../../../../../../.."], "names no folder of its own"),
+        ([f"run.dir={Path.cwd()}"], "names no folder of its own"),
+        (["run.dir=runs/a/../x", "model.path=runs/x/step-000002"], "the model comes from it (runs/x/step-000002)"),
         (["model.path=null"], "model.path and model.scratch are both missing"),
         (["model.scratch={model_type: llama}", "model.tokenizer=x"], "model.path and model.scratch are both given"),
         ([*SCRATCH], "model.scratch: needs a tokenizer"),

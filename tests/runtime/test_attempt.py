@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import preloaded
 import pytest
 from helpers import ROOT, cpu_runtime
-from launched import LaunchedRun, Launcher, launching
+from launched import LaunchedRun, Launcher, launching, small_file_system
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.lock import read_holder
@@ -22,7 +22,6 @@ from sftkit.runtime.rundir import (
     ATTEMPT,
     COMPILE,
     CONFIG,
-    EVALUATIONS,
     LOCK,
     METRICS,
     REPORT,
@@ -31,6 +30,7 @@ from sftkit.runtime.rundir import (
     TOKENIZER,
     evaluation_dir,
     step_dir,
+    step_dirs,
 )
 from sftkit.runtime.start import Runtime
 
@@ -191,20 +191,159 @@ def test_a_run_that_is_resumed_keeps_all_that_the_start_has_not_written_anew(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["sft"]
 
 
-def test_a_refused_start_in_a_new_directory_leaves_none_and_a_failed_one_makes_room_for_the_next(
+@pytest.mark.parametrize("error", [DataError("a typo"), RuntimeError("a GPU is gone"), KeyboardInterrupt()])
+def test_a_start_in_a_new_directory_that_comes_to_no_step_leaves_none(tmp_path: Path, error: Exception) -> None:
+    def writes(rt: Runtime) -> None:
+        (rt.place(tmp_path / "sft") / TOKENIZER).mkdir()
+        evaluation_dir(rt.place(tmp_path / "sft"), 0).mkdir(parents=True)
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        started(tmp_path / "sft", None, fails(error), first=writes)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "made by somebody").mkdir()
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        started(tmp_path / "made by somebody", None, fails(error), first=writes)
+    assert [path.name for path in tmp_path.rglob("*")] == ["made by somebody"]
+
+
+def test_what_compile_debug_has_logged_of_a_start_that_failed_stays_until_the_next(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "sft"
+
+    def logs(rt: Runtime) -> None:
+        (rt.place(folder) / COMPILE).mkdir()
+        (rt.place(folder) / COMPILE / "graphs.txt").touch()
+
+    with pytest.raises(SystemExit):
+        started(folder, None, fails(RuntimeError("it does not compile")), first=logs)
+    assert {name for name, content in contents(folder).items() if content is not None} == {
+        f"{ATTEMPT}/{COMPILE}/graphs.txt"
+    }
+    assert (
+        f"what compile.debug has logged is in {folder}/{ATTEMPT}/{COMPILE} until the next start"
+        in capsys.readouterr().out
+    )
+    started(folder, None, takes=True)
+    assert not {ATTEMPT, COMPILE} & {path.name for path in folder.iterdir()}
+
+
+# ---- directories with files of other people ------------------------------------------------------------------------------
+
+
+def project(folder: Path, *names: str) -> Path:
+    """A folder that somebody works in."""
+    for name in (*names, "notes.txt", "src/train.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"my {name}")
+    return folder
+
+
+THEIRS = {
+    "config.yaml": "config.yaml",
+    "tokenizer/vocab.json": "tokenizer",
+    "compile/log.txt": "compile",
+    "evals/step-mine/x": "step-mine",
+    "samples.jsonl": "samples.jsonl",
+    "report.html": "report.html",
+}
+"File of theirs -> as which it is named."
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(("name", "named"), THEIRS.items())
+def test_a_folder_whose_files_a_run_would_write_over_is_refused_and_loses_none(
+    tmp_path: Path, capsys, name: str, named: str, resume: str | None
+) -> None:
+    folder = project(tmp_path / "mine", name)
+    before = contents(folder)
+    with pytest.raises(SystemExit) as ended:
+        started(folder, resume)
+    assert ended.value.code == 2
+    assert f"run.dir={folder} holds {named}, which this run would write over" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_a_script_that_is_refused_takes_no_file_of_the_folder_it_was_given(tmp_path: Path) -> None:
+    folder = project(tmp_path / "mine", *THEIRS, "environment.json")
+    before = contents(folder)
+    words = ["tests/faults_worker.py", str(folder), "none"]
+    done = preloaded.run(words, env=ENV)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert (
+        f"run.dir={folder} holds compile, config.yaml, environment.json, report.html, samples.jsonl, step-mine"
+        in done.stderr
+    )
+    assert "Take another folder, or move them away" in done.stderr
+    assert contents(folder) == before
+
+
+def test_a_run_beside_other_files_leaves_them_alone_and_so_does_one_that_fails(tmp_path: Path) -> None:
+    folder = project(tmp_path / "mine")
+    before = contents(folder)
+    with pytest.raises(SystemExit):
+        started(folder, None, fails(ValueError("no")))
+    assert contents(folder) == before
+    started(folder, None, takes=True)
+    after = contents(folder)
+    assert before.items() <= after.items()
+    assert {METRICS, CONFIG, STATUS} <= after.keys()
+
+
+def test_files_that_come_while_a_start_is_on_its_way_are_not_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    with pytest.raises(SystemExit) as ended:
+        started(folder, None, takes=True, first=lambda _: project(folder, CONFIG))
+    assert ended.value.code == 2
+    assert contents(folder).keys() == {CONFIG, "notes.txt", "src", "src/train.py"}
+    assert (folder / CONFIG).read_text() == f"my {CONFIG}"
+
+
+def test_a_folder_that_no_run_has_written_is_set_aside_whole_although_a_file_has_the_name_of_one(
     tmp_path: Path,
 ) -> None:
+    folder = project(tmp_path / "mine", METRICS, CONFIG)
+    before = contents(folder)
+    started(folder, "auto", takes=True)
+    assert contents(tmp_path / "mine.old-1") == before
+
+
+# ---- links and mount points ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_file_system(tmp_path / "disk", "4m") as disk:
+        yield disk
+
+
+def test_behind_a_link_a_run_stays_on_the_disk_that_was_chosen(tmp_path: Path, other_disk: Path) -> None:
+    before = contents(earlier_run(other_disk / "b"))
+    (tmp_path / "link").symlink_to(other_disk / "b")
     with pytest.raises(SystemExit):
-        started(tmp_path / "sft", None, fails(DataError("a typo")))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SystemExit):
-        started(tmp_path / "sft", None, fails(RuntimeError("a GPU is gone")))
-    assert (tmp_path / "sft" / STATUS).exists()  # a requeue script reads it
-    (tmp_path / "sft" / TOKENIZER).mkdir()
-    evaluation_dir(tmp_path / "sft", 0).mkdir(parents=True)
-    started(tmp_path / "sft", None, takes=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["sft"]
-    assert not {TOKENIZER, EVALUATIONS} & {path.name for path in (tmp_path / "sft").iterdir()}
+        started(tmp_path / "link", None, fails(ConfigError("no")))
+    assert contents(other_disk / "b") == before
+    started(tmp_path / "link", None, takes=True)
+    assert (tmp_path / "link").readlink() == other_disk / "b"
+    assert (tmp_path / "link" / CONFIG).read_text() == "run: {second}\n"
+    assert contents(other_disk / "b.old-1") == before
+    started(tmp_path / "link", "auto", takes=True)
+    assert {path.name for path in other_disk.iterdir()} == {"b", "b.old-1"}
+
+
+def test_a_mount_point_with_an_earlier_run_is_refused_before_anything_is_done(
+    tmp_path, capsys, other_disk: Path
+) -> None:
+    started(other_disk, None, takes=True)  # an empty one is as any other
+    before = contents(other_disk)
+    with pytest.raises(SystemExit) as ended:
+        started(other_disk, None)
+    assert ended.value.code == 2
+    assert (
+        f"run.dir={other_disk} holds an earlier run, which a new one renames, and a mount point cannot be renamed"
+        in (told := capsys.readouterr().err)
+    )
+    assert f"run.dir={other_disk}/NAME" in told
+    assert contents(other_disk) == before
+    started(other_disk, "auto", takes=True)
 
 
 def test_a_script_with_a_typo_in_a_path_leaves_an_earlier_run_as_it_was(tmp_path: Path) -> None:
@@ -329,6 +468,30 @@ def test_a_start_that_is_killed_when_it_has_done_a_step_has_taken_the_place_of_a
     assert without(aside, LOCK) == earlier or resume == "auto"
 
 
+def test_a_checkpoint_of_another_directory_begins_a_new_run_and_an_earlier_one_there_is_set_aside_whole(
+    start: Launcher, trained: Path
+) -> None:
+    """Rows and checkpoints of two runs are not mixed, and none is pruned."""
+    earlier, source = contents(start.folder / "run"), contents(trained)
+    run = start("none", "train.max_steps=6", "checkpoint.every=2", f"train.resume={trained}/step-000002", **ONE)
+    assert run.end() == 0, run.output[-3000:]
+    assert run.steps() == [3, 4, 5, 6]
+    assert [folder.name for folder in step_dirs(run.dir)] == ["step-000004", "step-000006"]
+    assert contents(run.dir.with_name("run.old-1")) == earlier
+    assert contents(trained) == source
+
+
+def test_a_checkpoint_of_the_directory_itself_goes_on_with_its_run_whatever_its_name_is(
+    start: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "same").symlink_to(tmp_path / "run")
+    named = f"train.resume={tmp_path}/same/step-000002"
+    run = start("none", "train.max_steps=3", named, **ONE)
+    assert run.end() == 0, run.output[-3000:]
+    assert run.steps() == [1, 2, 3]
+    assert list(tmp_path.glob("run.old-*")) == []
+
+
 def test_a_warm_up_that_hangs_is_ended_and_leaves_an_earlier_run_as_it_was(start: Launcher) -> None:
     run = start("warming up", *TO_NINE, "run.start_timeout_seconds=1", **ONE)
     before = contents(run.dir)
@@ -374,6 +537,24 @@ def test_a_start_that_fails_in_the_warm_up_and_is_started_again_by_its_launcher_
 # ---- killed at each operation with which a start takes its place --------------------------------------------------------
 
 
+def test_a_start_that_is_killed_while_it_takes_its_place_in_a_new_directory_is_a_run_for_the_next(
+    tmp_path: Path,
+) -> None:
+    for operation in count():
+        folder = project(tmp_path / str(operation) / "sft")
+        theirs = contents(folder)
+        child = os.fork()
+        if child == 0:
+            started(folder, None, lambda: os._exit(0), takes=True, killed_before=operation)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+        started(folder, None, takes=True)
+        whole = contents(folder.parent)
+        assert {name.partition("/")[2]: content for name, content in whole.items()}.items() >= theirs.items(), operation
+        assert (folder / CONFIG).read_text() == "run: {second}\n"
+    assert operation >= 3
+
+
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_a_start_that_is_killed_while_it_takes_its_place_leaves_an_earlier_run_whole(tmp_path: Path, resume) -> None:
     for operation in count():
@@ -390,6 +571,6 @@ def test_a_start_that_is_killed_while_it_takes_its_place_leaves_an_earlier_run_w
             assert kept.items() <= contents(folder).items(), operation
         else:
             places = [folder, folder.with_name("sft.old-1")]
-            assert [without(place, LOCK) for place in places if place.exists()] == [before], operation
+            assert before in [without(place, LOCK) for place in places if place.exists()], operation
         assert {path.name for path in folder.parent.iterdir()} <= {"sft", "sft.old-1"}
     assert operation >= 2

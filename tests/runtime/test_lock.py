@@ -121,7 +121,7 @@ def test_a_killed_run_leaves_no_lock_to_remove_and_its_data_workers_hold_none(tm
 
 def test_the_lock_of_a_run_ends_with_it_and_of_several_starts_one_gets_it(tmp_path: Path) -> None:
     with cpu_runtime() as rt:
-        folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+        folder = open_run(str(tmp_path / "run"), None, "run: {}\n", rt).parent
         holder = read_holder(folder / LOCK)
         assert holder is not None
         assert (holder.host, holder.pid) == (ME.host, os.getpid())

@@ -19,7 +19,7 @@ from helpers import ROOT, cpu_runtime
 
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
-from sftkit.runtime.launcher import check_group
+from sftkit.runtime.launcher import check_group, check_launcher, check_variables
 from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.signals import SIGNALS, Stopping
 
@@ -102,7 +102,7 @@ def test_two_runs_of_a_process_do_not_share_a_status(tmp_path: Path) -> None:
             assert rt.status is rt.open_status(folder)
             rt.status.at(3, name)
             found.append(rt.status)
-    assert [(status.run_dir.name, status.phase) for status in found] == [("one", "one"), ("two", "two")]
+    assert [(status.run_dir.parent.name, status.phase) for status in found] == [("one", "one"), ("two", "two")]
 
 
 def test_asking_for_a_stop_is_progress_of_this_run_alone(tmp_path: Path) -> None:
@@ -186,6 +186,39 @@ def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_wi
     assert done.stderr.count("WORLD_SIZE=2, but this process has found no others") == 2
     assert "no GPU can be used" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "but MASTER_ADDR is not set"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "srun has started 2 processes (SLURM_STEP_NUM_TASKS)"),
+    ],
+)
+def test_a_process_that_cannot_find_the_others_is_refused_before_it_looks_for_them(tmp_path, variables, told) -> None:
+    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true", **variables}
+    done = preloaded.run(["tests/faults_worker.py", str(tmp_path / "run"), "none"], env=env)
+    assert done.returncode == 2, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_variables_of_launchers_are_taken_as_they_are() -> None:
+    found = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    batch_script = {"SLURM_NTASKS": "2"}  # one process, whatever the job may use
+    for environ in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "2", **found}, mpi, batch_script):
+        check_variables(environ)
+    check_variables({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "4", **found})
+
+
+def test_a_launcher_that_starts_one_process_of_several_is_told() -> None:
+    assert "this one trains alone" in (check_launcher({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}) or "")
+    assert check_launcher({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}) is None
+    assert check_launcher({}) is None
 
 
 def test_the_size_of_the_group_is_that_of_the_launcher() -> None:

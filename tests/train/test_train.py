@@ -189,7 +189,14 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
 ) -> None:
     (tmp_path / "evals.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in rows))
     config = EvalConfig(every=2, at_start=True)
-    assert evaluates_first(config, step, 5, cpu_runtime(), tmp_path) is first
+    rt = cpu_runtime()
+    rt.resumes = True
+    assert evaluates_first(config, step, 5, rt, tmp_path) is first
+
+
+def test_an_evaluation_of_an_earlier_run_is_not_taken_for_that_of_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "evals.jsonl").write_text('{"step": 4}\n')
+    assert evaluates_first(EvalConfig(every=2), 4, 8, cpu_runtime(), tmp_path)
 
 
 def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _stem(name: str) -> str:
 
 def unusable(run_dir: str) -> str | None:
     """Return why no run can be written there, and what to do; None: it can. Leaves nothing there."""
-    path = os.path.abspath(run_dir)
+    path = os.path.realpath(run_dir) if os.path.islink(run_dir) else os.path.abspath(run_dir)
     sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"

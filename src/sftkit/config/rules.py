@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,9 +54,9 @@ def _one_origin(get: Get) -> Iterator[Problem]:
 
 def _run_dir(get: Get) -> Iterator[Problem]:
     run_dir, path = get("run.dir"), get("model.path")
-    if not run_dir.strip("/. "):
+    if not run_dir.strip() or Path(os.path.realpath(".")).is_relative_to(os.path.realpath(run_dir)):
         yield "run.dir", f'"{run_dir}" names no folder of its own: runs/NAME, say'
-    elif path is not None and (path.rstrip("/") + "/").startswith(run_dir.rstrip("/") + "/"):
+    elif path is not None and Path(os.path.normpath(path)).is_relative_to(os.path.normpath(run_dir)):
         yield "run.dir", f"the model comes from it ({path}), and a new run would rename it: take another folder"
 
 

@@ -202,7 +202,7 @@ class Batches:
             names = [self.examples.name(i) for i in chain.from_iterable(rows)]
             what = f"It was making step {step}, micro-batch {number}: {listed(names)}"
         return (
-            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint; with "
+            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint, if there is one; with "
             "data.num_workers=0 the training process makes the rows itself, fewer workers take less memory"
         )
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -210,7 +210,8 @@ def _read(path: str) -> str:
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
     code = (
-        "import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(130)); "  # until it passes signals on
+        "import os, signal; "
+        "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "  # until it passes on
         "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
     )
     options = ["--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
@@ -233,7 +234,9 @@ def accelerate_launch() -> None:
         for child in children:
             child.send_signal(signum)
         if not children:  # the script has not started
-            sys.exit(128 + signum)
+            with suppress(OSError):
+                os.write(2, f"\n{signal.Signals(signum).name}: ended\n".encode())
+            os._exit(128 + signum)
 
     numbers = heeded()
     for number in numbers:

@@ -1,34 +1,41 @@
-"""A start before its first step: what it writes beside an earlier run, how it takes that one's place when it has done a step,
-and how it leaves nothing where it ends before. No torch."""
+"""A start before its first step: it writes into a folder of its own, takes the place of an earlier run when it has done a step,
+and leaves nothing where it ends before. No torch."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
 import psutil
 
+from sftkit.errors import ConfigError
 from sftkit.runtime import lock
 from sftkit.runtime.files import set_aside
 from sftkit.runtime.lock import RunLock
 from sftkit.runtime.rundir import (
     ARCHIVED,
     ATTEMPT,
-    BEFORE_STEPS,
+    COMPILE,
     EVALUATIONS,
     LOCK,
+    METRICS,
     OF_STEPS,
     TOKENIZER,
+    WRITTEN_OVER,
     step_dirs,
 )
-from sftkit.runtime.status import RunStatus
+from sftkit.runtime.status import RunStatus, read_status
 
 _LOOK_SECONDS = 3.0
 "How long the main rank of a start that failed lets the others read why."
+
+
+def real(run_dir: Path) -> Path:
+    """Return the directory that a link means, so that a run stays on the disk that was chosen; else what was given."""
+    return Path(os.path.realpath(run_dir)) if run_dir.is_symlink() else run_dir
 
 
 def has_begun(folder: Path) -> bool:
@@ -36,18 +43,57 @@ def has_begun(folder: Path) -> bool:
     return bool(step_dirs(folder)) or any(any(folder.glob(name)) for name in OF_STEPS)
 
 
+def goes_on(folder: Path, resume: str | None) -> bool:
+    """Return whether a start goes on with the run of this directory. A checkpoint of another directory begins a new run here."""
+    if resume == "auto":
+        return bool(step_dirs(folder) or read_status(folder))
+    return resume is not None and Path(resume).resolve().parent == folder.resolve()
+
+
 def place_of(folder: Path, resumes: bool) -> Path:
-    """Return where a start writes until it takes its place: a new folder inside the directory of an earlier run, else the
-    directory itself, which is emptied of a start that came to no step. The lock is held."""
-    shutil.rmtree(folder / ATTEMPT, ignore_errors=True)  # of a start that was killed
-    if not has_begun(folder):
-        if not resumes:
-            _clear(folder)
-        return folder
-    (folder / ATTEMPT).mkdir()
+    """Return where a start writes until it takes its place: a new folder inside the directory. The lock is held.
+
+    Raises:
+        ConfigError: it could not take its place, whatever it does.
+    """
+    ours = folder / ATTEMPT
+    shutil.rmtree(ours, ignore_errors=True)  # of a start that was killed
+    check_room(folder, resumes)
+    ours.mkdir()
     if resumes and (folder / TOKENIZER).is_dir():
-        shutil.copytree(folder / TOKENIZER, folder / ATTEMPT / TOKENIZER)
-    return folder / ATTEMPT
+        shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
+    return ours
+
+
+def check_room(folder: Path, resumes: bool) -> None:
+    """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if resumes:
+        return
+    if has_begun(folder):
+        if why := _unmovable(folder):
+            raise ConfigError(
+                f"run.dir={folder} holds an earlier run, which a new one renames, and {why}. Take a folder inside it "
+                f"(run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files away"
+            )
+    elif names := sorted({path.name for name in WRITTEN_OVER for path in folder.glob(name)}):
+        raise ConfigError(
+            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a step. "
+            "Take another folder, or move them away"
+        )
+
+
+def _unmovable(folder: Path) -> str | None:
+    """Why a directory cannot be renamed; None: nothing is known against it."""
+    found = Path(os.path.realpath(folder))
+    if os.path.ismount(found) or any(Path(part.mountpoint) == found for part in psutil.disk_partitions(all=True)):
+        return "a mount point cannot be renamed"
+    if not os.access(found.parent, os.W_OK | os.X_OK):
+        return f"nothing can be renamed in {found.parent}, which this user may not write to"
+    return None
 
 
 def put_back(folder: Path) -> None:
@@ -63,6 +109,22 @@ def put_back(folder: Path) -> None:
     os.rename(aside, folder)
     held.moved(folder)
     held.release()
+
+
+def begin(folder: Path) -> None:
+    """Put the files of a start into a directory without a run.
+
+    Raises:
+        ConfigError: somebody has put files there meanwhile that they would write over.
+    """
+    check_room(folder, resumes=False)
+    _mark(folder)
+    go_on(folder)
+
+
+def _mark(folder: Path) -> None:
+    """Make the sign of a run that has done a step: killed from here on, it is one."""
+    (folder / METRICS).touch()
 
 
 def go_on(folder: Path) -> None:
@@ -86,6 +148,7 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
         the lock of the new directory, and the earlier run's new name.
     """
     new = lock.take(folder / ATTEMPT)
+    _mark(folder / ATTEMPT)
     aside = set_aside(folder)
     held.moved(aside)
     os.rename(aside / ATTEMPT, folder)
@@ -94,47 +157,35 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     return new, aside
 
 
-def is_beside(status: RunStatus | None) -> bool:
-    """Return whether a start writes into a folder of its own, because an earlier run is in the directory."""
-    return status is not None and status.run_dir.name == ATTEMPT
+def is_attempt(status: RunStatus) -> bool:
+    """Return whether a start still writes into a folder of its own."""
+    return status.run_dir.name == ATTEMPT
 
 
-def leaves_nothing(status: RunStatus, refused: bool) -> bool:
-    """Return whether a start that ends now has done no step and is withdrawn.
+def leaves_nothing(status: RunStatus) -> bool:
+    """Return whether a start that ends now has done no step and is withdrawn."""
+    return is_attempt(status) and not status.stepped and not status.is_withdrawn()
 
-    Args:
-        refused: there is nothing that a requeue script could try again, so that not even the status stays.
+
+def withdraw(status: RunStatus, held: RunLock) -> Path | None:
+    """Leave the directory as it was before a start that has done no step. Main rank, which holds its lock.
+
+    Returns:
+        the folder with what compile.debug has logged of this start, which stays until the next one; None: there is none.
     """
-    if status.stepped or status.is_withdrawn():
-        return False
-    try:
-        return is_beside(status) or (refused and not has_begun(status.run_dir))
-    except OSError:
-        return False  # what cannot be read is not deleted
-
-
-def withdraw(status: RunStatus, refused: bool) -> None:
-    """Leave the directory as it was before a start that has done no step. Main rank; `refused` as in `leaves_nothing`."""
-    if not leaves_nothing(status, refused):
-        return
-    folder = status.run_dir
+    if not leaves_nothing(status):
+        return None
     end = time.monotonic() + _LOOK_SECONDS
     others = [pid for rank, pid in status.neighbours.items() if rank != status.rank]
     while any(map(psutil.pid_exists, others)) and time.monotonic() < end:
         time.sleep(0.05)
-    if is_beside(status):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        _clear(folder)
-        if {path.name for path in folder.iterdir()} <= {LOCK}:
-            shutil.rmtree(folder)
-
-
-def _clear(folder: Path) -> None:
-    for path in [path for name in BEFORE_STEPS for path in folder.glob(name)]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):  # not there, or not empty
-        (folder / EVALUATIONS).rmdir()
+    ours, folder, logged = status.run_dir, status.run_dir.parent, status.run_dir / COMPILE
+    if any(path.is_file() for path in logged.rglob("*")):
+        for path in ours.iterdir():
+            if path != logged:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return logged
+    shutil.rmtree(ours, ignore_errors=True)
+    if held.made_folder and {path.name for path in folder.iterdir()} <= {LOCK}:
+        shutil.rmtree(folder)
+    return None

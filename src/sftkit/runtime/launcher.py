@@ -18,6 +18,33 @@ def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if HANDLED in environ else {HANDLED: ",".join(number.name for number in heeded())}
 
 
+_PLACES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"What a process needs beside WORLD_SIZE to find the others."
+_HOW = "Start the processes with make, sftkit, python -m sftkit.launch, torchrun or accelerate launch"
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Check that this process can be told from the others that were started with it, before they look for one another.
+
+    Raises:
+        ConfigError: it cannot, with what is missing.
+    """
+    named = [name for name in GROUP_SIZES if name in environ]
+    missing = [name for name in _PLACES if name not in environ]
+    if named == ["WORLD_SIZE"] and environ["WORLD_SIZE"] != "1" and missing:
+        raise ConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so "
+            f"this process cannot find the others. {_HOW}; for one process alone unset WORLD_SIZE"
+        )
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not named and tasks != "1":
+        raise ConfigError(
+            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and none is told of the others: each would train by "
+            "itself and write over the others' run. Let srun start one launcher on each machine (srun --ntasks-per-node=1 "
+            "torchrun ..., docs/multi_node.md)"
+        )
+
+
 def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:
     """Check that the launcher's processes are one run, and not so many that each train alone and write over one another.
 
@@ -32,7 +59,7 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
     if name is None or int(environ[name]) == processes:
         return
     if "LOCAL_RANK" not in environ:
-        cause = "LOCAL_RANK is not set. Start the processes with make, sftkit, python -m sftkit.launch, torchrun or accelerate launch"
+        cause = f"LOCAL_RANK is not set. {_HOW}"
     elif processes == 1 and (why := why_no_gpu()) is not None:
         cause = (
             f"no GPU can be used ({why}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
@@ -47,10 +74,16 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
 
 
 def check_launcher(environ: Mapping[str, str]) -> str | None:
-    """Return warnings where the launcher was started by hand and would cut a save short, or would not start a run again
-    as it was; None where there is nothing to say."""
+    """Return warnings where the launcher was started by hand and would cut a save short, would not start a run again
+    as it was, or has started one process of several; None where there is nothing to say."""
     if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
+        if "MASTER_ADDR" not in environ or any(name in environ for name in GROUP_SIZES):
+            return None
+        return (
+            "warning: MASTER_ADDR is set as for several processes, but no launcher says how many: this one trains alone. "
+            "accelerate launch --cpu --num_processes N starts one process; several on CPUs: torchrun, or "
+            "--config_file accelerate_configs/cpu_ddp.yaml"
+        )
     lines = []
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environ:
         lines.append(

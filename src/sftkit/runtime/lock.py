@@ -67,6 +67,9 @@ class Holder:
 class RunLock:
     """A lock that this process holds; forks of it, which data workers are, do not keep it."""
 
+    made_folder = False
+    "whether the directory was made with the lock, so that it may go with it"
+
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
         _held.append(self)
@@ -121,8 +124,9 @@ def take(run_dir: Path) -> RunLock:
     Raises:
         ConfigError: another run holds it, or may: with its process, host and time, and what to do.
     """
-    path = run_dir / LOCK
+    path, made = run_dir / LOCK, False
     while True:
+        made |= not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
             lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
@@ -133,6 +137,7 @@ def take(run_dir: Path) -> RunLock:
             if lock._is_at(path):
                 _check_earlier(read_holder(path), by_kernel, path)
                 _write(lock._descriptor, path, by_kernel)
+                lock.made_folder = made
                 return lock
         except BaseException:
             lock.let_go()

@@ -1,6 +1,6 @@
 """Open a run directory: the ranks are one run and the only one in it, and what is about to start is written down.
 
-Where an earlier run is, that is a folder of its own until this start has done a step (runtime/attempt.py).
+What it writes is in a folder of its own until this start has done a step (runtime/attempt.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.runtime import attempt, lock
 from sftkit.runtime.consistency import agree, identity, neighbours
@@ -29,16 +30,17 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     there. Every rank calls it.
 
     Returns:
-        the folder to write to before `take_place`: the directory, or one inside it where an earlier run is.
+        the folder to write to before `take_place`, inside the directory.
 
     Raises:
-        ConfigError: the ranks have not the same recipe and versions, or another run is at work in the directory.
+        ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run can
+            begin there.
     """
     agree(rt, identity(recipe))
-    rt.resumes = resume is not None
-    place = rt.from_main(lambda: _lock(Path(run_dir), rt))
-    if isinstance(place, str):
-        raise ConfigError(place)
+    locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
+    if isinstance(locked, str):
+        raise ConfigError(locked)
+    place, rt.resumes = locked
     status = rt.open_status(place)
     status.open(place)
     status.neighbours = neighbours(rt)
@@ -51,7 +53,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         if warning := check_launcher(os.environ):
             rt.say(warning, "warning")
-        if attempt.is_beside(status) and not rt.resumes:
+        if not rt.resumes and attempt.has_begun(place.parent):
             rt.say(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
     return place
 
@@ -72,15 +74,17 @@ def take_place(rt: Runtime) -> None:
     _is_there(status)
 
 
-def _lock(folder: Path, rt: Runtime) -> Path | str:
-    """Where to write before the first step. A problem is a text, because the other ranks wait for one."""
+def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | str:
+    """Where to write before the first step, and whether this start goes on with the run that is there. A problem is a text,
+    because the other ranks wait for one."""
     try:
         attempt.put_back(folder)
         rt.lock = lock.take(folder)
+        resumes = attempt.goes_on(folder, resume)
         if read_status(folder).get("status") == "running":  # and the lock was free
-            goes_on = "this start goes on from there" if rt.resumes else "train.resume=auto would go on from there"
+            goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
             rt.say(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
-        return attempt.place_of(folder, rt.resumes)
+        return attempt.place_of(folder, resumes), resumes
     except ConfigError as error:
         return str(error)
     except OSError as error:
@@ -92,21 +96,27 @@ def _take_place(status: RunStatus, rt: Runtime) -> str | None:
     folder = status.run_dir.parent
     with rt.leaving:  # a signal that came before this may be about to delete it
         try:
-            if attempt.is_beside(status) and rt.resumes:
+            if not attempt.is_attempt(status):
+                pass
+            elif rt.resumes:
                 attempt.go_on(folder)
-            elif attempt.is_beside(status):
+            elif not attempt.has_begun(folder):
+                attempt.begin(folder)
+            else:
                 assert rt.lock is not None
                 rt.lock, aside = attempt.replace(folder, rt.lock)
                 rt.say(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
+        except ConfigError as error:
+            return str(error)
         except OSError as error:
-            return f"run.dir={folder}: the earlier run in it cannot make room: {error}"
+            return f"run.dir={folder}: this start has done a step and cannot take its place there: {error}"
         _is_there(status)
     return None
 
 
 def _is_there(status: RunStatus) -> None:
     """Note that this start is the run of the directory, which has its name again."""
-    if attempt.is_beside(status):
+    if attempt.is_attempt(status):
         status.open(status.run_dir.parent)
     status.stepped = True
 
@@ -119,7 +129,8 @@ def _end_of_signal(rt: Runtime, number: int) -> None:
         return
     try:
         rt.say(f"\n{signal.Signals(number).name}: ended before the first step")
-        rt.status.end_of_signal(number)
-        rt.withdraw(refused=False)
+        if cause := rt.status.end_of_signal(number):
+            say(f"error: {cause}", error=True, level="error")
+        rt.withdraw()
     finally:
         end_process(128 + number)

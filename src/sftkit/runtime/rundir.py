@@ -46,7 +46,7 @@ ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
 
 ATTEMPT = ".attempt"
-"Folder inside the directory of an earlier run, in which a start writes until it has done a step: runtime/attempt.py."
+"Folder inside a run directory, in which a start writes until it has done a step: runtime/attempt.py."
 
 # ---- lines and results: tracking and evals ---------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ OPTIMIZER = f"{STATE}/optimizer"
 "In a step directory, the folder with the optimizer's states: checkpoint/state_store.py."
 
 _STEP = "step-"
-BEFORE_STEPS = (
+WRITTEN_OVER = (
     CONFIG,
     ENVIRONMENT,
     STATUS,
@@ -101,9 +101,12 @@ BEFORE_STEPS = (
     REPORT_DATA,
     TOKENIZER,
     COMPILE,
+    SAMPLES,
+    EVENTS,
+    BEST,
     f"{EVALUATIONS}/{_STEP}*",
 )
-"Glob patterns of what a start writes before it has done a step; where there is nothing else, there is no run."
+"Glob patterns of what a run writes, or writes over, that is there without one of OF_STEPS: no run has written it."
 OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
 "Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
 STEP_DIRS = f"{_STEP}*"

@@ -29,10 +29,10 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig
 from sftkit.config.terminal import Level, SayHandler, say
 from sftkit.config.topology import Topology, take_topology
-from sftkit.errors import ConfigError, DataError, Stopped
-from sftkit.runtime.attempt import is_beside, leaves_nothing, withdraw
+from sftkit.errors import ConfigError, Stopped
+from sftkit.runtime.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.runtime.hardware import device_name, why_no_gpu
-from sftkit.runtime.launcher import check_group
+from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.lock import RunLock
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 from sftkit.runtime.status import RunStatus, report
@@ -75,15 +75,14 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             # Told before signals are given back: the launcher sends one when another rank has failed.
-            refused = isinstance(error, ConfigError | DataError)
-            stays = self.status is not None and not leaves_nothing(self.status, refused)
+            stays = self.status is not None and not leaves_nothing(self.status)
             page = self.page if stays else None
             code = report(error, self.status, page) if isinstance(error, Exception) else None
             if code is not None and self.world_size > 1:
-                self.withdraw(refused)
+                self.withdraw()
                 end_process(code)  # closing the process group would wait for ranks that wait for this one
             self.at_end.close()  # which may write
-            self.withdraw(refused)
+            self.withdraw()
             if error is None and self.status is not None and self.status.stopped_by and "RANK" not in os.environ:
                 code = 128 + self.status.stopped_by  # torch's launcher would take it for a failure of a rank
         finally:
@@ -100,11 +99,12 @@ class Runtime:
             if self.lock is not None:
                 self.lock.release()
 
-    def withdraw(self, refused: bool) -> None:
+    def withdraw(self) -> None:
         """Leave the directory as it was, if this start has done no step; see attempt.withdraw."""
-        if self.is_main and self.status is not None and self.leaving.acquire(timeout=PATIENCE_SECONDS):
+        if self.lock is not None and self.status is not None and self.leaving.acquire(timeout=PATIENCE_SECONDS):
             try:
-                withdraw(self.status, refused)
+                if (kept := withdraw(self.status, self.lock)) is not None:
+                    self.say(f"what compile.debug has logged is in {kept} until the next start")
             except OSError:  # the disk is gone or full: the next start sweeps
                 pass
             finally:
@@ -112,7 +112,7 @@ class Runtime:
 
     def place(self, run_dir: Path) -> Path:
         """Return where to write now what belongs into the run directory."""
-        return self.status.run_dir if self.status is not None and is_beside(self.status) else run_dir
+        return self.status.run_dir if self.status is not None and is_attempt(self.status) else run_dir
 
     def open_status(self, run_dir: Path) -> RunStatus:
         """Return the status of the run in this directory, the same object until another directory is opened."""
@@ -226,6 +226,7 @@ def start(
     Raises:
         ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
+    check_variables(os.environ)
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(

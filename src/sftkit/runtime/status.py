@@ -147,17 +147,22 @@ class RunStatus:
         }
         _replace(self.run_dir / STATUS, values | more)
 
-    def end_of_signal(self, number: int) -> None:
+    def end_of_signal(self, number: int) -> str | None:
         """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
-        then how that one ended is what is written."""
+        then how that one ended is what is written.
+
+        Returns:
+            what is to be told of a rank that ended without a word, by the first of those that are left; None: nothing.
+        """
         with suppress(OSError):
             if self.failures():
-                return
+                return None
             if gone := self.gone():
                 text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
                 self.end("failed", first_failing_rank=gone[0], error=text)
-                return
+                return text if self.rank == min(self.neighbours.keys() - gone) else None
             self.end("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
+        return None
 
     def gone(self) -> list[int]:
         """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,

@@ -140,7 +140,7 @@ class Watchdog:
         self._end()
 
     def _end(self) -> NoReturn:
-        self._rt.withdraw(refused=False)
+        self._rt.withdraw()
         end_process(1)
 
 

@@ -26,6 +26,7 @@ from sftkit.data.prompts import Asked, asked
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine
+from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models.load import inherit, load_model
@@ -216,7 +217,8 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     )
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
-    there = (resumed["step"], resumed.get("tracker"), is_open(resumed))
+    check_steps_left(run, data.batches, resumed["step"])
+    there = (resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, *there) as tracker:
         trained = train(
@@ -231,6 +233,21 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
             checked=[prompt_check(data.asked)],
         )
     write_summary(run_dir, trained, rt)
+
+
+def check_steps_left(run: Run, batches: Batches, step: int) -> None:
+    """Refuse a new run that goes on from the last step of another: it would train nothing and save nothing.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
+    if run.resume.folder is not None and not run.rt.resumes and step >= last:
+        raise ConfigError(
+            f"train.resume={run.resume.setting}: it is at step {step}, and this run, a new one in {run.cfg.run.dir}, ends at "
+            f"step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start from its "
+            "weights with model.path"
+        )
 
 
 def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
@@ -251,5 +268,5 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
         recipe,
         identity,
     )
-    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=run.resume.setting is None)
+    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=not run.rt.resumes)
     return checkpoints

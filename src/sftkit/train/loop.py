@@ -258,10 +258,12 @@ def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
 
 def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
     """Whether an evaluation comes before the first step of this start: eval.at_start, or the one of the resumed step if
-    a stop has cut it short."""
+    a stop has cut it short, or if the checkpoint is another run's."""
     if step == 0:
         return cfg.at_start
-    return evaluation_due(cfg, step, total_steps) and rt.from_main(lambda: not has_row(run_dir / EVALS, step))
+    if not evaluation_due(cfg, step, total_steps):
+        return False
+    return not (rt.resumes and rt.from_main(lambda: has_row(run_dir / EVALS, step)))
 
 
 def end_tokens(orig_model: PreTrainedModel) -> list[int]:

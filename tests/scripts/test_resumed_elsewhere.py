@@ -1,0 +1,47 @@
+"""A script goes on from the checkpoint of another run: as a new run, that mixes with none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import preloaded
+import pytest
+from helpers import ROOT
+
+from sftkit.runtime.rundir import METRICS, step_dirs
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / METRICS).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_script_goes_on_from_the_checkpoint_of_another_run_in_a_run_of_its_own(tmp_path: Path) -> None:
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
+    settings = [f"data.cache_dir={tmp_path}/cache", 'data.train=[{path: "builtin:docs", max_rows: 20}]', "data.val=[]"]
+    settings += ["eval.tasks=[]", "eval.every=null", "data.max_length=64", "data.row_length=64", "checkpoint.every=2"]
+    settings += ["log.every=1", "compile.enabled=false", "checkpoint.best=null"]
+
+    def started(name: str, last: int, *words: str) -> tuple[int, str]:
+        own = [f"run.dir={tmp_path}/{name}", f"train.max_steps={last}", *words]
+        done = preloaded.run(["scripts/base_train.py", "recipes/smoke/base.yaml", *settings, *own], env=env)
+        return done.returncode, done.stdout + done.stderr
+
+    for name, last in (("one", 4), ("other", 3)):
+        code, told = started(name, last)
+        assert code == 0, told[-3000:]
+    named = f"train.resume={tmp_path}/one/step-000004"
+    code, told = started("other", 4, named)
+    assert code == 2, told[-3000:]
+    assert "there is nothing left to train" in told
+    assert steps(tmp_path / "other") == [1, 2, 3]
+    code, told = started("other", 6, named)
+    assert code == 0, told[-3000:]
+    assert f"{tmp_path}/other held an earlier run: it is now {tmp_path}/other.old-1" in told
+    assert steps(tmp_path / "other") == [5, 6]
+    assert steps(tmp_path / "other.old-1") == [1, 2, 3]
+    assert steps(tmp_path / "one") == [1, 2, 3, 4]
+    assert [folder.name for folder in step_dirs(tmp_path / "other")] == ["step-000006"]
+    assert len(step_dirs(tmp_path / "other.old-1")) == 2
