@@ -130,6 +130,11 @@ def test_what_the_words_of_a_command_line_hold_together_is_bounded_too(recipe: P
     assert "more than 5,000 values" in refused(recipe, *[f"k{i}={aliases}" for i in range(3)])
 
 
+def test_no_key_of_a_recipe_begins_a_line_of_its_own(recipe: Path) -> None:
+    recipe.write_text(f'{MINIMAL}"x\\nall is well": 1\nlog: {{"y\\nall is well": 1}}\n')
+    assert [line for line in refused(recipe).split("\n") if line.startswith("all")] == []
+
+
 def test_a_recipe_may_be_json(recipe: Path) -> None:
     assert read_config(recipe, ['data.train.0.name="\\ud83d\\ude00"'], world_size=1).data.train[0].name == "😀"
 

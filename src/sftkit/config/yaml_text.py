@@ -50,7 +50,8 @@ class Node:
 
 
 def dotted(keys: Sequence[str | int]) -> str:
-    return ".".join(str(key) for key in keys)
+    """Keys as a person writes them; a line break in one is written out, as it would begin a line of its own in a report."""
+    return ".".join(str(key) for key in keys).replace("\n", "\\n")
 
 
 MOST_BYTES = 64 * 1024
