@@ -333,3 +333,7 @@ def test_no_name_in_a_row_begins_a_line_of_its_own(
         sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
     (told,) = caplog.messages
     assert "\n" not in told
+    if "skipped" in told:
+        with pytest.raises(DataError) as error:
+            chat.tokenize(sources.parse(("a:2", json.loads(row))), tokenizer, max_length=500)
+        assert "\n" not in str(error.value)
