@@ -295,6 +295,7 @@ def main() -> None:
         "save_seconds": save_seconds,
         "total_seconds": round(time.monotonic() - began),
         "status": json.loads((other / STATUS).read_text())["status"],
+        "commit": versions["git"],
         "environment": {name: versions[name] for name in ("packages", "python", "platform", "device")},
     }
     text = json.dumps(result, indent=1)

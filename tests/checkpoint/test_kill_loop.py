@@ -8,6 +8,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
+from sftkit.runtime.hardware import git_state
+
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_the_one_left_alone(tmp_path: Path) -> None:
@@ -17,4 +19,5 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_one_left_alone(tmp_pat
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["kills"], result["faults"], result["differences_from_the_run_left_alone"]) == (6, [], [])
     assert result["status"] == "finished"
+    assert result["commit"] == git_state()
     assert [record["latest"] for record in result["records"]] == sorted(r["latest"] for r in result["records"])

@@ -26,11 +26,14 @@ STEERING = {
     "direction mark": ("a\u200fb", r"a\u200fb"),
     "no width": ("a\u200bb\ufeffc\u2060", r"a\u200bb\ufeffc\u2060"),
     "joiner between letters": ("pay\u200dpal", r"pay\u200dpal"),
+    "letters without a shape": ("a\u3164\u115f\u1160b\uffa0\u17b4", r"a\u3164\u115f\u1160b\uffa0\u17b4"),
+    "marks without a shape": ("a\u034fb\U0001d173", r"a\u034fb\U0001d173"),
+    "bytes as choices of a shape": ("a\ufe01 \u2714\ufe0f\ufe02", "a\\ufe01 \u2714\ufe0f\\ufe02"),
     "separators": ("a\u2028b\u2029c\x85d", r"a\u2028b\u2029c\x85d"),
     "tags": ("a\U000e0041", r"a\U000e0041"),
     "half a character": ("a\ud800", r"a\ud800"),
 }
-PLAIN = ("", "a\tb\nc", "Straße 你好 שלום עולם", "می\u200cخواهم", "👩\u200d👩\u200d👧 ✔\ufe0f", r"\x1b")
+PLAIN = ("", "a\tb\nc", "Straße 你好 שלום עולם", "می\u200cخواهم", "👩\u200d👩\u200d👧 ✔\ufe0f 1\ufe0f\u20e3", r"\x1b")
 
 
 @pytest.mark.parametrize(("text", "shown"), STEERING.values(), ids=STEERING)

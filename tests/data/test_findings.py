@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT
+from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data import cache, chat, findings, readers, sources
@@ -305,3 +306,34 @@ def test_oddities_are_of_the_row_as_it_was_read(tokenizer) -> None:
     before = json.dumps(row.messages)
     chat.tokenize(row, tokenizer, max_length=500)
     assert json.dumps(row.messages) == before
+
+
+FORGED = "x\nstep 1: all is well\rno, it is"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        json.dumps({FORGED: 1}),
+        json.dumps({"messages": [{"role": FORGED, "content": "x"}]}),
+        json.dumps({"conversations": [{FORGED: 1}]}),
+        with_arguments(**{FORGED: 1}),
+        with_arguments(**{FORGED: "text"}),
+        record(USER, {"role": "assistant", "content": "", "tool_calls": [{FORGED: 1}]}),
+    ],
+)
+def test_no_name_in_a_row_begins_a_line_of_its_own(
+    row: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{GOOD}\n{row}\n")
+    data = DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache"))
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+    with caplog.at_level(logging.WARNING, logger="sftkit"):
+        sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+    (told,) = caplog.messages
+    assert "\n" not in told
+    if "skipped" in told:
+        with pytest.raises(DataError) as error:
+            chat.tokenize(sources.parse(("a:2", json.loads(row))), tokenizer, max_length=500)
+        assert "\n" not in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import socket
 import sqlite3
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -464,6 +466,43 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None
     with caplog.at_level(logging.WARNING, logger="sftkit"):
         tracker.log_metrics(1, 2, METRICS)
     assert "1 lines are lost ([Errno 28]" in caplog.text
+
+
+@contextmanager
+def full_at(size: int) -> Iterator[None]:
+    """Files take so many bytes: what does not fit is written as far as it does, as on a disk that fills."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_leaves_whole_lines_and_events_wait_for_room(tmp_path: Path, caplog) -> None:
+    for name in ("metrics", "events"):  # so long that nothing else comes near the limit
+        row = json.dumps({"step": 0, "text": "é" * 500_000}, ensure_ascii=False)
+        (tmp_path / f"{name}.jsonl").write_text(f"{row}\n")
+    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
+        tracker.log_metrics(1, 9, METRICS)
+        with full_at((tmp_path / "metrics.jsonl").stat().st_size + 100):
+            tracker.log_metrics(2, 9, METRICS)
+            tracker.event("checkpoint_failed", 2, "step 2: a checkpoint was not written" + "." * 5000)
+            tracker.log_metrics(3, 9, METRICS)
+            tracker.event("spike", 3, "step 3: a spike" + "." * 5000)
+        assert "1 lines are lost" in caplog.text
+        assert "2 lines wait for room" in caplog.text
+        tracker.log_metrics(4, 9, METRICS)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 4]
+    assert [row.get("kind") for row in rows(tmp_path / "events.jsonl")] == [None, "checkpoint_failed", "spike"]
+
+
+def test_events_that_a_full_disk_did_not_take_are_written_at_the_end(tmp_path: Path) -> None:
+    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
+        (tmp_path / "events.jsonl").symlink_to("/dev/full")
+        tracker.event("spike", 3, "a spike")
+        (tmp_path / "events.jsonl").unlink()
+    assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [3]
 
 
 ONLINE = """

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +24,14 @@ from sftkit.config.schema import Config, source_label
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
-from sftkit.config.yaml_text import COMMAND_LINE, MOST_CHARACTERS, Keys, Node, dotted
+from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_CHARACTERS, MOST_VALUES, Keys, Node, dotted
 from sftkit.config.yaml_tree import apply_override, read_tree, render
 from sftkit.errors import ConfigError
 
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
+
+MOST_PROBLEMS = 30
+"That a report lists."
 
 
 def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
@@ -114,13 +118,17 @@ def _resolve(
     words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MOST_CHARACTERS:,} characters: put it into the recipe")
+    if sum(map(len, words)) > MOST_BYTES:
+        raise ConfigError(f"{COMMAND_LINE}: more than {MOST_BYTES // 1024} KiB of words: put them into the recipe")
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)
     if not tree.value and problems:
-        raise ConfigError("\n".join(problems))  # no file: what it lacks is no news
+        raise _report(problems)  # no file: what it lacks is no news
+    _refuse_too_many(tree, recipe)
     for word in harmless:
         apply_override(tree, word, problems)
+        _refuse_too_many(tree, recipe)
     _expand(tree, problems)
     for section in sections():  # an absent or emptied section has its defaults
         if tree.nearest((section,)).value is None or section not in tree.value:
@@ -134,8 +142,19 @@ def _resolve(
         place = tree.nearest(keys).place
         problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
     if problems or cfg is None:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+        raise _report(problems)
     return cfg, tree
+
+
+def _refuse_too_many(tree: Node, recipe: str) -> None:
+    if any(islice(_walk(tree, ()), MOST_VALUES, None)):
+        raise ConfigError(f"{recipe}: more than {MOST_VALUES:,} values, with what it extends and the {COMMAND_LINE}")
+
+
+def _report(problems: list[str]) -> ConfigError:
+    lines = list(dict.fromkeys(problems))
+    more = [f"... and {len(lines) - MOST_PROBLEMS:,} more problems"] if len(lines) > MOST_PROBLEMS else []
+    return ConfigError("\n".join(lines[:MOST_PROBLEMS] + more))
 
 
 def _row_ranks(problems: list[str]) -> int:
@@ -202,8 +221,11 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         return adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    for e in found:
+    for i, e in enumerate(found):
         keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
+        if i >= MOST_PROBLEMS:  # counted; what was meant takes its time to find
+            problems.append(dotted(keys))
+            continue
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place

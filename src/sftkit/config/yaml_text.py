@@ -50,13 +50,14 @@ class Node:
 
 
 def dotted(keys: Sequence[str | int]) -> str:
-    return ".".join(str(key) for key in keys)
+    """Keys as a person writes them; a line break in one is written out, as it would begin a line of its own in a report."""
+    return ".".join(str(key) for key in keys).replace("\n", "\\n")
 
 
 MOST_BYTES = 64 * 1024
-"Of a recipe file."
+"Of a recipe file with those that it extends, and of the words of the command line."
 MOST_VALUES = 5_000
-"Of a recipe file, or of a word of the command line; an alias counts as all that it stands for."
+"Of a file or a word, and of what they make together; an alias counts as all that it stands for."
 MOST_LEVELS = 32
 MOST_CHARACTERS = 10_000
 "Of one text."

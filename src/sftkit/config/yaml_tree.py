@@ -28,10 +28,10 @@ def merge(base: Node, top: Node) -> Node:
     return Node(merged, top.place)
 
 
-def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Node:
-    """The tree of a recipe file over the files that it `extends`."""
+def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_BYTES) -> Node:
+    """The tree of a recipe file over the files that it `extends`, all of which have `room` bytes together."""
     place = str(path)
-    text = _read_text(path, problems, chain[-1] if chain else None)
+    text = _read_text(path, problems, chain[-1] if chain else None, room)
     tree = Node({}, place) if text is None else parse(text, place, problems)
     if tree.value is None:
         tree = Node({}, place)
@@ -57,18 +57,19 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
         cycle = " -> ".join(str(p) for p in (*chain, base_path))
         problems.append(f"{place}: extends: goes round in a circle: {cycle}")
         return tree
-    return merge(read_tree(base_path, problems, chain), tree)
+    return merge(read_tree(base_path, problems, chain, room - len((text or "").encode())), tree)
 
 
-def _read_text(path: Path, problems: list[str], extended_by: Path | None) -> str | None:
+def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str | None:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
             problems.append(f"{path}: not a regular file, which a recipe must be")
             return None
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            problems.append(f"{path}: more than {MOST_BYTES // 1024} KiB, which no recipe has")
+            content = file.read(room + 1)
+        if len(content) > room:
+            together = " together with the files that extend it" if extended_by else ""
+            problems.append(f"{path}: more than {MOST_BYTES // 1024} KiB{together}, which no recipe has")
             return None
         return content.decode()
     except FileNotFoundError:

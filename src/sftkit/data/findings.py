@@ -76,4 +76,5 @@ def untold() -> Iterator[None]:
 
 
 def _short(words: str) -> str:
+    words = words.replace("\n", "\\n")  # as in errors.DataError
     return words if len(words) <= MOST_TEXT else f"{words[:MOST_TEXT]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from sftkit.runtime.rundir import ARCHIVED
@@ -26,6 +27,23 @@ def replace_shared(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Append to a file all of a text or, where the disk has no room for it, nothing.
+
+    Raises:
+        OSError: nothing was appended.
+    """
+    with path.open("ab", buffering=0) as file:
+        size, left = file.seek(0, os.SEEK_END), text.encode()
+        try:
+            while left:  # a disk that fills takes a part, and says so at the next try
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def own_name(path: Path) -> Path:

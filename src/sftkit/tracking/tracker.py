@@ -18,6 +18,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.runtime.console import terminal
+from sftkit.runtime.files import append_whole
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.rundir import (
     EVALS,
@@ -109,6 +110,7 @@ class Tracker:
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[Kind, str]] = set()
+        self._unwritten_events: list[dict[str, Any]] = []
         self._is_open = False
 
     def open(self) -> Tracker:
@@ -143,6 +145,7 @@ class Tracker:
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
                 self._record(event, self._step, first_line(error))  # the console has the whole error
+        self._write_events()
         if self._mirror is not None:
             self._mirror.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
             if said := self._mirror.finish(ending_of(self._run_dir, self._rt.status, error)):
@@ -225,18 +228,26 @@ class Tracker:
     def _record(self, kind: Kind, step: int, text: str) -> None:
         if not self._rt.is_main:
             return
-        self._write(EVENTS, [{"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}])
+        self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
+        self._write_events()
         if self._mirror is not None:
             title, level = ALERTS[kind]
             self._mirror.alert(title, step, shortened(text), level)
 
-    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines; a full disk costs them, not the run, whose checkpoint may still find room."""
+    def _write_events(self) -> None:
+        """Those that a full disk did not take wait for room."""
+        if self._unwritten_events and self._write(EVENTS, self._unwritten_events, "wait for room"):
+            self._unwritten_events = []
+
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]], otherwise: str = "are lost") -> bool:
+        """Append lines, whole or not at all; a full disk costs them, not the run, whose checkpoint may still find room."""
         try:
-            with (self._run_dir / name).open("a") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            append_whole(self._run_dir / name, text)
         except OSError as error:
-            log.warning("%s: %d lines are lost (%s)", self._run_dir / name, len(rows), first_line(error))
+            log.warning("%s: %d lines %s (%s)", self._run_dir / name, len(rows), otherwise, first_line(error))
+            return False
+        return True
 
     def _append(
         self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any] | None = None
@@ -244,7 +255,8 @@ class Tracker:
         """A line of a file, which the dashboard has with `axes` beside it."""
         if not self._rt.is_main:
             return
-        self._write(name, [{"step": step, "time": round(time.time(), 3), **values}])
+        if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
+            self._write_events()
         if self._mirror is not None:
             self._mirror.row(step, {**(axes or {}), **values})
 
