@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
+from sftkit.data.encode import Encoded, encode
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
 from sftkit.data.rows import require_conversation
@@ -77,7 +78,7 @@ def tokenize(
     else:
         texts = _answers(finder, tokenizer, learnable, split_turns, max_length, counts)
     counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
-    found = [_fit(row, text.ids, text.is_target, tokenizer, max_length, too_long) for text in texts]
+    found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
     counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
     examples = [example for one in found for example in one.examples]
@@ -101,6 +102,8 @@ class _Text(NamedTuple):
     "that are learned in it"
     reasoned: set[int]
     "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
+    rest: bool | None = None
+    "Whether what lies so far beyond max_length that it was not tokenized has targets; None: all was."
 
 
 def _answers(
@@ -117,16 +120,17 @@ def _answers(
     while left:
         last = max(left)
         document = finder.document(last, left)
-        ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
+        encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] = counts.get(BORDER, 0) + len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         number = len(document.spans.keys() - shared)
-        learned = _ended(tokenizer, ids, _inside(sorted(spans), starts, ends))
-        found.append(_Text(*learned, number, finder.reasoned(last, document.spans)))
+        learned = _ended(tokenizer, encoded, _inside(sorted(spans), encoded))
+        rest = None if encoded.whole else bool(spans)
+        found.append(_Text(*learned, number, finder.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
-        if left and len(found) == 1 and len(ids) > max_length + 1:
+        if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
             reach = _reach(finder.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
@@ -144,7 +148,7 @@ def _reach(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, m
         if tokens > most:
             return i
         text = conversation.answer_core(message) if message["role"] == "assistant" else message["content"].strip()
-        tokens += max(len(_encode(tokenizer, text)[0]) - 2, 0)
+        tokens += max(len(encode(tokenizer, text, most + 3).ids) - 2, 0)
     return len(messages)
 
 
@@ -163,20 +167,22 @@ def _everything(
     reasoned = finder.reasoned(last, document.spans)
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
     before = _answers(finder, tokenizer, apart, split, max_length, counts)
-    ids, starts, ends, shared = _encode_answers(tokenizer, document.text, document.spans, last)
+    encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
-    is_target = ~_inside(sorted(spans), starts, ends)
+    is_target = ~_inside(sorted(spans), encoded)
     number = len(set(finder.answers) - hidden - apart)
-    return [*before, _Text(*_ended(tokenizer, ids, is_target, last not in skipped), number, reasoned)]
+    learned = _ended(tokenizer, encoded, is_target, last not in skipped)
+    return [*before, _Text(*learned, number, reasoned, None if encoded.whole else True)]
 
 
 def _ended(
-    tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray, learned: bool = True
+    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, learned: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """A document with an end of turn: eos where the template writes none."""
-    if ids[-1] in end_of_turn_ids(tokenizer):
+    ids = encoded.ids
+    if not encoded.whole or ids[-1] in end_of_turn_ids(tokenizer):
         return ids, is_target
     if tokenizer.eos_token_id is None:
         raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
@@ -191,7 +197,8 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
         return None
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids, is_target = ids[:n].astype(np.int32), is_target[:n]
-    learned = tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # An array: of a list transformers looks at every number first.
+    learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
 
 
@@ -218,7 +225,7 @@ def render_prompt(
     text, _ = render(
         tokenizer, template_of(tokenizer, bool(tools)), checked, tools, add_generation_prompt=True, args=args
     )
-    return _encode(tokenizer, text)[0].tolist()
+    return encode(tokenizer, text).ids.tolist()
 
 
 def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
@@ -236,11 +243,11 @@ def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase) -> list[int]
     return render_prompt(row.messages[:k], tokenizer, row.tools, row.template_args)
 
 
-def _fit(
-    row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str
-) -> Tokenized:
+def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
+    ids, is_target = text.ids, text.is_target
     is_long = len(ids) > max_length + 1
-    size = f"{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
+    more = "more than " if text.rest is not None else ""
+    size = f"{more}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", why=size)
     if is_long and too_long == "error":
@@ -249,74 +256,60 @@ def _fit(
         )
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
-        beyond = is_target[max_length + 1 :].any()
+        beyond = is_target[max_length + 1 :].any() or text.rest
         why = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", why=why)
     return Tokenized([example], "truncated" if is_long else None)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids with the characters [start, end) that each covers. No special tokens are added: a template writes its
-    own, and apply_chat_template and inference servers add none either, so a second BOS cannot happen."""
-    if not tokenizer.is_fast:
-        raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    ends = np.maximum.accumulate(offsets[:, 1])
-    # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
-    starts = np.minimum(offsets[:, 0], np.append([0], ends[:-1])) if len(ends) else ends
-    return np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends
-
-
 def _encode_answers(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, set[int]]:
-    """Encode a text so that what stands before its last answer has the ids of the prompt alone; (ids, starts, ends, the
-    earlier answers for which that does not hold).
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
+) -> tuple[Encoded, set[int]]:
+    """Encode a text, or so many tokens of a long one, so that what stands before its last answer has the ids of the prompt
+    alone; with the earlier answers for which that does not hold.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """
-    ids, starts, ends = _encode(tokenizer, text)
+    encoded = encode(tokenizer, text, enough)
     pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
     specials = [found.span() for found in pattern.finditer(text)]
-    shared = {
-        k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], ids, starts, ends, specials)
-    }
+    shared = {k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], encoded, specials)}
     if last not in shared:
-        return ids, starts, ends, shared
+        return encoded, shared
+    if not encoded.whole:
+        return _encode_answers(tokenizer, text, spans, last, None)
     cut = spans[last][0][0]
-    before, after = _encode(tokenizer, text[:cut]), _encode(tokenizer, text[cut:])
-    joined = np.concatenate([before[0], after[0]])
-    if tokenizer.decode(joined.tolist()) != tokenizer.decode(ids.tolist()):
-        return ids, starts, ends, shared  # this tokenizer begins texts in another way
-    starts, ends = (np.concatenate([one, other + cut]) for one, other in zip(before[1:], after[1:], strict=True))
-    return joined, starts, ends, shared - {last}
+    before, after = encode(tokenizer, text[:cut]), encode(tokenizer, text[cut:])
+    joined = np.concatenate([before.ids, after.ids])
+    if tokenizer.decode(joined) != tokenizer.decode(encoded.ids):
+        return encoded, shared  # this tokenizer begins texts in another way
+    starts, ends = (np.concatenate([one, other + cut]) for one, other in zip(before[1:3], after[1:3], strict=True))
+    return Encoded(joined, starts, ends, whole=True), shared - {last}
 
 
-def _shares(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    cut: int,
-    ids: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    specials: list[Span],
-) -> bool:
+def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: Encoded, specials: list[Span]) -> bool:
     """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest from the last one of the
     prompt on decides.
 
     Args:
+        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special tokens
+            around that place is encoded here.
         specials: where they are in the text, ascending.
     """
     before = bisect_right(specials, cut, key=lambda span: span[1])
     begin = specials[before - 1][0] if before else 0
-    first, past = np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, cut, side="left")
-    alone, *_ = _encode(tokenizer, text[begin:cut])
-    return bool(past and ends[past - 1] > cut) or ids[first:past].tolist() != alone.tolist()
+    alone = encode(tokenizer, text[begin:cut]).ids
+    if not encoded.whole and cut >= encoded.ends[-1]:
+        end = specials[before][1] if before < len(specials) else len(text)
+        encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
+        cut, begin = cut - begin, 0
+    first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, cut, side="left")
+    return bool(past and encoded.ends[past - 1] > cut) or encoded.ids[first:past].tolist() != alone.tolist()
 
 
-def _inside(spans: list[Span], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
     """bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
+    starts, ends = encoded.starts, encoded.ends
     assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
     is_target = np.zeros(len(starts), dtype=bool)
     for start, end in spans:

@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
+from sftkit.data.encode import PIECE, encode
 from sftkit.data.rows import require_text
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
@@ -55,9 +56,20 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
-    ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
+    if len(text) <= PIECE:
+        ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
+    else:
+        before, after = _around(tokenizer)
+        ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
     if ids[:2] == [bos, bos]:
         ids = ids[1:]
     if ids[-1:] != [eos]:
         ids.append(eos)
     return np.asarray(ids, dtype=np.int32)
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before a text and after it."""
+    found, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    at = next(i for i in range(len(found)) if found[i : i + len(bare)] == bare)
+    return found[:at], found[at + len(bare) :]

@@ -1,0 +1,93 @@
+"""Text to token ids and the characters that each covers. Long texts are tokenized in pieces, and only as far as is asked for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from sftkit.errors import ConfigError
+
+PIECE = 2**16
+"Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
+MARGIN = 8
+"Words at the end of a piece that the next one repeats twice: what follows may change the last ones."
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text, from its beginning on."""
+
+    ids: np.ndarray
+    "int32 [n]"
+    starts: np.ndarray
+    "int64 [n]: the first character that each covers"
+    ends: np.ndarray
+    "int64 [n]: one past the last"
+    whole: bool
+    "Whether they are all tokens of the text."
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, enough: int | None = None, split_special_tokens: bool = False
+) -> Encoded:
+    """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
+    apply_chat_template and inference servers add none either, so a second BOS cannot happen.
+
+    A long text is cut between words of the tokenizer, inside of which its model works. The words before a cut come out of the
+    next piece once more; where they differ, or where there are none, the text is tokenized in one call.
+
+    Args:
+        enough: so many tokens will do, if there are more; null: all.
+        split_special_tokens: their text stands for the ordinary characters that it is.
+
+    Raises:
+        ConfigError: the tokenizer knows no character offsets.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
+    if len(text) <= PIECE:
+        return _arrays(_call(tokenizer, text, split_special_tokens))
+    parts, begin, tokens = [], 0, 0
+    again: list[list[int]] = [[], [], []]
+    while enough is None or tokens < enough:
+        encoded = _call(tokenizer, text[begin : begin + PIECE], split_special_tokens)
+        ids, starts, ends, _ = _arrays(encoded)
+        ended = begin + PIECE >= len(text)
+        borders = [0] * 2 * MARGIN + _borders(encoded)
+        kept = len(ids) if ended else borders[-2 * MARGIN]
+        found = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
+        if found != again or not (ended or ends[:kept].any()):
+            return _arrays(_call(tokenizer, text, split_special_tokens))
+        again = [one[kept : borders[-MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
+        parts.append((ids[:kept], starts[:kept] + begin, ends[:kept] + begin))
+        tokens += kept
+        if ended:
+            return Encoded(*map(np.concatenate, zip(*parts, strict=True)), whole=True)
+        begin += int(ends[kept - 1])
+    return Encoded(*map(np.concatenate, zip(*parts, strict=True)), whole=False)
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: bool) -> BatchEncoding:
+    return tokenizer(
+        text,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        split_special_tokens=split_special_tokens,
+        verbose=False,
+    )
+
+
+def _arrays(encoded: BatchEncoding) -> Encoded:
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
+    starts = np.minimum(offsets[:, 0], np.append([0], ends[:-1])) if len(ends) else ends
+    return Encoded(np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends, whole=True)
+
+
+def _borders(encoded: BatchEncoding) -> list[int]:
+    """Tokens with which a word of the tokenizer begins, but for the first."""
+    words = np.asarray([-1 if word is None else word for word in encoded.word_ids(0)])
+    return (np.flatnonzero(words[1:] != words[:-1]) + 1).tolist()
