@@ -48,9 +48,9 @@ def encode(
         raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
     if len(text) <= PIECE:
         return _arrays(_call(tokenizer, text, split_special_tokens))
-    parts, begin, tokens = [], 0, 0
+    parts, begin, tokens, ended = [], 0, 0, False
     again: list[list[int]] = [[], [], []]
-    while enough is None or tokens < enough:
+    while not ended and (enough is None or tokens < enough):
         encoded = _call(tokenizer, text[begin : begin + PIECE], split_special_tokens)
         ids, starts, ends, _ = _arrays(encoded)
         ended = begin + PIECE >= len(text)
@@ -62,10 +62,9 @@ def encode(
         again = [one[kept : borders[-MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
         parts.append((ids[:kept], starts[:kept] + begin, ends[:kept] + begin))
         tokens += kept
-        if ended:
-            return Encoded(*map(np.concatenate, zip(*parts, strict=True)), whole=True)
-        begin += int(ends[kept - 1])
-    return Encoded(*map(np.concatenate, zip(*parts, strict=True)), whole=False)
+        begin += int(ends[kept - 1]) if kept else 0
+    ids, starts, ends = map(np.concatenate, zip(*parts, strict=True))
+    return Encoded(ids, starts, ends, ended)
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: bool) -> BatchEncoding:
