@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,8 +54,10 @@ TOPOLOGIES = {
     "fsdp2 x tensor": Topology(shards=2, tensor=2, sharded=True),
     "fsdp2 x context": Topology(shards=2, context=2, sharded=True),
 }
-ANY_LENGTH: Any = ()
-"In place of a tokenizer where only its length is looked at."
+NO_TOKENS: Any = SimpleNamespace(
+    get_vocab=dict, added_tokens_decoder={}, bos_token=None, eos_token=None, pad_token=None, chat_template=None
+)
+"In place of a tokenizer where only its tokens are looked at."
 
 
 def start() -> Runtime:
@@ -83,7 +86,7 @@ class Job:
         self.rt = replace(rt, topology=TOPOLOGIES[topology], precision=precision)
         self.again = partial(Job, rt, topology, folder, precision, sharding, optim, chat_template)
         source = ModelConfig(path=str(folder), chat_template=chat_template)
-        tokenizer = load_tokenizer(source) if chat_template else ANY_LENGTH
+        tokenizer = load_tokenizer(source) if chat_template else NO_TOKENS
         self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.sharded)
         self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))
         self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)

@@ -28,7 +28,7 @@ from sftkit.config.schema import (
 )
 from sftkit.data.collate import Batch
 from sftkit.data.loader import Batches
-from sftkit.engine import blocks, gradient_check, gradient_samples, step
+from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_samples, step
 from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine
 from sftkit.engine.gradient_check import GradientCheck
@@ -454,7 +454,7 @@ def test_a_head_whose_gradient_misses_rows_of_no_documents_token_is_found(tmp_pa
         return sums
 
     handles: list[Any] = []
-    monkeypatch.setattr(gradient_check, "TOKENS", 4)
+    monkeypatch.setattr(gradient_rows, "TOKENS", 4)
     monkeypatch.setattr(ModelWithLoss, "sums_of_chosen", wrong)
     monkeypatch.setattr(gradient_check._Sides, "_plain", unhooked(gradient_check._Sides._plain, handles))
     engine, _ = engine_with(tmp_path, orig_model)

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.generation.answer import Sampling
 from sftkit.generation.decode import stream
 from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
 from sftkit.models.structure import attention_windows, count_parameters, positions, train_flops
@@ -158,7 +159,7 @@ def test_an_error_while_streaming_reaches_the_caller(tokenizer, monkeypatch) -> 
     model = tiny_llama()
     monkeypatch.setattr(model, "generate", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        list(stream(model, tokenizer, [{"role": "user", "content": "Hi"}], max_new_tokens=3))
+        list(stream(model, tokenizer, [{"role": "user", "content": "Hi"}], Sampling(max_new_tokens=3)))
 
 
 def test_a_folder_with_only_a_tokenizer_serves_as_model_tokenizer(tmp_path: Path, tokenizer) -> None:

@@ -164,11 +164,9 @@ def _editing() -> Iterator[None]:
 def _signals() -> Iterator[None]:
     """Inside, a Ctrl-C is a KeyboardInterrupt and other signals end by SystemExit: line editing, which changes the terminal, puts
     it back. A script's own way would end the process at once."""
-    listening = signal.set_wakeup_fd(-1)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with exit_on_signals():
+    with exit_on_signals():
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
             yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.set_wakeup_fd(listening)
+        finally:
+            signal.signal(signal.SIGINT, before)

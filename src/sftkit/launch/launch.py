@@ -267,10 +267,10 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     Raises:
         ConfigError: the recipe or what it starts from is wrong, or there is no such script.
     """
+    if not Path(shipped(script)).is_file():
+        raise ConfigError(f"{script}: no such script")
     cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
     script = shipped(script)
-    if not Path(script).is_file():
-        raise ConfigError(f"{script}: no such script")
     if line := finished(cfg):
         say(line)
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
-from sftkit.runtime.rundir import EVALS, METRICS, RESULTS, SAMPLES, is_archived
+from sftkit.runtime.rundir import EVALS, EVALUATIONS, METRICS, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
 from sftkit.tracking import panels
 from sftkit.tracking.names import RUN_VALUES, TABLES
 from sftkit.tracking.panels import Curve, Number, Panel, Section, Shown
@@ -91,7 +91,7 @@ def names_of(run_dir: Path | None) -> set[str] | None:
         return None
     check_run(run_dir)
     names = logged_by(run_dir)
-    if any(Path("runs/validate").glob("*/validation.json")):
+    if any(Path("runs/validate").glob(f"*/{VALIDATION}")):
         names |= {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")}
     return names
 
@@ -112,7 +112,7 @@ def logged_by(run_dir: Path) -> set[str]:
     for record in (proof_of(run_dir), preflight_of(run_dir)):
         found |= {table.name for table in record.tables} | record.summary.keys()
     found |= {"samples"} if read_rows(run_dir / SAMPLES) else set()
-    return found | ({"eval/results"} if any(run_dir.glob(f"evals/step-*/{RESULTS}")) else set())
+    return found | ({"eval/results"} if any(run_dir.glob(f"{EVALUATIONS}/{STEP_DIRS}/{RESULTS}")) else set())
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
