@@ -33,7 +33,8 @@ def main() -> int:
         stage_started = time.time()
         code = launch.run(name, str(folder / f"{stage}.yaml"), overrides)
         if was_stopped(runs[stage], stage_started):
-            say(f"stopped; go on: {invocation('scripts/run_chain.py', *sys.argv[1:], 'train.resume=auto')}")
+            words = [word for word in sys.argv[1:] if not word.startswith("train.resume=")]
+            say(f"stopped; go on: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
             return code
         if code != 0:
             return code

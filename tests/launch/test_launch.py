@@ -16,6 +16,7 @@ from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.launch import Hardware, choose, count_visible
 from sftkit.models.size import GIB, Replica
+from sftkit.runtime import lock
 from sftkit.runtime.launcher import signal_env
 
 RECIPE = """
@@ -336,3 +337,14 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
     status = json.loads((folder / "run_status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 4)
     assert status["error"].startswith("killed by SIGKILL: ")
+
+
+def test_a_directory_in_which_a_run_is_at_work_is_refused_before_anything_is_started(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    (tmp_path / "run").mkdir()
+    held = lock.take(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"a run is at work there .*{os.getpid()}"):
+        launch.run(__file__, str(recipe), [f"run.dir={tmp_path}/run"])
+    held.release()

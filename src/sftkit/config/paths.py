@@ -35,6 +35,8 @@ def expanded(path: str) -> str:
 def did_you_mean(path: str) -> str:
     """Return a sentence that names what is there and a missing path may have meant; empty: nothing is like it."""
     wanted = Path(path)
+    if wanted.exists():
+        return ""  # of another kind than was asked for
     try:
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
         there = sorted(entry.name for entry in folder.iterdir())

@@ -29,6 +29,7 @@ from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import inputs_of
 from sftkit.runtime.killed import killed_by, tell_killed
 from sftkit.runtime.launcher import signal_env
+from sftkit.runtime.lock import refuse_at_work
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import heeded, torch_passes_on_once
 from sftkit.runtime.status import resume_command, stopped_by
@@ -271,6 +272,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         raise ConfigError(f"{script}: no such script")
     cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
     script = shipped(script)
+    refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
         say(line)
         return 0

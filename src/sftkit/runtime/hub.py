@@ -107,6 +107,10 @@ def find_model(path: str, revision: str | None = None) -> str:
         ConfigError: neither of them.
     """
     found = resolve(path)
+    if Path(found).is_file():
+        raise ConfigError(
+            f"{path}: a file, and a model is a folder or a name on the hub. Of a recipe name its run (run.dir)"
+        )
     if Path(found).is_dir() or (why := why_not_there(found, "model", revision)) is None:
         return found
     raise ConfigError(f"{path}: {not_found(path, 'model', why, download_help(path))}")

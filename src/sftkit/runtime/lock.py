@@ -162,6 +162,12 @@ def at_work(run_dir: Path) -> bool | None:
     return holder.lives() if holder is not None and holder.is_here() else None
 
 
+def refuse_at_work(run_dir: Path) -> None:
+    """Raise ConfigError where a run is at work in a directory: `take` would, later and for certain."""
+    if at_work(run_dir):
+        raise ConfigError(_refusal(run_dir / LOCK, read_holder(run_dir / LOCK)))
+
+
 def place() -> tuple[str, str, str]:
     """Where process ids have a meaning: host, boot of its kernel, namespace. Host names alone may be the same on several
     machines."""
