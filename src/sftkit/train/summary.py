@@ -53,8 +53,8 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     speed = trained.metrics.get("perf/tok_per_sec")
     how = "stopped at" if trained.stopped else "finished"
     rt.say(
-        f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens, {speed or 0:,.0f} tok/s, "
-        f"{trained.train_seconds:.0f} s in steps"
+        f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens; of this start "
+        f"{trained.train_seconds:.0f} s in steps, at the end {speed or 0:,.0f} tok/s"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.say(f"checkpoint: {where}")
