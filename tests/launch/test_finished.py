@@ -17,6 +17,7 @@ from sftkit.launch.chain import is_evaluated
 from sftkit.launch.finished import finished
 from sftkit.runtime import lock
 from sftkit.runtime.made_from import write_made_from
+from sftkit.runtime.manifest import digest
 
 RECIPE = (
     "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"
@@ -129,9 +130,15 @@ def test_an_evaluation_of_the_newest_checkpoint_is_not_repeated(recipe: Path) ->
     cfg, folder = resumed(recipe), recipe.parent / "run" / "evals" / "final"
     assert not is_evaluated(cfg)
     folder.mkdir(parents=True)
-    settings = {"model": str(recipe.parent / "run" / "step-000003"), "max_examples": None}
+    newest = recipe.parent / "run" / "step-000003"
+    settings = {"model": str(newest), "manifest": digest(newest), "max_examples": None}
     (folder / "results.json").write_text(json.dumps([{"settings": settings}]))
     assert is_evaluated(cfg)
     assert not is_evaluated(resumed(recipe, "eval.max_examples=2"))
+    (newest / "model.safetensors").write_bytes(b"trained again")
+    (newest / "manifest.json").unlink()
+    assert not is_evaluated(cfg)
+    write_manifest(newest, 3, entries(newest, [path for path in newest.rglob("*") if path.is_file()]))
+    assert not is_evaluated(cfg), "other bytes of the same name"
     (recipe.parent / "run" / "LATEST").write_text("step-000004\n")
     assert not is_evaluated(cfg)
