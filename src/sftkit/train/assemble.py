@@ -101,7 +101,7 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_made_from(folder, cfg, rt.resumes)):
-            rt.say(warning, "warning")
+            rt.say(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 
