@@ -48,7 +48,7 @@ TORCH_FREE = (
     *("preflight/flags.py", "preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
     *("data/origin.py", "data/rows.py", "data/readers.py", "data/conversation.py", "data/hub.py", "runtime/hub.py"),
     *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "progress")),
-    *(f"runtime/{name}.py" for name in ("rundir", "script", "signals", "status", "words")),
+    *(f"runtime/{name}.py" for name in ("made_from", "rundir", "script", "signals", "status", "words")),
 )
 "Rooms and modules that are read before, or without, torch."
 

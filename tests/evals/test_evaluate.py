@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -175,7 +176,7 @@ def test_prompts_that_lose_their_beginning_are_counted(model, tokenizer, caplog)
     assert "then: 1 prompts are longer than the model reads" in caplog.text
 
 
-def test_results_say_what_was_evaluated_and_with_what(model, tokenizer) -> None:
+def test_results_say_what_was_evaluated_and_with_what(tmp_path: Path, model, tokenizer) -> None:
     suite = Suite(EvalConfig(batch_size=3), model, tokenizer, cpu_runtime(), tasks=(choices_task(),), model_name="x/y")
     (found,) = suite.run_tasks()
     settings = found.result.settings
@@ -183,6 +184,10 @@ def test_results_say_what_was_evaluated_and_with_what(model, tokenizer) -> None:
     assert settings["device"].startswith("CPU")
     assert settings["torch"] == torch.__version__
     assert {"transformers", "sftkit", "git", "shots", "max_examples"} <= settings.keys()
+    assert settings["manifest"] is None
+    (tmp_path / "manifest.json").write_bytes(b"one")
+    here = replace(suite, model_name=str(tmp_path))
+    assert here.about["manifest"] == hashlib.sha256(b"one").hexdigest()
 
 
 def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> None:

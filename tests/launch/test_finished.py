@@ -16,9 +16,12 @@ from sftkit.launch import launch
 from sftkit.launch.chain import is_evaluated
 from sftkit.launch.finished import finished
 from sftkit.runtime import lock
+from sftkit.runtime.made_from import write_made_from
+from sftkit.runtime.manifest import digest
 
 RECIPE = (
-    "model: {{path: {0}/base}}\ndata: {{train: [{{path: {0}/rows.jsonl}}], max_length: 64}}\ntrain: {{max_steps: 3}}\n"
+    "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"
+    "data: {{train: [{{path: {0}/rows}}], max_length: 64}}\ntrain: {{max_steps: 3}}\n"
 )
 
 
@@ -27,7 +30,12 @@ def recipe(tmp_path: Path) -> Path:
     """A recipe, its data, and a run that has trained it to the end."""
     path, run_dir = tmp_path / "sft.yaml", tmp_path / "run"
     path.write_text(f"run: {{dir: {run_dir}}}\n{RECIPE.format(tmp_path)}")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "rows").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "rows" / f"{name}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     base = tmp_path / "base" / "step-000009"
     base.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
@@ -42,11 +50,9 @@ def recipe(tmp_path: Path) -> Path:
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     write_manifest(checkpoint, 3, entries(checkpoint, files))
     (run_dir / "LATEST").write_text("step-000003\n")
-    (run_dir / "config.yaml").write_text("")
+    write_made_from(run_dir, read_config(path), resumes=False)
     change(run_dir / "run_status.json", status="finished")
     change(run_dir / "summary.json", step=3, total_steps=3, stopped=False)
-    for old in (tmp_path / "rows.jsonl", tmp_path / "base" / "LATEST"):
-        os.utime(old, (1, 1))
     return path
 
 
@@ -76,38 +82,63 @@ WHY_NOT = {
     "damaged": lambda run: (run / "step-000003" / "model.safetensors").write_bytes(b"weighty"),
     "no summary": lambda run: (run / "summary.json").unlink(),
     "broken recipe": lambda run: (run / "step-000003" / "recipe.yaml").write_text("[1"),
-    "new data": lambda run: os.utime(run.parent / "rows.jsonl"),
-    "data in a folder": lambda run: new_row_in_a_folder(run.parent / "rows.jsonl"),
-    "base trained again": lambda run: os.utime(run.parent / "base" / "LATEST"),
+    "no record": lambda run: (run / "made_from.json").unlink(),
+    "damaged record": lambda run: (run / "made_from.json").write_text("[]"),
+    "newer data": lambda run: os.utime(run.parent / "rows" / "a.jsonl"),
+    "older data": lambda run: os.utime(run.parent / "rows" / "a.jsonl", (1, 1)),
+    "more data": lambda run: (run.parent / "rows" / "c.jsonl").write_text("{}\n"),
+    "less data": lambda run: (run.parent / "rows" / "b.jsonl").unlink(),
+    "another template": lambda run: (run.parent / "chat.jinja").write_text("{{ message }}"),
+    "another tokenizer": lambda run: (run.parent / "tokenizer" / "tokenizer_config.json").write_text("{ }"),
+    "another model": lambda run: (run.parent / "base" / "step-000009" / "config.json").write_text("{ }"),
     "at work": lock.take,
     "no run": shutil.rmtree,
 }
 WORDS = {"anew": ("train.resume=null",), "another seed": ("run.seed=5",)}
 
 
-def new_row_in_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-    (path / "new.jsonl").write_text("{}\n")
-
-
 @pytest.mark.parametrize("why", WHY_NOT)
 def test_every_other_run_is_started(recipe: Path, why: str) -> None:
     assert finished(resumed(recipe)) is not None
     WHY_NOT[why](recipe.parent / "run")
-    later = (recipe.parent / "run" / "config.yaml", recipe.parent / "rows.jsonl", recipe.parent / "base" / "LATEST")
-    if why in ("new data", "data in a folder", "base trained again"):
-        os.utime(later[0], (2, 2))
     assert finished(resumed(recipe, *WORDS.get(why, ()))) is None
+
+
+def test_weights_that_have_changed_since_are_told_by_every_start_until_they_are_allowed(recipe: Path) -> None:
+    run, base = recipe.parent / "run", recipe.parent / "base"
+    os.utime(base / "LATEST")
+    assert "warning" not in (finished(resumed(recipe)) or "warning"), "the same checkpoint"
+    weights = base / "step-000009" / "model.safetensors"
+    os.utime(weights, (1, 1))
+    told = f"model.path={base}: its weights have changed since this run began ({weights})"
+    for _ in range(2):
+        line = finished(resumed(recipe))
+        assert line is not None
+        assert line.startswith("finished at step 3 of 3")
+        assert f"\nwarning: {told}" in line
+        assert (write_made_from(run, resumed(recipe), resumes=True) or "").startswith(told)
+    allowed = resumed(recipe, "train.resume_changes=[model.path]")
+    assert finished(allowed) is None
+    assert write_made_from(run, allowed, resumes=True) is None
+    assert "warning" not in (finished(resumed(recipe)) or "warning")
+    shutil.copytree(base / "step-000009", base / "step-000012")
+    (base / "LATEST").write_text("step-000012\n")
+    assert "warning" in (finished(resumed(recipe)) or "")
 
 
 def test_an_evaluation_of_the_newest_checkpoint_is_not_repeated(recipe: Path) -> None:
     cfg, folder = resumed(recipe), recipe.parent / "run" / "evals" / "final"
     assert not is_evaluated(cfg)
     folder.mkdir(parents=True)
-    settings = {"model": str(recipe.parent / "run" / "step-000003"), "max_examples": None}
+    newest = recipe.parent / "run" / "step-000003"
+    settings = {"model": str(newest), "manifest": digest(newest), "max_examples": None}
     (folder / "results.json").write_text(json.dumps([{"settings": settings}]))
     assert is_evaluated(cfg)
     assert not is_evaluated(resumed(recipe, "eval.max_examples=2"))
+    (newest / "model.safetensors").write_bytes(b"trained again")
+    (newest / "manifest.json").unlink()
+    assert not is_evaluated(cfg)
+    write_manifest(newest, 3, entries(newest, [path for path in newest.rglob("*") if path.is_file()]))
+    assert not is_evaluated(cfg), "other bytes of the same name"
     (recipe.parent / "run" / "LATEST").write_text("step-000004\n")
     assert not is_evaluated(cfg)

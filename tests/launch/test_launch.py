@@ -49,17 +49,17 @@ def test_without_a_gpu_one_process_gets_all_cores():
         (2, 2, 2, "2 CPU cores -> accelerate_configs/cpu.yaml, 2 threads"),
         (2, 1, 1, "2 CPU cores, 1 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
         (2, 0, 1, "2 CPU cores, 2 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
-        (8, 15, 8, "8 CPU cores -> accelerate_configs/cpu.yaml, 8 threads"),  # each core is two CPUs
+        (8, 7, 7, "8 CPU cores, 1 of them busy -> accelerate_configs/cpu.yaml, 7 threads"),
         (8, None, 8, "8 CPU cores -> accelerate_configs/cpu.yaml, 8 threads"),
     ],
 )
 def test_a_core_that_others_keep_busy_gets_no_thread(cores: int, idle: int | None, threads: int, said: str):
-    chosen = choose(Hardware(0, cores, idle_cpus=idle), 32, {})
+    chosen = choose(Hardware(0, cores, idle_cores=idle), 32, {})
     assert chosen.env["OMP_NUM_THREADS"] == str(threads)
     assert chosen.summary == f"hardware: no GPU, {said}"
 
 
-def test_idle_cpus_are_those_without_work_between_two_looks(monkeypatch: pytest.MonkeyPatch):
+def test_idle_cores_are_those_without_work_between_two_looks(monkeypatch: pytest.MonkeyPatch):
     looks = iter(
         [
             "cpu  9 9 9 9\ncpu0 100 0 0 500 50 0 0 0 0 0\ncpu1 100 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\nintr 5\n",
@@ -68,9 +68,24 @@ def test_idle_cpus_are_those_without_work_between_two_looks(monkeypatch: pytest.
     )
     monkeypatch.setattr(launch, "_read", lambda path: next(looks) if path == "/proc/stat" else "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert launch.idle_cpus() == 1
+    assert launch.idle_cores() == 1
     monkeypatch.setattr(launch, "_read", lambda path: "")
-    assert launch.idle_cpus() is None
+    assert launch.idle_cores() is None
+
+
+def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPatch):
+    """Four cores of two CPUs: of the first both work, of the second one, of the third one that this process may not use."""
+    busy = [1, 1, 0, 0, 1, 0, 1, 0]  # CPU n and n + 4 share a core
+    looks = iter(["".join(f"cpu{cpu} {50 * look * works} 0 0 {50 * look * (1 - works)} 0 0 0 0\n" for cpu, works in enumerate(busy))
+                  for look in (1, 2)])  # fmt: skip
+    siblings = {
+        f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
+        for cpu in range(8)
+    }
+    monkeypatch.setattr(launch, "_read", lambda path: next(looks) if path == "/proc/stat" else siblings.get(path, ""))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 7})
+    assert launch.idle_cores() == 1
+    assert launch.cpu_cores() == 4
 
 
 @pytest.mark.parametrize(

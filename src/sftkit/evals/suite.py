@@ -28,6 +28,7 @@ from sftkit.generation.decode import generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
 from sftkit.runtime.hardware import environment
+from sftkit.runtime.manifest import digest
 from sftkit.runtime.progress import working
 from sftkit.runtime.rundir import evaluation_dir
 from sftkit.runtime.start import Runtime
@@ -170,6 +171,7 @@ class Suite:
         packages: Any = here["packages"]
         return {
             "model": self.model_name or (str(self.run_dir) if self.run_dir else None),
+            "manifest": digest(Path(self.model_name)) if self.model_name else None,
             "dtype": str(self.orig_model.dtype).removeprefix("torch."),
             "device": here["device"],
             "processes": self.rt.world_size,

@@ -16,6 +16,7 @@ from sftkit.config.stages import SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import inputs_of
+from sftkit.runtime.manifest import digest
 from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY, latest
 from sftkit.runtime.status import read_status
 
@@ -57,11 +58,16 @@ def evaluate_command(sft: Config) -> list[str]:
 
 
 def is_evaluated(sft: Config) -> bool:
-    """Whether evaluate_command has scored this checkpoint before, on as many instances."""
+    """Whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(sft.run.dir)
     try:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
-        return (settings["model"], settings["max_examples"]) == (str(latest(run_dir)), sft.eval.max_examples)
+        newest = latest(run_dir)
+        manifest = digest(newest) if newest is not None else None
+        return manifest is not None and (settings["manifest"], settings["max_examples"]) == (
+            manifest,
+            sft.eval.max_examples,
+        )
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.config.yaml_text import RecipeLoader
 from sftkit.runtime.lock import at_work
+from sftkit.runtime.made_from import made_from, read_made_from, weights_changed
 from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import CONFIG, LATEST, RECIPE, SUMMARY, latest, step_name
+from sftkit.runtime.rundir import RECIPE, SUMMARY, latest, step_name
 from sftkit.runtime.status import read_status
 
 
 def finished(cfg: Config) -> str | None:
     """Return a line that says so where train.resume=auto would find the run at its last step; None: it has to be started.
 
-    The recipe is the one that it was trained by, its newest checkpoint is whole, and neither data nor the run that it came
-    from have changed since it began.
+    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made from are those
+    that it has written down. Weights that have changed since are told of, as nothing would be trained from them.
     """
     run_dir = Path(cfg.run.dir)
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
@@ -34,26 +34,19 @@ def finished(cfg: Config) -> str | None:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
-        began = (run_dir / CONFIG).stat().st_mtime
-        if any(path.stat().st_mtime > began for path in _inputs(cfg)) or verify(newest) is not None:
+        began, now = read_made_from(run_dir), made_from(cfg)
+        if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None  # the start itself says what is wrong
-    return f"finished at step {step} of {total_steps}, nothing left to train: {newest}"
+    warning = weights_changed(cfg, began, now)
+    if warning is not None and "model.path" in cfg.train.resume_changes:
+        return None  # the start writes them down
+    line = f"finished at step {step} of {total_steps}, nothing left to train: {newest}"
+    return line if warning is None else f"{line}\nwarning: {warning}"
 
 
 def _recipe(text: str) -> dict[str, Any]:
     """The settings of a resolved recipe without those that say how a run is resumed."""
     recipe = yaml.load(text, Loader=RecipeLoader)
     return {**recipe, "train": {**recipe["train"], "resume": None, "resume_changes": None}}
-
-
-def _inputs(cfg: Config) -> Iterator[Path]:
-    """Files on this machine that the run was made from."""
-    training = cfg.model.train_tokenizer
-    for source in (*cfg.data.train, *cfg.data.val, *((training and training.sources) or ())):
-        path = Path(source.path)
-        yield from path.rglob("*") if path.is_dir() else [path] * path.exists()
-    parent = Path(cfg.model.path or "") / LATEST
-    if cfg.model.path and parent.exists():
-        yield parent

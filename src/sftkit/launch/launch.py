@@ -51,8 +51,8 @@ class Hardware:
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
-    idle_cpus: int | None = None
-    "CPUs among those that it may use which nobody keeps busy just now; None: unknown."
+    idle_cores: int | None = None
+    "Physical cores among those that it may run on of which nobody keeps a CPU busy just now; None: unknown."
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def choose(
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
     if hardware.gpus == 0:
         name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
-        free = hardware.cpu_cores if hardware.idle_cpus is None else min(hardware.cpu_cores, hardware.idle_cpus)
+        free = hardware.cpu_cores if hardware.idle_cores is None else min(hardware.cpu_cores, hardware.idle_cores)
         env["OMP_NUM_THREADS"] = str(max(1, free))  # accelerate launch would set 1
         cores += f", {hardware.cpu_cores - free} of them busy" if free < hardware.cpu_cores else ""
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
@@ -133,7 +133,7 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = count_visible(listing, visible)
     if not gpus:
-        return Hardware(0, cpu_cores(), idle_cpus=idle_cpus())
+        return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
     memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
@@ -174,31 +174,48 @@ def _nvidia_smi(*options: str) -> list[str]:
 
 def cpu_cores() -> int:
     """Physical cores among the CPUs that this process may use, no more than a container's quota. At least 1."""
-    if not hasattr(os, "sched_getaffinity"):
+    cpus = _usable()
+    if not cpus:
         return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
-    cores = len({_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus})
+    cores = len({_core_of(cpu) for cpu in cpus})
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal():
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
 
-def idle_cpus() -> int | None:
-    """Of the CPUs that this process may use, as many as have been idle in half a second; None: the system does not say."""
+def idle_cores() -> int | None:
+    """Of the physical cores that this process may use, as many as have been idle in half a second; None: the system does not say.
+
+    A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
+    """
     before = _idle_ticks()
     time.sleep(_LOOK_SECONDS)
     after = _idle_ticks()
-    shares = [(idle - before[cpu][0]) / (total - before[cpu][1] or 1) for cpu, (idle, total) in after.items()]
+    cores: dict[str, float] = {}
+    for cpu, (idle, total) in after.items():
+        share = (idle - before[cpu][0]) / (total - before[cpu][1] or 1)
+        cores[_core_of(cpu)] = min(share, cores.get(_core_of(cpu), 1.0))
+    own = {_core_of(cpu) for cpu in _usable()}
+    shares = [share for core, share in cores.items() if core in own]
     return round(sum(shares)) if shares else None
 
 
 def _idle_ticks() -> dict[int, tuple[int, int]]:
-    """CPU that this process may use -> (ticks without work, all ticks) since the machine was started; {} where it is not said."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    """CPU -> (ticks without work, all ticks) since the machine was started; {} where it is not said."""
     found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
-    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found if int(cpu) in usable}
+    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
     return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
+
+
+def _usable() -> set[int]:
+    """CPUs that this process may run on; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _core_of(cpu: int) -> str:
+    """The CPUs of the same physical core, which are its name."""
+    return _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _read(path: str) -> str:

@@ -22,13 +22,12 @@ from sftkit.data.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.hub import find_model
+from sftkit.runtime.made_from import WEIGHTS
 from sftkit.runtime.manifest import read_manifest
 from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
 
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."
-WEIGHTS = ("*.safetensors", "*.bin")
-"Files of a model folder that transformers reads weights from."
 
 
 def _any(row: Row) -> Row:

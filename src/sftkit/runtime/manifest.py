@@ -105,6 +105,14 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
 
 
+def digest(folder: Path) -> str | None:
+    """Return what stands for the bytes of all files of a step directory: the sha256 of its manifest; None: it has none."""
+    try:
+        return _sha256(folder / MANIFEST)
+    except OSError:
+        return None
+
+
 def _misplaced_or_cut(folder: Path, files: Mapping[str, Entry]) -> str | None:
     for name, entry in files.items():
         if problem := _misplaced(folder, name):

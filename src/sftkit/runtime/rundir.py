@@ -18,6 +18,8 @@ CONFIG = "config.yaml"
 "The resolved recipe; runtime/open.py writes it before anything starts."
 ENVIRONMENT = "environment.json"
 "Versions, hardware and git state: runtime/open.py; a step directory has one of its own, in STATE."
+MADE_FROM = "made_from.json"
+"Which files it was made from, with size and time or hash: runtime/made_from.py."
 STATUS = "run_status.json"
 "How the run stands or ended, for people and requeue scripts: runtime/status.py."
 ERRORS = "rank-errors"
@@ -92,6 +94,7 @@ _STEP = "step-"
 WRITTEN_OVER = (
     CONFIG,
     ENVIRONMENT,
+    MADE_FROM,
     STATUS,
     ERRORS,
     HEARTBEATS,

@@ -36,6 +36,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
 from sftkit.reports.write import try_report
 from sftkit.runtime import start as runtime
+from sftkit.runtime.made_from import write_made_from
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import effective_resume
@@ -99,6 +100,8 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
+        if rt.is_main and (warning := write_made_from(folder, cfg, rt.resumes)):
+            rt.say(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 

@@ -1,0 +1,121 @@
+"""What a run was made from, as the file system says: written down when it begins, compared when it is to go on. No torch.
+
+Only files of this machine; a hub's are named by the recipe. What a start compares by itself with its checkpoint (data, tokenizer,
+template) is apart from the weights, which a run that goes on does not load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sftkit.config.schema import Config
+from sftkit.runtime.files import replace_text
+from sftkit.runtime.rundir import MADE_FROM, MANIFEST, latest
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"Files of a model folder that transformers reads weights from."
+_TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
+"Files of a model or tokenizer folder that say what it is."
+
+Stamps = dict[str, list[int] | str | None]
+"File -> size in bytes and time of the content in ns of a large one, sha256 of a small one; None: cannot be read."
+
+
+class MadeFrom(NamedTuple):
+    """Files that a run was made from."""
+
+    inputs: Stamps
+    "data, tokenizer, template and what the model's folder says of the model"
+    weights: Stamps
+    "that it began with"
+
+
+def made_from(cfg: Config) -> MadeFrom:
+    """Look at the files that a recipe names, as they are now."""
+    training, parent = cfg.model.train_tokenizer, _folder(cfg.model.path)
+    sources = (*cfg.data.train, *cfg.data.val, *((training and training.sources) or ()))
+    inputs: Stamps = {str(path): _stamp(path) for source in sources for path in _files(Path(source.path))}
+    for key, folder in (("model.path", parent), ("model.tokenizer", _folder(cfg.model.tokenizer))):
+        # Not by the folder's name: a later step of a run may say the same of the model.
+        inputs |= {f"{key}: {path.name}": _digest(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
+    if cfg.model.chat_template is not None and Path(cfg.model.chat_template).is_file():
+        inputs["model.chat_template"] = _digest(Path(cfg.model.chat_template))
+    return MadeFrom(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
+
+
+def write_made_from(place: Path, cfg: Config, resumes: bool) -> str | None:
+    """Write down what a start is made from. One that goes on keeps the weights that its run began with.
+
+    Args:
+        place: where this start writes, in run.dir.
+
+    Returns:
+        a warning if those weights have changed; None: they have not.
+    """
+    now, before = made_from(cfg), read_made_from(Path(cfg.run.dir)) if resumes else None
+    if before is not None and "model.path" not in cfg.train.resume_changes:
+        began = now._replace(weights=before.weights)
+    else:
+        began = now
+    replace_text(place / MADE_FROM, json.dumps(began._asdict(), indent=1))
+    return weights_changed(cfg, began, now)
+
+
+def read_made_from(run_dir: Path) -> MadeFrom | None:
+    """Return what the run of a directory was made from; None: it has not said so."""
+    try:
+        return MadeFrom(**json.loads((run_dir / MADE_FROM).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def weights_changed(cfg: Config, began: MadeFrom, now: MadeFrom) -> str | None:
+    """Say which weights are no longer those that a run began with; None: all are."""
+    there, here = began.weights, now.weights
+    changed = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
+    if not changed:
+        return None
+    others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return (
+        f"model.path={cfg.model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run goes on "
+        "without them. Start without train.resume to train from the new ones, or keep the run as it is, and this line away, "
+        "with train.resume_changes=[model.path]"
+    )
+
+
+def _folder(path: str | None) -> Path | None:
+    """The folder of a model or tokenizer; None: a hub's, or none."""
+    if path is None or not Path(path).is_dir():
+        return None
+    folder = Path(path)
+    return folder if (folder / "config.json").is_file() else latest(folder) or folder
+
+
+def _matching(folder: Path | None, patterns: Iterable[str]) -> list[Path]:
+    return [] if folder is None else sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from sorted(found for found in path.rglob("*") if found.is_file())
+    elif path.exists():
+        yield path
+
+
+def _stamp(path: Path) -> list[int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
