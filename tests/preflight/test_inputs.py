@@ -177,8 +177,19 @@ def test_rows_that_a_run_skips_are_refused_only_where_all_are_bad(here: Path) ->
     assert "rows.jsonl:1: columns x" in refused(*words)
     write(here / "rows.jsonl", {"x": 1}, CHAT)
     assert problems(*words) == []
-    write(here / "rows.jsonl", *[{"x": 1}] * FIRST_ROWS, CHAT)
+    answers_nothing = {"messages": [{"role": "user"}]}
+    write(here / "rows.jsonl", *[answers_nothing] * FIRST_ROWS, CHAT)
     assert problems(*words) == []
+
+
+def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> None:
+    words = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
+    for bad, told in (({"x": 1}, "columns x"), (TEXT, "a text without turns"), ([1], "list instead of an object")):
+        write(here / "rows.jsonl", *[bad] * 2 * FIRST_ROWS)
+        assert f"rows.jsonl:1: {told}" in refused(*words)
+        assert "The first 100 rows are all like this" in refused(*words)
+        write(here / "rows.jsonl", *[bad] * (FIRST_ROWS - 1), CHAT, *[bad] * FIRST_ROWS)
+        assert problems(*words) == []
 
 
 def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
