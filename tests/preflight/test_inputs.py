@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, constants, errors
 
+from sftkit.config.commands import program
 from sftkit.config.load import read_config
 from sftkit.data import readers
 from sftkit.errors import ConfigError
@@ -275,7 +276,9 @@ def test_a_hub_that_answers_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HfApi, "repo_info", answer)
     assert problems(*of_model("some/one")) == problems(*of_model("some/busy")) == []
     told = refused(*of_model("some/gone"))
-    assert told.endswith("has no model of that name, or none that it shows without a token (hf auth login)")
+    assert told.endswith(
+        f"has no model of that name, or none that it shows without a token ({program('hf')} auth login)"
+    )
     assert "has no dataset of that name" in refused("data.train.0.path=some/gone")
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from sftkit.config.commands import program
 from sftkit.config.paths import did_you_mean
 from sftkit.errors import ConfigError
 from sftkit.runtime.rundir import resolve
@@ -56,7 +57,7 @@ def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | N
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
     except errors.RepositoryNotFoundError:
-        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token (hf auth login)"
+        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token ({program('hf')} auth login)"
     except errors.RevisionNotFoundError:
         return f"{constants.ENDPOINT} has no revision {revision} of it"
     except Exception:  # who loads it will say
