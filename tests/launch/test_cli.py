@@ -34,6 +34,7 @@ def test_init_copies_what_a_run_needs_and_never_over_something(tmp_path: Path) -
     again = sftkit(tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "scripts is there already: name another folder" in again.stderr
+    assert "\n  cd 'my own'\n" in sftkit(tmp_path, "init", "my own").stdout
 
 
 def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def init(words: list[str]) -> None:
         raise ConfigError(f"{folder}: {error}") from error
     sftkit = program("sftkit", folder.absolute())
     say(
-        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {folder}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
+        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
     )
 
 
