@@ -251,7 +251,11 @@ def test_a_misspelt_local_path_is_told_before_the_hub(here: Path) -> None:
 
 def test_a_hub_name_is_refused_without_network_unless_it_is_cached(here: Path) -> None:
     told = refused(*of_model("some/one"))
-    assert "run `hf download some/one --local-dir DIR`, copy DIR here and name that folder" in told
+    assert (
+        "run `hf download some/one --local-dir DIR`, copy DIR here and name that folder in the place of some/one"
+        in told
+    )
+    assert "model.path=DIR" not in told  # model.tokenizer may be meant
     assert "it is not in the cache" in told
     assert "cannot be reached" in told
     (here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab").mkdir(parents=True)

@@ -115,6 +115,6 @@ def find_model(path: str, revision: str | None = None) -> str:
 
 def download_help(path: str) -> str:
     return (
-        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder (in a recipe: "
-        "model.path=DIR)"
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in the "
+        f"place of {path}"
     )
