@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, program, shipped
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, is_ours, program
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
 from sftkit.config.terminal import say
@@ -58,7 +58,8 @@ def start(word: str) -> list[str]:
             f"sftkit {word}: no such word. "
             + (f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them")
         )
-    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), shipped(f"scripts/{SCRIPTS[word]}")]
+    script = f"scripts/{SCRIPTS[word]}"
+    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), script if is_ours(script) else str(ROOT / script)]
 
 
 def init(words: list[str]) -> None:
