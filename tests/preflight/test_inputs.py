@@ -258,7 +258,11 @@ def test_a_hub_name_is_refused_without_network_unless_it_is_cached(here: Path) -
     assert "model.path=DIR" not in told  # model.tokenizer may be meant
     assert "it is not in the cache" in told
     assert "cannot be reached" in told
-    (here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab").mkdir(parents=True)
+    snapshot = here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")  # fetched alone, to know the size
+    assert "it is not in the cache" in refused(*of_model("some/one"))
+    (snapshot / "model.safetensors").write_text("")
     assert problems(*of_model("some/one")) == []
     assert "hf download --repo-type dataset Some/OneMore" in refused("data.train.0.path=Some/OneMore")
     (here / "cache" / "datasets" / "Some___one_more").mkdir(parents=True)

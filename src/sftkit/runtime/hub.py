@@ -73,10 +73,12 @@ def unreachable() -> str:
 
 
 def _is_cached(name: str, kind: Kind) -> bool:
-    """Whether the hub's cache, or that of `datasets`, has anything of a repository."""
+    """Whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config, which is fetched alone to
+    know the model's size."""
     from huggingface_hub import constants
 
-    if any(Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*")):
+    files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
+    if any(file.name != "config.json" for file in files):
         return True
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
     wanted = _plain(name.replace("/", "___"))  # in which `datasets` writes capitals in its own way
