@@ -14,6 +14,13 @@ UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
 $(if $(UNKNOWN),$(error unknown: $(UNKNOWN). What can be set, in capitals: \
 RECIPE=recipes/x/y.yaml ARGS="key=value ..." PLAN=benchmarks/x/plan.yaml PYTHON=python3.12 CONSTRAINTS=file.txt))
 
+# What only some targets read would be ignored by the others.
+READ_RECIPE := base mid sft inspect validate
+READ_PLAN := bench
+$(foreach name,RECIPE PLAN,$(if $(filter command,$(origin $(name))),\
+$(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error make $(goal) does not read $(name), which is for: $(READ_$(name)). See make help))))
+$(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
+
 .DEFAULT_GOAL := help
 .PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate
 
@@ -68,13 +75,13 @@ chat: install ## talk to the newest run
 	$(PY) scripts/chat.py $(ARGS)
 
 inspect: install ## look at data and costs before training: make inspect RECIPE=... ARGS="--preview 5"
-	$(if $(RECIPE),,$(error make inspect needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/inspect_data.py $(RECIPE) $(ARGS)
+	$(PY) scripts/inspect_data.py $(RECIPE) $(ARGS)
 
 report: install ## a page about a run: make report ARGS="runs/x/sft --against runs/y/sft"; alone: the newest
 	$(PY) scripts/report.py $(ARGS)
 
 validate: install ## does compiling pay, and change nothing? make validate RECIPE=... ARGS="--processes 1 4"
-	$(if $(RECIPE),,$(error make validate needs RECIPE=recipes/.../sft.yaml))$(PY) scripts/validate_compile.py $(RECIPE) $(ARGS)
+	$(PY) scripts/validate_compile.py $(RECIPE) $(ARGS)
 
 bench: install ## measure the training step: make bench PLAN=benchmarks/h200_step/plan.yaml
 	$(PY) -m sftkit.experiments.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)

@@ -43,7 +43,7 @@ def test_commands_are_those_of_a_clone_where_scripts_lie_and_words_of_sftkit_els
     assert typed(text) == "first .venv/bin/sftkit chat runs/x --prompt 'Hi?'\n.venv/bin/sftkit mid y"
     (tmp_path / "scripts").mkdir()
     for name in ("chat.py", "mid_train.py"):
-        (tmp_path / "scripts" / name).touch()
+        (tmp_path / "scripts" / name).write_text("from sftkit.runtime.script import script")
     assert typed(text) == text
     assert invocation("scripts/chat.py", "a run") == ".venv/bin/python scripts/chat.py 'a run'"
     assert install("sftkit[eval]") == ".venv/bin/python -m pip install 'sftkit[eval]'"

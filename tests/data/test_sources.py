@@ -312,7 +312,7 @@ def test_hub_dataset_without_network(monkeypatch, tmp_path):
     assert "(subset main, split train)" in message
     assert "http://127.0.0.1:9 cannot be reached" in message
     assert "hf download --repo-type dataset nobody/nothing" in message
-    assert "data.train.0.path=FOLDER" in message
+    assert "copy FOLDER here and name it in the place of this path" in message
 
 
 def test_downloaded_snapshot_is_used_without_network(monkeypatch, tmp_path):

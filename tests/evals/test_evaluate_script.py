@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import preloaded
@@ -18,9 +17,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from sftkit.config.schema import EvalConfig, ModelConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.flags import check_arguments, eval_config, flags_named, parse
-from sftkit.evals.loading import as_source, load_validation
+from sftkit.evals.flags import as_source, check_arguments, eval_config, flags_named, parse
+from sftkit.evals.loading import load_validation
 from sftkit.evals.suite import load_tasks
+from sftkit.runtime import hub
 from sftkit.runtime.rundir import TRAINING_STATE
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
@@ -34,21 +34,31 @@ def model(tokenizer) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def test_arguments_of_the_script_are_checked_first(tmp_path: Path) -> None:
-    good = Namespace(
-        path=str(tmp_path), out=str(tmp_path / "a" / "b"), max_examples=None, batch_size=1, max_new_tokens=1
-    )
+def test_arguments_of_the_script_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
     (tmp_path / "config.json").write_text("{}")
-    check_arguments(good)
+    (tmp_path / "rows.jsonl").write_text("")
+
+    def check(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *words])
+        check_arguments(parse("about"))
+
+    model = str(tmp_path)
+    check(model, "--out", str(tmp_path / "a" / "b"), "--val", str(tmp_path / "rows.jsonl"), "builtin:docs[heldout]")
     assert (tmp_path / "a" / "b").is_dir()
-    for change, text in (
-        ({"path": "mmlu"}, "mmlu is a task: name the model before it"),
-        ({"path": "runs/nothing"}, "runs/nothing: no such folder"),
-        ({"batch_size": 0}, "--batch-size 0: must be 1 or more"),
-        ({"out": "/dev/null/x"}, "no folder can be made there"),
+    for words, text in (
+        (("mmlu",), "mmlu is a task: name the model before it"),
+        (("runs/nothing",), "runs/nothing: no such folder"),
+        ((model, "--batch-size", "0"), "--batch-size 0: must be 1 or more"),
+        ((model, "--out", "/dev/null/x"), "no folder can be made there"),
+        ((model, "mmul"), '^tasks: "mmul" is not one of .* Did you mean "mmlu"'),
+        ((model, "humaneval"), "^--allow-code-execution: needed by humaneval"),
+        ((model, "mmlu", "--data", "nowhere"), "^--data nowhere: no such folder"),
+        ((model, "--val", "rows.jsonl"), "rows.jsonl: no such file or folder"),
+        ((model, "--val", "owner/name[validation]"), "owner/name .*: no such file or folder"),
     ):
         with pytest.raises(ConfigError, match=text):
-            check_arguments(Namespace(**{**vars(good), **change}))
+            check(*words)
 
 
 def test_flags_become_settings_and_families_are_run_unless_validation_is_asked_for(

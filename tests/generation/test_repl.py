@@ -70,8 +70,21 @@ def test_what_a_model_says_cannot_steer_the_terminal(talk) -> None:
     assert talk("Hi?", said="\x1b[31m\u202e")[1] == "\\x1b[31m\\u202e\n"
 
 
-def test_an_empty_answer_is_told_as_one(talk) -> None:
-    assert talk("Hi?", said="")[1:] == ("\n", "(the model has ended its answer at once)\n")
+@pytest.mark.parametrize(
+    ("said", "told"), [("", "ended its answer at once"), ("\n" * 256, "answered with white space alone")]
+)
+def test_an_empty_answer_is_told_as_one_and_is_not_kept(talk, tmp_path: Path, said: str, told: str) -> None:
+    asked, out, err = talk("Hi?", "Yes?", "/save", said=said)
+    left_out = f"(the model has {told}: question and answer are left out of the conversation)\n"
+    assert (out, err) == ("\n" * 2, left_out * 2 + "nothing has been said yet, so nothing is saved\n")
+    assert asked == [[HI], [{"role": "user", "content": "Yes?"}]]
+    assert not (tmp_path / repl.SAVED).exists()
+
+
+def test_white_space_is_shown_where_something_comes_after_it(talk) -> None:
+    asked, out, _ = talk("Hi?", "Yes?", said=" a\n\nb \n\n")
+    assert out == " a\n\nb\n" * 2
+    assert asked[1][1]["content"] == " a\n\nb \n\n"
 
 
 def test_clear_and_system_start_over(talk) -> None:

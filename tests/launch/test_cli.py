@@ -34,6 +34,7 @@ def test_init_copies_what_a_run_needs_and_never_over_something(tmp_path: Path) -
     again = sftkit(tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "scripts is there already: name another folder" in again.stderr
+    assert "\n  cd 'my own'\n" in sftkit(tmp_path, "init", "my own").stdout
 
 
 def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +68,11 @@ def test_a_mistake_is_told_with_code_2(words: tuple[str, ...], said: str, tmp_pa
     assert said in done.stderr
 
 
-def test_the_script_of_this_folder_is_taken(tmp_path: Path) -> None:
+def test_the_script_of_this_folder_is_taken_unless_it_has_nothing_to_do_with_sftkit(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "report.py").write_text("import sys; sys.exit(f'mine: {sys.argv[1:]}')")
+    (tmp_path / "scripts" / "report.py").write_text("print('of another project')")
+    assert "of another project" not in sftkit(tmp_path, "report", "--help").stdout
+    (tmp_path / "scripts" / "report.py").write_text("import sys, sftkit; sys.exit(f'mine: {sys.argv[1:]}')")
     done = sftkit(tmp_path, "report", "runs/x")
     assert (done.returncode, done.stderr) == (1, "mine: ['runs/x']\n")
 

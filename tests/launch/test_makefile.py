@@ -23,6 +23,34 @@ def test_an_unknown_variable_is_refused_with_those_that_there_are(word: str) -> 
     assert "python" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("smoke", "RECIPE=x"),
+            "make smoke does not read RECIPE, which is for: base mid sft inspect validate. See make help",
+        ),
+        (("chat", "RECIPE=x"), "make chat does not read RECIPE"),
+        (("eval", "PLAN=x"), "make eval does not read PLAN, which is for: bench."),
+        (("inspect",), "make inspect needs RECIPE="),
+        (("validate",), "make validate needs RECIPE="),
+    ],
+)
+def test_a_variable_is_refused_where_it_is_not_read_and_asked_for_where_it_is_needed(
+    words: tuple[str, ...], said: str
+) -> None:
+    done = make(*words)
+    assert (done.returncode, done.stdout) == (2, "")  # before anything would be installed
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("words", [("inspect", "RECIPE=x"), ("bench", "PLAN=x"), ("base", "RECIPE=x"), ("smoke",)])
+def test_targets_read_what_is_theirs(words: tuple[str, ...]) -> None:
+    done = make(*words)
+    assert done.returncode == 0, done.stderr
+    assert words[-1].removeprefix("RECIPE=").removeprefix("PLAN=") in done.stdout
+
+
 def test_known_variables_reach_the_command() -> None:
     done = make("-j2", "sft", "RECIPE=a.yaml", "ARGS=train.max_steps=1", "PYTHON=python3")
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, constants, errors
 
+from sftkit.config.commands import program
 from sftkit.config.load import read_config
 from sftkit.data import readers
 from sftkit.errors import ConfigError
@@ -177,8 +178,19 @@ def test_rows_that_a_run_skips_are_refused_only_where_all_are_bad(here: Path) ->
     assert "rows.jsonl:1: columns x" in refused(*words)
     write(here / "rows.jsonl", {"x": 1}, CHAT)
     assert problems(*words) == []
-    write(here / "rows.jsonl", *[{"x": 1}] * FIRST_ROWS, CHAT)
+    answers_nothing = {"messages": [{"role": "user"}]}
+    write(here / "rows.jsonl", *[answers_nothing] * FIRST_ROWS, CHAT)
     assert problems(*words) == []
+
+
+def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> None:
+    words = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
+    for bad, told in (({"x": 1}, "columns x"), (TEXT, "a text without turns"), ([1], "list instead of an object")):
+        write(here / "rows.jsonl", *[bad] * 2 * FIRST_ROWS)
+        assert f"rows.jsonl:1: {told}" in refused(*words)
+        assert "The first 100 rows are all like this" in refused(*words)
+        write(here / "rows.jsonl", *[bad] * (FIRST_ROWS - 1), CHAT, *[bad] * FIRST_ROWS)
+        assert problems(*words) == []
 
 
 def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +251,18 @@ def test_a_misspelt_local_path_is_told_before_the_hub(here: Path) -> None:
 
 def test_a_hub_name_is_refused_without_network_unless_it_is_cached(here: Path) -> None:
     told = refused(*of_model("some/one"))
-    assert "run `hf download some/one --local-dir DIR`, copy DIR here and name that folder" in told
+    assert (
+        "run `hf download some/one --local-dir DIR`, copy DIR here and name that folder in the place of some/one"
+        in told
+    )
+    assert "model.path=DIR" not in told  # model.tokenizer may be meant
     assert "it is not in the cache" in told
     assert "cannot be reached" in told
-    (here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab").mkdir(parents=True)
+    snapshot = here / "cache" / "hub" / "models--some--one" / "snapshots" / "ab"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")  # fetched alone, to know the size
+    assert "it is not in the cache" in refused(*of_model("some/one"))
+    (snapshot / "model.safetensors").write_text("")
     assert problems(*of_model("some/one")) == []
     assert "hf download --repo-type dataset Some/OneMore" in refused("data.train.0.path=Some/OneMore")
     (here / "cache" / "datasets" / "Some___one_more").mkdir(parents=True)
@@ -264,7 +284,9 @@ def test_a_hub_that_answers_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HfApi, "repo_info", answer)
     assert problems(*of_model("some/one")) == problems(*of_model("some/busy")) == []
     told = refused(*of_model("some/gone"))
-    assert told.endswith("has no model of that name, or none that it shows without a token (hf auth login)")
+    assert told.endswith(
+        f"has no model of that name, or none that it shows without a token ({program('hf')} auth login)"
+    )
     assert "has no dataset of that name" in refused("data.train.0.path=some/gone")
 
 

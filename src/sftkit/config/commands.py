@@ -40,6 +40,14 @@ def shipped(path: str) -> str:
     return str(theirs) if ours and not Path(path).exists() and theirs.exists() else path
 
 
+def is_ours(script: str) -> bool:
+    """Return whether a script of sftkit, as it came or changed, lies there: one of another project has its name alone."""
+    try:
+        return "sftkit" in Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
 def program(name: str, folder: Path | None = None) -> str:
     """Return a program of this environment as it is typed in a folder (None: this one): .venv/bin/python where it lies below
     it, python where the search path finds that one first, else its whole path."""
@@ -60,7 +68,7 @@ def typed(text: str) -> str:
 
 def _here(found: re.Match[str]) -> str:
     script = found[2]
-    if script in SCRIPTS.values() and not Path("scripts", script).is_file():
+    if script in SCRIPTS.values() and not is_ours(f"scripts/{script}"):
         return f"{program('sftkit')} {_word(script)}"
     return program(found[1]) + found[0].removeprefix(f".venv/bin/{found[1]}")
 

@@ -62,8 +62,8 @@ def _snapshot(source: SourceConfig) -> Path:
 
 def _missing(source: SourceConfig, why: str) -> ConfigError:
     download = (
-        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and set "
-        "the source's path (data.train.0.path=FOLDER for the first one) to it; or copy that machine's HF_HOME cache"
+        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and "
+        "name it in the place of this path; or copy that machine's HF_HOME cache"
     )
     asked = f" (subset {source.subset or 'none'}, split {source.split})"
     return ConfigError(f"data source {source.path}{asked}: {not_found(source.path, 'dataset', why, download)}")

@@ -28,6 +28,8 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 
+WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"}
+"Reasons to refuse a row for its columns, which rows of one file share, whatever is in them."
 
 RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"} | {
     "continue_final_message",

@@ -12,7 +12,11 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.commands import invocation
 from sftkit.config.eval_tasks import EVAL_TASKS
-from sftkit.config.schema import EvalConfig
+from sftkit.config.paths import did_you_mean
+from sftkit.config.rules import eval_problems
+from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.data import hub
+from sftkit.data.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.rundir import newest_run
@@ -70,8 +74,8 @@ def eval_config(args: Namespace) -> EvalConfig:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse numbers below 1, a model that is not there, and an --out that is no folder; creates that folder, and puts the
-    folder or hub id of the model in the place of the path.
+    """Refuse numbers below 1, tasks that there are not, a model or data that are not there, and an --out that is no folder;
+    creates that folder, and puts the folder or hub id of the model in the place of the path.
 
     Raises:
         ConfigError: which of them.
@@ -84,12 +88,34 @@ def check_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
         )
+    _check_tasks(eval_config(args))
     args.path = find_model(args.path or newest_run())
+    for path in args.val:
+        source = as_source(path)
+        if find_here(source) is None:
+            hub.check(source)
     if args.out is not None:
         try:
             Path(args.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
+
+
+def _check_tasks(config: EvalConfig) -> None:
+    problems = [
+        f"{key}: {what}" for key, what in eval_problems(config.tasks, config.backend, config.allow_code_execution)
+    ]
+    if problems:
+        raise ConfigError(in_flags("\n".join(problems)))
+    if config.data is not None and not Path(config.data).is_dir():
+        where = f"(looked in {Path.cwd()}){did_you_mean(config.data)}"
+        raise ConfigError(f"--data {config.data}: no such folder {where}")
+
+
+def as_source(path: str) -> SourceConfig:
+    """PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout], rows.jsonl[train[:100]]."""
+    found = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
+    return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
 
 
 @contextmanager

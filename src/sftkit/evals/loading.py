@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
+from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, TrainConfig
 from sftkit.data import loader, text
 from sftkit.data.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.types import Examples
+from sftkit.evals.flags import as_source
 from sftkit.evals.scoring import longest_input
 from sftkit.models.load import load_model, load_options
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -81,12 +81,6 @@ def load_validation(
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
     return validation, make_layout(data, max_length, batch, rt.data_world_size, together.lengths)
-
-
-def as_source(path: str) -> SourceConfig:
-    """PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout], rows.jsonl[train[:100]]."""
-    found = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
-    return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
 
 
 def trained_with(source: ModelConfig) -> dict[str, Any]:

@@ -68,11 +68,13 @@ def converse(stream: Stream, system: str | None) -> None:
 
 
 def show(pieces: Iterator[str]) -> str:
-    """Print an answer while it is made, and return it."""
-    said = ""
+    """Print an answer while it is made, without white space at its end, and return it."""
+    said, shown = "", 0
     for piece in pieces:
-        say(piece, end="")
         said += piece
+        if end := len(said.rstrip()):
+            say(said[shown:end], end="")
+            shown = end
     say("")
     return said
 
@@ -88,7 +90,9 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
         say(str(error), error=True)
     else:
         if not reply.strip():
-            say("(the model has ended its answer at once)", error=True)
+            what = "answered with white space alone" if reply else "ended its answer at once"
+            say(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
+            return
         conversation.messages += [asked[-1], {"role": "assistant", "content": reply}]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, program, shipped
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, is_ours, program
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
 from sftkit.config.terminal import say
@@ -57,7 +58,8 @@ def start(word: str) -> list[str]:
             f"sftkit {word}: no such word. "
             + (f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them")
         )
-    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), shipped(f"scripts/{SCRIPTS[word]}")]
+    script = f"scripts/{SCRIPTS[word]}"
+    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), script if is_ours(script) else str(ROOT / script)]
 
 
 def init(words: list[str]) -> None:
@@ -79,7 +81,7 @@ def init(words: list[str]) -> None:
         raise ConfigError(f"{folder}: {error}") from error
     sftkit = program("sftkit", folder.absolute())
     say(
-        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {folder}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
+        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
     )
 
 

@@ -93,7 +93,8 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], object] | None) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there is."""
+    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there is, or
+    where the columns of all of the first are wrong in the same way."""
     found = find_here(source)
     if found is None:
         hub.check(source)
@@ -107,8 +108,13 @@ def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], ob
             errors.append(error)
             if not skips:
                 break
-    if errors and (not skips or len(errors) == seen < FIRST_ROWS):
+    if not errors:
+        return
+    reasons = {error.reason for error in errors}
+    if not skips or len(errors) == seen < FIRST_ROWS:
         raise errors[0]
+    if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
+        raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
 
 
 def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from sftkit.config.commands import program
 from sftkit.config.paths import did_you_mean
 from sftkit.errors import ConfigError
 from sftkit.runtime.rundir import resolve
@@ -56,7 +57,7 @@ def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | N
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
     except errors.RepositoryNotFoundError:
-        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token (hf auth login)"
+        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token ({program('hf')} auth login)"
     except errors.RevisionNotFoundError:
         return f"{constants.ENDPOINT} has no revision {revision} of it"
     except Exception:  # who loads it will say
@@ -72,10 +73,12 @@ def unreachable() -> str:
 
 
 def _is_cached(name: str, kind: Kind) -> bool:
-    """Whether the hub's cache, or that of `datasets`, has anything of a repository."""
+    """Whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config, which is fetched alone to
+    know the model's size."""
     from huggingface_hub import constants
 
-    if any(Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*")):
+    files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
+    if any(file.name != "config.json" for file in files):
         return True
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
     wanted = _plain(name.replace("/", "___"))  # in which `datasets` writes capitals in its own way
@@ -118,6 +121,6 @@ def find_model(path: str, revision: str | None = None) -> str:
 
 def download_help(path: str) -> str:
     return (
-        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder (in a recipe: "
-        "model.path=DIR)"
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in the "
+        f"place of {path}"
     )

@@ -279,7 +279,7 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
         "grad": f"grad {number(values['train/grad_norm'], '7.3f')}",
         "lr": f"lr {values['train/lr']:.2e}",
         "tok/s": f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
-        "mfu": f"mfu {100 * mfu:4.1f}%" if mfu is not None else "mfu    -",
+        "mfu": f"mfu {100 * mfu:4.1f}%" if mfu is not None else "",
         "s/step": f"{values['perf/step_seconds']:7.3f} s/step",
         "wait": f"wait {values['perf/data_wait_pct']:4.1f}%",
         "pad": f"pad {values['data/padding_pct']:4.1f}%",
@@ -287,8 +287,9 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
         "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
     }
     room = sys.maxsize if width is None else width + len(GAP)
-    taken = accumulate(len(columns[name]) + len(GAP) for name in WANTED)
-    kept = {name for name, end in zip(WANTED, taken, strict=True) if end <= room}
+    wanted = [name for name in WANTED if columns[name]]  # without MFU on hardware whose peak nobody knows
+    taken = accumulate(len(columns[name]) + len(GAP) for name in wanted)
+    kept = {name for name, end in zip(wanted, taken, strict=True) if end <= room}
     return GAP.join(text for name, text in columns.items() if name in kept)
 
 
