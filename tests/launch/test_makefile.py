@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -9,9 +10,10 @@ from helpers import ROOT
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """What make would do."""
+    """What make would do, told as to a user: not as a make within the one that may have started these tests."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.run(
-        ["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["make", "--dry-run", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
     )
 
 

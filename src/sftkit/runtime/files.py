@@ -1,11 +1,13 @@
-"""Files that are whole or not there: written under another name, flushed, renamed."""
+"""Files that are whole or not there: written under another name, flushed, renamed; what is no whole JSON object reads as empty."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sftkit.runtime.rundir import ARCHIVED
 
@@ -44,6 +46,15 @@ def append_whole(path: Path, text: str) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def own_name(path: Path) -> Path:

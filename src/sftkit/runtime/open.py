@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -128,8 +127,9 @@ def _end_of_signal(rt: Runtime, number: int) -> None:
         rt.leaving.release()
         return
     try:
-        rt.say(f"\n{signal.Signals(number).name}: ended before the first step")
-        if cause := rt.status.end_of_signal(number):
+        name, cause = rt.status.end_of_signal(number)
+        rt.say(f"\n{name}: ended before the first step")
+        if cause:
             say(f"error: {cause}", error=True, level="error")
         rt.withdraw()
     finally:

@@ -21,7 +21,7 @@ import psutil
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.runtime.files import replace_shared
+from sftkit.runtime.files import read_object, replace_shared
 from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
@@ -147,22 +147,26 @@ class RunStatus:
         }
         _replace(self.run_dir / STATUS, values | more)
 
-    def end_of_signal(self, number: int) -> str | None:
+    def end_of_signal(self, number: int) -> tuple[str, str | None]:
         """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
         then how that one ended is what is written.
 
         Returns:
-            what is to be told of a rank that ended without a word, by the first of those that are left; None: nothing.
+            the signal that ends the run: this one, or that of a rank that has written its own down; and what is to be told of
+            a rank that ended without a word, by the first of those that are left, None: nothing.
         """
+        name = signal.Signals(number).name
         with suppress(OSError):
+            if first := read_status(self.run_dir).get("signal"):
+                return first, None
             if self.failures():
-                return None
+                return name, None
             if gone := self.gone():
                 text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
                 self.end("failed", first_failing_rank=gone[0], error=text)
-                return text if self.rank == min(self.neighbours.keys() - gone) else None
-            self.end("stopped" if number == signal.SIGINT else "preempted", signal=signal.Signals(number).name)
-        return None
+                return name, text if self.rank == min(self.neighbours.keys() - gone) else None
+            self.end("stopped" if number == signal.SIGINT else "preempted", signal=name)
+        return name, None
 
     def gone(self) -> list[int]:
         """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,
@@ -268,11 +272,7 @@ def is_symptom(error: BaseException) -> bool:
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """run_status.json; empty where there is none that can be read."""
-    try:
-        values = json.loads((run_dir / STATUS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    return read_object(run_dir / STATUS)
 
 
 def stopped_by(run_dir: Path, since: float) -> signal.Signals | None:

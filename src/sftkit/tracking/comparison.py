@@ -12,10 +12,10 @@ from sftkit.errors import ConfigError
 from sftkit.reports.collect import curves_of, machine, read_run
 from sftkit.reports.compare import Curves, compare, speed_words
 from sftkit.reports.numbers import show
+from sftkit.runtime.files import read_object
 from sftkit.runtime.rundir import TRAINING_STATE, latest
 from sftkit.tracking import panels
 from sftkit.tracking.identity import run_name
-from sftkit.tracking.records import read
 from sftkit.tracking.remote import first_line
 from sftkit.tracking.workspace import check_key, panel_of, reports, workspaces
 
@@ -54,7 +54,7 @@ def _local(run_dir: Path) -> Compared:
     """A run directory. Its newest checkpoint has the id on wandb; its name there is made of the last two folders."""
     report, curves = read_run(run_dir)
     name, folder = run_name(run_dir), latest(run_dir)
-    found = read(folder / TRAINING_STATE).get("tracker") if folder else None
+    found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
     return Compared(name, (str(found),) if found else (name,), curves, machine(report["environment"]))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sftkit.runtime.files import read_object
 from sftkit.runtime.rundir import PREFLIGHT, PROOF
 
 TABLE_CHARACTERS = 2000
@@ -41,7 +41,7 @@ class Record:
 
 def proof_of(run_dir: Path) -> Record:
     """Return the checks that a run has made of itself, those that failed first, and how many passed."""
-    found = read(run_dir / PROOF)
+    found = read_object(run_dir / PROOF)
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
     if not checks:
         return Record()
@@ -54,7 +54,7 @@ def proof_of(run_dir: Path) -> Record:
 
 def preflight_of(run_dir: Path) -> Record:
     """Return what was found of the data before training: sources, layouts, odd rows, warnings."""
-    found = read(run_dir / PREFLIGHT)
+    found = read_object(run_dir / PREFLIGHT)
     if not found:
         return Record()
     sources = [
@@ -99,12 +99,3 @@ def shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
         return value[: TABLE_CHARACTERS - 1] + "…"
     return value
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

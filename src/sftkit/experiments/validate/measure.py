@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sftkit.runtime.files import read_object
 from sftkit.runtime.rundir import (
     ENVIRONMENT,
     ERRORS,
@@ -79,10 +80,10 @@ def measure(folder: Path, error: str | None) -> Measured:
         lines=rows(folder / METRICS),
         results=last_results(folder / EVALUATIONS),
         evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
-        summary=read(folder / SUMMARY),
-        status=read(folder / STATUS),
-        proof=read(folder / PROOF),
-        environment=read(folder / ENVIRONMENT),
+        summary=read_object(folder / SUMMARY),
+        status=read_object(folder / STATUS),
+        proof=read_object(folder / PROOF),
+        environment=read_object(folder / ENVIRONMENT),
         rank_errors=sorted(path.name for path in (folder / ERRORS).glob("*")),
     )
 
@@ -91,15 +92,6 @@ def last_results(folder: Path) -> list[dict[str, Any]]:
     """results.json of the newest evaluation; [] where no task was run."""
     newest = max(folder.glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
     return json.loads(newest.read_text()) if newest else []
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A JSON file; {} if it is not there or cut short."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def rows(path: Path) -> list[Line]:

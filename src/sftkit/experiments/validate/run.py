@@ -17,10 +17,11 @@ from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
 from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words
-from sftkit.experiments.validate.measure import Measured, measure, read, spread
+from sftkit.experiments.validate.measure import Measured, measure, spread
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.launch.launch import find_hardware
 from sftkit.models.size import replica_of
+from sftkit.runtime.files import read_object
 
 LOGITS_TIMEOUT_SECONDS = 600
 
@@ -61,7 +62,7 @@ def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not there, or holds no finished runs.
     """
-    result = read(path)
+    result = read_object(path)
     if not result.get("runs") or not result.get("plan"):
         raise ConfigError(f"--judge: {path} is no validation.json with runs")
     return write(judged(result, ledger), path.parent)
@@ -113,7 +114,7 @@ def logits_row(case: Case) -> dict[str, Any]:
     out = case.folder.with_name(case.folder.name + "-logits.json")
     words = [sys.executable, "-m", "sftkit.experiments.validate.logits", str(case.folder), str(out)]
     ended = run_logged(words, out.with_suffix(".log"), {}, LOGITS_TIMEOUT_SECONDS)
-    return read(out) or {"ok": False, "found": ended or "nothing was written"}
+    return read_object(out) or {"ok": False, "found": ended or "nothing was written"}
 
 
 def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
