@@ -26,7 +26,7 @@ ROOMS = {
     "compile": ("config", "runtime", "data", "ops", "models"),
     "checkpoint": ("config", "runtime", "data", "models", "optim"),
     "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),
-    "generation": ("config", "runtime", "data", "ops", "parallel", "compile"),
+    "generation": ("config", "runtime", "data", "ops", "models", "parallel", "compile"),
     "engine": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         "memory",

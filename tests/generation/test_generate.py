@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from helpers import tiny_llama, tiny_qwen3_with_windows
 from made_models import passes, tiny_gemma2
 from transformers import PreTrainedModel
 
+from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
 from sftkit.generation.decode import generate
 
@@ -56,7 +59,7 @@ def test_answers_equal_greedy_decoding_one_by_one_without_a_cache(tokenizer, nam
     stop_ids = [one_by_one(model, prompts[0], 3, [])[2]]
     expected = [one_by_one(model, prompt, 10, stop_ids) for prompt in prompts]
     assert len(set(map(tuple, expected))) > 3
-    for batch_size in (1, 4, 9):
+    for batch_size, replay in product((1, 4, 9), (False, True)):
         for groups in (None, ["a"] * 9, ["a"] * 4 + ["b"] * 5):
             found = generate(
                 model,
@@ -66,6 +69,7 @@ def test_answers_equal_greedy_decoding_one_by_one_without_a_cache(tokenizer, nam
                 max_new_tokens=10,
                 batch_size=batch_size,
                 groups=groups,
+                replay=replay,
             )
             assert [answer.text for answer in found] == [
                 tokenizer.decode(t, skip_special_tokens=True) for t in expected
@@ -158,3 +162,52 @@ def test_training_mode_comes_back_after_an_answer(tokenizer) -> None:
     )
     assert first == again
     assert model.training
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_read_no_memory_that_is_not_filled(tokenizer, name: str, monkeypatch) -> None:
+    """What lies behind the filled positions is NaN when the steps begin, as memory that was taken and not written may be."""
+    model, prompts = MODELS[name](), make_prompts(4)
+    settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 4}
+    expected = generate(model, tokenizer, prompts, **settings)
+    written_at = kv_cache.FixedLayer.written_at
+
+    def planted(layer: kv_cache.FixedLayer, at: torch.Tensor, seen: int) -> None:
+        layer.keys[:, :, seen:], layer.values[:, :, seen:] = torch.nan, torch.nan
+        written_at(layer, at, seen)
+
+    monkeypatch.setattr(kv_cache.FixedLayer, "written_at", planted)
+    assert generate(model, tokenizer, prompts, replay=True, **settings) == expected
+
+
+def test_a_prompt_of_one_token_is_read_before_steps_are_replayed(tokenizer) -> None:
+    model = MODELS["llama"]()
+    settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 1}
+    expected = generate(model, tokenizer, [[7]], **settings)
+    assert generate(model, tokenizer, [[7]], replay=True, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rotary embeddings of type dynamic"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "a layer of type linear_attention"),
+        ({"num_experts": 4}, "experts are visited"),
+    ],
+)
+def test_a_model_whose_steps_the_host_decides_is_not_replayed(tokenizer, changes: dict, reason: str) -> None:
+    model = tiny_llama()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ConfigError, match=reason):
+        generate(model, tokenizer, [[7]], stop_ids=NOTHING, max_new_tokens=1, batch_size=1, replay=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_answer_on_a_gpu_as_eager_ones_do(tokenizer, name: str) -> None:
+    """Also when rows end early and leave the batch, and the steps are recorded anew."""
+    model, prompts = MODELS[name]().cuda(), make_prompts(16)
+    settings = {"stop_ids": NOTHING, "max_new_tokens": [40] * 3 + [4] * 13, "batch_size": 16}
+    expected = generate(model, tokenizer, prompts, **settings)
+    assert generate(model, tokenizer, prompts, replay=True, **settings) == expected

@@ -13,14 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 from transformers.cache_utils import Cache
 
 from sftkit.data import chat
+from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import MOST_POSITIONS, gathered, plan, shared_prefixes, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
+from sftkit.generation.static_step import StaticStep, refusal
 from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime
 
 KEPT_SHARE = 0.75
 "When no more of a batch's rows than this go on, the others are taken out of the cache."
+KEPT_SHARE_REPLAYED = 0.5
+"The same where steps are replayed: rows that have ended cost less, and what remains is recorded anew."
 
 
 @dataclass
@@ -78,6 +82,7 @@ def generate(
     stop_texts: Sequence[Sequence[str]] | None = None,
     groups: Sequence[str] | None = None,
     rt: Runtime | None = None,
+    replay: bool = False,
 ) -> list[Answer]:
     """Greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and has all of them.
 
@@ -91,10 +96,14 @@ def generate(
             `kv_cache.MOST_BYTES`, or the prompts more than `batching.MOST_POSITIONS`.
         stop_texts: texts of each prompt that end its answer and are cut off.
         groups: names of groups of prompts that begin alike; "" is none.
+        replay: steps of a fixed shape, on a GPU as a CUDA graph (static_step.py).
 
     Raises:
         Stopped: a stop was asked for; between batches.
+        ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
+    if replay and (reason := _no_replay(orig_model, rt)):
+        raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in stop_texts] if stop_texts is not None else [()] * len(prompts)
     # Padding lies between a prefix and its rows, and windows count it.
@@ -117,7 +126,7 @@ def generate(
         for batch, new_prefix in turns(batches, rt):
             prefix.move_to(batch.prefix if batch else (), together is not None and new_prefix)
             rows = [_Row(i, most[i], stops[i]) for i in batch.rows] if batch else []
-            decoding = _Decoding(orig_model, rows, [ids[row.index] for row in rows], prefix)
+            decoding = _Decoding(orig_model, rows, [ids[row.index] for row in rows], prefix, replay)
             while decoding.goes_on(together):
                 for row, token in decoding.step():
                     row.take(token, stop_ids, tokenizer)
@@ -125,14 +134,26 @@ def generate(
     return gathered(found, rt)
 
 
+def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
+    if rt is not None and rt.topology.sharded:
+        return "the model is sharded over ranks"
+    return refusal(orig_model)
+
+
 class _Decoding:
     """A batch while it is decoded: rows that go on, their cache and their next tokens."""
 
     def __init__(
-        self, orig_model: PreTrainedModel, rows: list[_Row], prompts: Sequence[np.ndarray], prefix: SharedPrefix
+        self,
+        orig_model: PreTrainedModel,
+        rows: list[_Row],
+        prompts: Sequence[np.ndarray],
+        prefix: SharedPrefix,
+        replay: bool,
     ) -> None:
         self.rows = rows
-        self._orig_model = orig_model
+        self._orig_model, self._replay = orig_model, replay
+        self._static: StaticStep | None = None
         if not rows:
             return
         skip, device = len(prefix.ids), orig_model.device
@@ -160,6 +181,12 @@ class _Decoding:
         if not self.rows:
             empty_pass(self._orig_model)
             return []
+        alone = self._replay and self._seen > 0 and self._next.shape[1] == 1
+        self._next = self._replayed() if alone else self._read()
+        return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
+
+    def _read(self) -> torch.Tensor:
+        """The tokens after all of those that have not been read yet, int64 [B, 1]."""
         start, end = self._seen, self._seen + self._next.shape[1]
         logits = self._orig_model(
             input_ids=self._next,
@@ -170,14 +197,23 @@ class _Decoding:
             logits_to_keep=1,
         ).logits
         self._seen = end
-        self._next = logits[:, -1].float().argmax(-1, keepdim=True)
-        return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
+        return logits[:, -1].float().argmax(-1, keepdim=True)
+
+    def _replayed(self) -> torch.Tensor:
+        """The same for one token of each row, by steps of a fixed shape."""
+        if self._static is None:
+            self._static = StaticStep(
+                self._orig_model, self._cache, self._next, self._mask, self._positions, self._seen
+            )
+        self._seen += 1
+        return self._static()
 
     def _drop_ended(self) -> None:
         """Take rows that have ended out of the batch, once they are many enough to pay for moving the others."""
         going = [i for i, row in enumerate(self.rows) if not row.stop]
-        if going and len(going) > KEPT_SHARE * len(self.rows):
+        if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
             return
+        self._static = None
         if going:
             index = torch.tensor(going, device=self._orig_model.device)
             self._cache.reorder_cache(index)  # type: ignore[arg-type]

@@ -43,11 +43,16 @@ class FixedLayer(DynamicLayer):
     def __init__(self, max_length: int) -> None:
         super().__init__()
         self.max_length, self.length = max_length, 0
+        self.at: torch.Tensor | None = None  # written_at
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add [B, KV, T, D] of new positions; returns all so far, [B, KV, T', D]."""
+        """Add [B, KV, T, D] of new positions; returns all so far, [B, KV, T', D], or all memory where it is `written_at`."""
+        if self.at is not None:
+            assert self.keys is not None
+            assert self.values is not None
+            return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = (
@@ -60,6 +65,15 @@ class FixedLayer(DynamicLayer):
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def written_at(self, at: torch.Tensor, seen: int) -> None:
+        """From now on one position a pass goes where `at`, int64 [1], says, and all memory is read: no shape changes. What
+        lies behind the `seen` positions becomes zero, since memory as it was taken may hold NaN, which no mask takes out."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, seen:] = 0
+        self.values[:, :, seen:] = 0
+        self.at = at
 
     def get_seq_length(self) -> int:
         """Positions that are filled."""

@@ -7,7 +7,7 @@ transformers builds no mask for an attention name of its own, so nothing quadrat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,14 +94,19 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def plain_attention(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
+def implementation(orig_model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Inside, the model takes its attention by this name from transformers' registry."""
     before = orig_model.config._attn_implementation
-    _set_implementation(orig_model, plain_implementation(orig_model.config))
+    _set_implementation(orig_model, name)
     try:
         yield
     finally:
         _set_implementation(orig_model, str(before))
+
+
+def plain_attention(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
+    return implementation(orig_model, plain_implementation(orig_model.config))
 
 
 def plain_implementation(config: PreTrainedConfig) -> str:
