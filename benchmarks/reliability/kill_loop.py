@@ -45,6 +45,7 @@ from sftkit.runtime.rundir import (
     step_dirs,
     step_number,
 )
+from sftkit.tracking.progress import PROGRESS
 
 SCRIPT, RECIPE_FILE = "scripts/base_train.py", "recipes/smoke/base.yaml"
 SETTINGS = {
@@ -63,7 +64,7 @@ IMPORTED = ("sftkit.train.assemble", "transformers.models.qwen3.modeling_qwen3",
 ENV = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 DIFFER = (RECIPE, TRAINING_STATE, f"{STATE}/{ENVIRONMENT}", f"{OPTIMIZER}/.metadata")
 "Files that name the folder, hold clocks or a random id; TRAINING_STATE is compared by its values."
-CLOCKS = ("time", "perf/", "mem/", "ckpt/", "compile/")
+CLOCKS = ("time", "train/seconds", "perf/", "mem/", "ckpt/", "compile/")
 "Values of a line that are measured, or counted anew by each start."
 LONGEST_SECONDS = 1800.0
 
@@ -243,6 +244,8 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
     ]
     found += [f"{name}: only in one" for name in hashes[0].keys() ^ hashes[1].keys()]
     states = [json.loads((folder / TRAINING_STATE).read_text()) for folder in (there, here)]
+    for state in states:
+        del state[PROGRESS]["seconds"]
     measured = ("save_seconds", "window")
     found += [
         f"{TRAINING_STATE}: {key}" for key in states[0] if key not in measured and states[0][key] != states[1].get(key)
@@ -259,7 +262,7 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="how many")
-    parser.add_argument("--steps", type=int, default=1000, help="length of the run; 10 for each kill are enough")
+    parser.add_argument("--steps", type=int, default=1000, help="length of the run; some 40 for each of a few kills")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--out", type=Path, default=Path("runs/kill_loop"), help="folder for both runs; a new one")
     parser.add_argument("--result", type=Path, help="JSON file to write")
