@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from sftkit.config.commands import program
+from sftkit.config.eval_tasks import EVAL_TASKS, METRICS, METRICS_IN_CHAT
 from sftkit.config.load import read_config
 from sftkit.data import readers
 from sftkit.data.demo.builtin import FAMILIES
@@ -507,6 +508,11 @@ def test_a_best_metric_that_no_evaluation_writes_is_refused(named: str, told: st
 )
 def test_a_best_metric_that_evaluations_write_is_not_refused(named: str) -> None:
     assert problems(*BEST_OF, f"checkpoint.best={named}") == []
+
+
+def test_the_metrics_of_every_task_are_known() -> None:
+    assert set(METRICS) == set(EVAL_TASKS)
+    assert METRICS_IN_CHAT.keys() <= METRICS.keys()
 
 
 def test_of_lm_eval_and_without_evaluations_no_name_is_known() -> None:
