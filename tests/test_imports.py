@@ -45,7 +45,13 @@ ROOMS = {
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
     *("generation/answer.py", "generation/flags.py", "generation/repl.py"),
-    *("preflight/flags.py", "preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
+    *(
+        "preflight/flags.py",
+        "preflight/inputs.py",
+        "preflight/evaluated.py",
+        "evals/flags.py",
+        "experiments/validate/flags.py",
+    ),
     *("data/origin.py", "data/rows.py", "data/readers.py", "data/conversation.py", "data/hub.py", "runtime/hub.py"),
     *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "progress")),
     *(f"runtime/{name}.py" for name in ("made_from", "rundir", "script", "signals", "status", "words")),

@@ -244,6 +244,30 @@ def test_a_missing_recipe_names_its_likely_neighbour(recipe: Path):
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("recipes/qwen3_1_7/sft.yaml", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
+        ("recipes/qwen3_1_7b/stf.yaml", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
+        ("recipes/smolm2/mid.yml", ': no such file. Did you mean "recipes/smollm2_135m/mid.yaml"?'),
+        ("Qwen3_1_7B", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
+        ("recipes/qwen3_1_7b.yaml", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
+        (
+            "smoke",
+            ': no such file. Did you mean "recipes/smoke/base.yaml" or "recipes/smoke/mid.yaml" or "recipes/smoke/sft.yaml"?',
+        ),
+        ("recipes/qwen3_1_7b", ": a folder; name one of the recipes in it: recipes/qwen3_1_7b/sft.yaml"),
+        (".", ": a folder without recipes in it; name a recipe, a .yaml file"),
+        ("something/else", ": no such file"),
+    ],
+)
+def test_a_misspelt_recipe_and_a_folder_name_the_recipes_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, told: str
+):
+    monkeypatch.chdir(tmp_path)  # where there are none but those that come with sftkit
+    assert problems(Path(word)) == [f"{word}{told}"]
+
+
+@pytest.mark.parametrize(
     "text", ["- 1", "a: [", "a: !!python/object:os.system {}", "a: !x 3", "&a b: *a\n", "x: &x [*x]"]
 )
 def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):

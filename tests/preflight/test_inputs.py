@@ -7,22 +7,33 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi, constants, errors
+from huggingface_hub import HfApi, constants
 
 from sftkit.config.commands import program
+from sftkit.config.eval_tasks import EVAL_TASKS, METRICS, METRICS_IN_CHAT
 from sftkit.config.load import read_config
 from sftkit.data import readers
+from sftkit.data.demo.builtin import FAMILIES
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
+from sftkit.preflight import inputs
 from sftkit.preflight.inputs import FIRST_ROWS, inputs_of
 from sftkit.runtime import hub
 
 ROOT = Path(__file__).parents[2]
+HUB_ANSWERS = hub.hub_answers.__wrapped__
 CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
 TEXT = {"text": "some words"}
+BEST_OF = (
+    *("data.val=[{path: chats.jsonl}]", "eval.tasks=[families, arc_easy]", "eval.format=chat"),
+    *("eval.every=1", "checkpoint.every=1"),
+)
 RECIPE = """
 run: {dir: runs/mine}
 model: {scratch: {model_type: llama}, train_tokenizer: {}}
@@ -129,6 +140,17 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
         ("base", CHAT, "a conversation, but this script learns from plain text"),
         ("sft", TEXT, "a text without turns, but this script learns from conversations"),
         ("sft", {"messages": "Hi?"}, "messages is text, expected a list of messages"),
+        (
+            "sft",
+            {"messages": [{"role": "user", "content": "Hi?"}]},
+            "no assistant turn (roles: user), nothing to learn",
+        ),
+        (
+            "mid",
+            {"messages": [{"role": "user", "content": "Hi?"}]},
+            "no assistant turn (roles: user), nothing to learn",
+        ),
+        ("sft", {"conversations": [{"from": "gpt", "value": " "}]}, "messages[0]: empty answer"),
         ("mid", {"messages": [{"role": "bot", "content": "x"}]}, 'role "bot" is not one of'),
         (None, {"x": 1}, "columns x are none of the accepted ones"),
         ("mid", [1], "list instead of an object"),
@@ -139,6 +161,46 @@ def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(here: Path, sta
     assert why in refused("data.train.0.path=rows.jsonl", stage=stage)
     write(here / "rows.jsonl", TEXT if stage == "base" else CHAT)
     assert problems("data.train.0.path=rows.jsonl", stage=stage) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("a.jsonl", b""), ("a.jsonl", b"\n  \n\n"), ("a.json", b""), ("a.json", b"[]"), ("a.txt", b"\n")),
+        *(("a.csv", b"prompt,response\n"), ("a.jsonl.gz", gzip.compress(b"\n", mtime=0)), ("folder/a.jsonl", b"")),
+    ],
+)
+def test_a_file_without_a_row_is_refused(here: Path, name: str, content: bytes) -> None:
+    (here / "folder").mkdir()
+    (here / name).write_bytes(content)
+    path = name.removesuffix("/a.jsonl")
+    assert refused(f"data.train.0.path={path}") == f"data.train.0.path: {path} (split train): empty, it has no rows"
+
+
+def test_a_parquet_file_and_a_slice_without_a_row_are_refused(here: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), here / "a.parquet")
+    assert refused("data.val=[{path: a.parquet}]").endswith("a.parquet (split train): empty, it has no rows")
+    for past in ("train[1:]", "train[20000:]", "train[-1:-1]"):
+        assert refused(f"data.train.0.split='{past}'").endswith(f"chats.jsonl (split {past}): empty, it has no rows")
+
+
+def test_of_large_files_the_first_row_alone_is_looked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "SMALL_BYTES", 10)
+    assert problems("data.train.0.split='train[20000:]'") == []
+
+
+def test_conversations_without_answers_that_are_skipped_are_refused_where_there_are_no_others(here: Path) -> None:
+    asks = {"messages": CHAT["messages"][:1]}
+    skips = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
+    write(here / "rows.jsonl", asks, asks)
+    assert "rows.jsonl:1: no assistant turn (roles: user)" in refused(*skips)
+    assert problems(*skips, stage=None) == []
+    for later in ([asks, CHAT], [asks] * FIRST_ROWS):
+        write(here / "rows.jsonl", *later)
+        assert problems(*skips) == []
 
 
 def test_builtins_are_of_one_kind_each() -> None:
@@ -162,7 +224,7 @@ def test_a_tokenizer_is_trained_on_rows_of_any_kind(here: Path) -> None:
 def test_rows_that_a_slice_leaves_out_are_not_looked_at(here: Path) -> None:
     write(here / "rows.jsonl", {"x": 1}, CHAT, {"x": 1})
     rows = "data.train.0.path=rows.jsonl"
-    for fine in ("train[1:2]", "train[50%:]", "train[-2:-1]", "train[20000:]"):
+    for fine in ("train[1:2]", "train[50%:]", "train[-2:-1]"):
         assert problems(rows, f"data.train.0.split='{fine}'") == [], fine
     assert "rows.jsonl:1: columns x" in refused(rows)
     assert "rows.jsonl:1: columns x" in refused(rows, "data.train.0.split='train[0%:90%]'")
@@ -195,6 +257,7 @@ def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> No
 
 def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONGEST_RECORD", 300)
+    monkeypatch.setattr(inputs, "SMALL_BYTES", 0)
     monkeypatch.setattr(readers, "LONGEST_JSON", 0)  # of which reading it as a whole would be an error
     path = here / "rows.json"
     path.write_text(json.dumps([CHAT] * 50))
@@ -269,25 +332,123 @@ def test_a_hub_name_is_refused_without_network_unless_it_is_cached(here: Path) -
     assert problems("data.train.0.path=Some/OneMore") == []
 
 
-def test_a_hub_that_answers_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(self, name: str, **asked) -> None:
-        assert asked["timeout"] <= 5
-        if name == "some/gone":
-            raise errors.RepositoryNotFoundError("404", response=Response())
-        if name == "some/busy":
-            raise OSError("429")
+class StandIn(BaseHTTPRequestHandler):
+    """A hub with open, gated, private and slow repositories, which the token "right" may read, and "stranger" not."""
 
-    class Response:
-        headers, request, status_code = {}, None, 404
+    asked: list[str]
 
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(HfApi, "repo_info", answer)
+    def do_HEAD(self) -> None:
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        kind, owner, name, *rest = [*self.path.split("?")[0].split("/")[2:], "", ""]
+        rest = [word for word in rest if word]
+        token = self.headers.get("authorization", "").removeprefix("Bearer ")
+        self.asked.append(f"{kind}/{owner}/{name}/{'/'.join(rest)}")
+        if name == "busy":
+            self._answer(429)
+        elif token == "expired":
+            self._answer(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        elif name == "private" and token != "right":
+            self._answer(401, {"X-Error-Code": "RepoNotFound"})
+        elif rest == ["revision", "v2"]:
+            self._answer(404, {"X-Error-Code": "RevisionNotFound"})
+        elif rest == ["auth-check"] and token != "right":
+            self._answer(401 if not token else 403, {"X-Error-Code": "GatedRepo"})
+        else:
+            content = {"id": f"{owner}/{name}", "gated": "manual" if name == "gated" else False, "private": False}
+            self._answer(200, {}, json.dumps(content | {"tags": [], "downloads": 0, "siblings": []}).encode())
+
+    def _answer(self, code: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
+        self.send_response(code)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a hub on this machine; nobody is logged in."""
+    StandIn.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(here / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(hub, "hub_answers", HUB_ANSWERS)
+    yield address
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_that_answers_is_asked_for_the_name(stand_in: str) -> None:
     assert problems(*of_model("some/one")) == problems(*of_model("some/busy")) == []
-    told = refused(*of_model("some/gone"))
+    told = refused(*of_model("some/one", "model.revision=v2"))
+    assert told.endswith(f"as a model of the hub {stand_in} has no revision v2 of it")
+    told = refused(*of_model("some/private"))
     assert told.endswith(
-        f"has no model of that name, or none that it shows without a token ({program('hf')} auth login)"
+        f"{stand_in} has no model of that name, or none that it shows without a token (for one that is private log in with "
+        f"`{program('hf')} auth login`, or set HF_TOKEN)"
     )
-    assert "has no dataset of that name" in refused("data.train.0.path=some/gone")
+    assert "has no dataset of that name" in refused("data.train.0.path=some/private")
+
+
+def test_a_gated_model_is_refused_before_it_is_loaded_to_whom_the_hub_does_not_give_it(
+    here: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    login = f"log in with `{program('hf')} auth login`, or set HF_TOKEN"
+    why = "the hub gives this {} to those alone who have accepted its licence: accept it at {}, then {}"
+    assert refused(*of_model("some/gated")) == (
+        f"model.path: some/gated: {why.format('model', f'{stand_in}/some/gated', login)}"
+    )
+    assert refused("data.train.0.path=some/gated") == (
+        f"data.train.0.path: some/gated: {why.format('dataset', f'{stand_in}/datasets/some/gated', login)}"
+    )
+    assert refused("model.tokenizer=some/gated", "model.train_tokenizer=null").startswith(
+        "model.tokenizer: some/gated: "
+    )
+    monkeypatch.setenv("HF_TOKEN", "stranger")
+    assert f"accept its licence at {stand_in}/some/gated with that account" in refused(*of_model("some/gated"))
+    assert "shows to the account whose token is set here" in refused(*of_model("some/private"))
+    monkeypatch.setenv("HF_TOKEN", "expired")
+    assert (
+        refused(*of_model("some/one"))
+        == f"model.path: some/one: {stand_in} refuses the token that is set here: {login}"
+    )
+    monkeypatch.setenv("HF_TOKEN", "right")
+    assert problems(*of_model("some/gated")) == problems(*of_model("some/private")) == []
+
+
+def test_a_gated_model_that_is_cached_and_one_without_network_are_not_asked_for(
+    here: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = here / "cache" / "hub" / "models--some--gated" / "snapshots" / "ab"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_text("")
+    assert problems(*of_model("some/gated")) == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set" in refused(*of_model("other/gated"))
+    assert StandIn.asked == []
+
+
+def test_a_hub_that_takes_too_long_refuses_nothing(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, auth_check = threading.Event(), HfApi.auth_check
+
+    def slow(*words: object, **more: object) -> None:
+        answered.wait(60)
+        auth_check(*words, **more)
+
+    monkeypatch.setattr(HfApi, "auth_check", slow)
+    monkeypatch.setattr(hub, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    assert problems(*of_model("some/gated")) == []
+    answered.set()
 
 
 def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_check(here: Path) -> None:
@@ -297,6 +458,69 @@ def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_ch
     state = model(here / "model", max_length=64) / "training_state" / "state.json"
     state.write_text("{")
     assert problems(*of_model("model", "data.max_length=null")) == []
+
+
+@pytest.mark.parametrize("key", ["data.train.0.path", "model.path"])
+def test_wildcards_are_told_to_be_none_with_what_they_would_match(here: Path, key: str) -> None:
+    for name in ("a", "b", "c", "d"):
+        write(here / f"{name}.jsonl", CHAT)
+    (here / "chats").mkdir()
+    write(here / "chats" / "x.jsonl", CHAT)
+
+    def told(path: str) -> str:
+        return refused(*of_model(path)) if key == "model.path" else refused(f"{key}={path}")
+
+    assert "Wildcards are not expanded: name a folder, such as chats, or a file; chats/x.jsonl would match." in told(
+        "chats/*"
+    )
+    assert "a.jsonl, b.jsonl, c.jsonl and others would match." in told("./?.jsonl")
+    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/*.parquet")
+    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/deep/*/er.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("val/los", 'Did you mean "val/loss"?'),
+        ("val/chat/loss", 'Did you mean "val/chats/loss"?'),
+        ("families/acc", 'Did you mean "eval/families/acc"?'),
+        ("eval/arc_easy/acc_norm", 'Did you mean "eval/arc_easy/acc"?'),
+        (
+            "train/loss",
+            "is no metric that an evaluation of this run writes: val/loss, val/bpb, val/chats/loss, val/chats/bpb, ",
+        ),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_writes_is_refused(named: str, told: str) -> None:
+    assert told in refused(*BEST_OF, f"checkpoint.best={named}")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "val/bpb",
+        "val/chats/loss",
+        "eval/families/acc",
+        f"eval/{FAMILIES[-1]}/acc",
+        "eval/centred_mean",
+        "eval/arc_easy/low",
+    ],
+)
+def test_a_best_metric_that_evaluations_write_is_not_refused(named: str) -> None:
+    assert problems(*BEST_OF, f"checkpoint.best={named}") == []
+
+
+def test_the_metrics_of_every_task_are_known() -> None:
+    assert set(METRICS) == set(EVAL_TASKS)
+    assert METRICS_IN_CHAT.keys() <= METRICS.keys()
+
+
+def test_of_lm_eval_and_without_evaluations_no_name_is_known() -> None:
+    lm_eval = (*BEST_OF, "eval.tasks=[arc_easy]", "eval.backend=lm_eval")
+    assert problems(*lm_eval, "checkpoint.best=eval/arc_easy/acc_norm") == []
+    assert "is no metric" in refused(*lm_eval, "checkpoint.best=val/los")
+    told = refused("eval.every=null", "checkpoint.every=1", "checkpoint.best=val/los")
+    assert told == "checkpoint.best: needs checkpoint.every and eval.every: only a step with both can be the best"
 
 
 # ---- chain and launcher ----------------------------------------------------------------------------------------------

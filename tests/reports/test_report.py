@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -455,7 +456,8 @@ def test_writing_again_replaces_and_leaves_no_other_file(run: Path) -> None:
     assert after["report.html"] != before["report.html"]  # a new file under the old name: readers see one or the other
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no such folder.*run directory such as"):
         write_report(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"no run: it holds neither config.yaml"):
@@ -463,6 +465,25 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run there; make one"):
         newest_run(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_is_refused_with_the_runs_that_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(7):
+        folder = tmp_path / "runs" / f"r{i}" / "sft"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").touch()
+        os.utime(folder / "metrics.jsonl", (i, i))
+    with pytest.raises(ConfigError, match=r"^runs/r3: no run: .*\. Runs in runs/r3, the newest first: runs/r3/sft$"):
+        write_report(Path("runs/r3"))
+    newest = ", ".join(f"runs/r{i}/sft" for i in (6, 5, 4, 3, 2))
+    for gone in ("runs/r9/sft", "elsewhere/sft", str(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"Runs in runs, the newest first: {newest} and 2 more$"):
+            write_report(Path(gone))
+    with pytest.raises(ConfigError, match=rf"Runs in {tmp_path}/runs, the newest first: {tmp_path}/runs/r6/sft, "):
+        write_report(tmp_path / "runs" / "gone")
 
 
 def script(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
+from itertools import islice
 from pathlib import Path
 
 from sftkit.config.terminal import visible
@@ -15,6 +17,10 @@ MOST_NAME_BYTES = 240
 "Of a run directory's own name: its earlier runs are kept as NAME.old-1, and a file system's names have 255."
 MOST_PATH_BYTES = 3800
 "The files of a checkpoint lie some levels below, and a path has 4096."
+
+WILDCARD = re.compile(r"[*?]")
+MOST_MATCHES = 1000
+"Of a path with wildcards, or of files in a folder, that are looked at for a hint."
 
 
 def expanded(path: str) -> str:
@@ -37,6 +43,8 @@ def did_you_mean(path: str) -> str:
     wanted = Path(path)
     if wanted.exists():
         return ""  # of another kind than was asked for
+    if WILDCARD.search(path):
+        return _not_expanded(wanted)
     try:
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
         there = sorted(entry.name for entry in folder.iterdir())
@@ -47,6 +55,22 @@ def did_you_mean(path: str) -> str:
     near = [folder / name for name in there if _stem(name) in close][:3]
     found = [str(path.joinpath(*rest) if path.joinpath(*rest).exists() else path) for path in near]
     return f". Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _not_expanded(pattern: Path) -> str:
+    """Return what to name in the place of a path with wildcards: what they match, else what is in the folder."""
+    folder = next(above for above in pattern.parents if above.is_dir() and not WILDCARD.search(str(above)))
+    try:
+        matches = sorted(islice(folder.glob(str(pattern.relative_to(folder))), MOST_MATCHES))
+        there = matches or sorted(islice(folder.iterdir(), MOST_MATCHES))
+    except (OSError, ValueError):
+        matches = there = []
+    listed = ", ".join(map(str, there[:3])) + (" and others" if len(there) > 3 else "")
+    if matches:
+        return f". Wildcards are not expanded: name a folder, such as {folder}, or a file; {listed} would match."
+    return (
+        f". Wildcards are not expanded, and nothing would match{f'; in {folder} there are {listed}' if there else ''}."
+    )
 
 
 def _stem(name: str) -> str:

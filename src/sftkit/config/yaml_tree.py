@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from sftkit.config import recipes
 from sftkit.config.paths import expanded
 from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_FILES, MOST_OF_KEY, Keys, Node, dotted, parse
 from sftkit.errors import ConfigError
@@ -62,6 +62,9 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
 
 def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str | None:
     try:
+        if path.is_dir():
+            problems.append(recipes.in_folder(path))
+            return None
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
             problems.append(f"{path}: not a regular file, which a recipe must be")
             return None
@@ -74,9 +77,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
         return content.decode()
     except FileNotFoundError:
         where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
-        siblings = {other.stem: other for other in sorted(path.parent.glob("*.yaml"))}
-        near = difflib.get_close_matches(path.stem, siblings, n=1)
-        problems.append(where + (f'. Did you mean "{siblings[near[0]]}"?' if near else ""))
+        problems.append(where + recipes.did_you_mean(path))
     except UnicodeDecodeError:
         problems.append(f"{path}: not UTF-8 text")
     except OSError as error:

@@ -30,6 +30,8 @@ class Origin:
     identity: Any
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
+    num_bytes: int | None = None
+    "of its files; None: it has none here"
 
 
 def find(source: SourceConfig) -> Origin:
@@ -83,4 +85,4 @@ def _local(source: SourceConfig, path: Path) -> Origin:
         return (row for file in files for row in readers.rows_of(file, beginning))
 
     first = partial(readers.sliced_beginning, partial(raw_rows, beginning=True), source)
-    return Origin(partial(readers.sliced, raw_rows, source), stats, first)
+    return Origin(partial(readers.sliced, raw_rows, source), stats, first, sum(size for _, size, _ in stats))

@@ -133,6 +133,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _STRICT = json.JSONDecoder(object_pairs_hook=_object)  # made once: json.loads would make one for every line
 
 
+def no_rows(source: SourceConfig) -> DataError:
+    """The DataError of a source that there is nothing in, or nothing in the part that is asked for."""
+    return DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
+
+
 def base_split(spec: str) -> str:
     return spec.split("[", 1)[0].strip()
 
@@ -222,6 +227,8 @@ def _json(path: Path) -> Iterator[RawRow]:
         content = file.read(LONGEST_JSON + 1)
     if len(content) > LONGEST_JSON:
         raise DataError(f"{path}: more than {LONGEST_JSON // 2**30} GiB in one JSON value: write JSON lines (.jsonl)")
+    if not content.strip():
+        return
     try:
         value = loads(content)
     except ValueError as error:

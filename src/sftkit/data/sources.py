@@ -162,7 +162,7 @@ def _tokenize_source(
     for part in done:
         whole.add(part)
     if not whole.counts["rows"]:
-        raise DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
+        raise readers.no_rows(source)
     if not whole.lengths:
         became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
         why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))

@@ -18,9 +18,10 @@ from sftkit.config.paths import did_you_mean
 from sftkit.config.rules import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
 from sftkit.data import conversation, hub, readers, rows
-from sftkit.data.origin import find_here
+from sftkit.data.origin import Origin, find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
+from sftkit.preflight import evaluated
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.made_from import WEIGHTS
 from sftkit.runtime.manifest import read_manifest
@@ -28,17 +29,31 @@ from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
 
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."
+SMALL_BYTES = 2 * 2**20
+"Of files that are read to the end where no first row is found."
 
 
-def _any(row: Row) -> Row:
-    return row
+def _readable(row: Row) -> list[conversation.Message] | None:
+    """The messages of a conversation, of whatever they may be; None: a text."""
+    return None if row.messages is None else conversation.validated(row, ())
+
+
+def _learnable(row: Row) -> None:
+    messages = _readable(row)
+    if messages is not None:
+        conversation.require_answer(messages, row.where)
+
+
+def _conversation(row: Row) -> None:
+    rows.require_conversation(row)
+    _learnable(row)
 
 
 REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "base": rows.require_text,
-    "mid": _any,
-    "sft": rows.require_conversation,
-    None: _any,
+    "mid": _learnable,
+    "sft": _conversation,
+    None: _readable,
 }
 "Stage -> what refuses a row that it cannot learn from."
 
@@ -51,7 +66,7 @@ def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    return [*first, _tokenizer, _chat_template, *data_of(stage), _resume, _eval_data]
+    return [*first, _tokenizer, _chat_template, *data_of(stage), _resume, _eval_data, evaluated.best]
 
 
 def data_of(stage: str | None) -> list[Rule]:
@@ -108,6 +123,8 @@ def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], ob
             errors.append(error)
             if not skips:
                 break
+    if not seen and _is_empty(found):
+        raise readers.no_rows(source)
     if not errors:
         return
     reasons = {error.reason for error in errors}
@@ -117,13 +134,15 @@ def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], ob
         raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
 
 
+def _is_empty(found: Origin) -> bool:
+    """Whether small files, whose beginning has no row, have none at all in the part that is asked for."""
+    return found.num_bytes is not None and found.num_bytes <= SMALL_BYTES and next(found.rows(), None) is None
+
+
 def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:
     row = rows.convert(readers.parsed(raw), raw[0])
-    if require is None:
-        return
-    require(row)
-    if row.messages is not None:
-        conversation.validated(row, ())
+    if require is not None:
+        require(row)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +46,10 @@ from sftkit.runtime.rundir import (
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS)
+MOST_RUNS = 5
+"That a message names."
+LEVELS = ("*/", "*/*/", "*/*/*/")
+"Below a folder that may hold anything, in which runs are looked for."
 RESUMED = "Resumed from a verified checkpoint"
 "The check of proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
@@ -79,10 +83,29 @@ def machine(environment: Mapping[str, Any]) -> str:
 def check_run(run_dir: Path) -> None:
     """Refuse a folder that holds no run."""
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; name a run directory such as runs/default/sft")
+        raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
     if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
         files = " nor ".join(MARKS_OF_A_RUN)
-        raise ConfigError(f"{run_dir}: no run: it holds neither {files}; name a run directory such as runs/default/sft")
+        raise ConfigError(f"{run_dir}: no run: it holds neither {files}{_runs_near(run_dir)}")
+
+
+def _runs_near(run_dir: Path) -> str:
+    """What may be named in the place of a folder that holds no run: those in it, or in the first folder above that is there,
+    else those in runs/; the newest first."""
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    is_around = Path.cwd().is_relative_to(nearest.absolute())  # it may hold anything
+    for folder in (*(() if is_around else (nearest,)), Path("runs")):
+        if found := runs_in(folder, LEVELS):
+            more = f" and {len(found) - MOST_RUNS} more" if len(found) > MOST_RUNS else ""
+            return f". Runs in {folder}, the newest first: {', '.join(map(str, found[:MOST_RUNS]))}{more}"
+    return f"; name a run directory such as runs/default/sft, or {first_run()}"
+
+
+def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
+    """The runs under a folder, the one that was written to last first; `levels` are glob patterns of where."""
+    marks = [f"{level}{name}" for level in levels for name in (STATUS, METRICS)]  # wandb, too, writes a config.yaml
+    found = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
+    return list(dict.fromkeys(path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)))
 
 
 def newest_run(root: Path) -> Path:
@@ -91,11 +114,9 @@ def newest_run(root: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    marks = (STATUS, METRICS)  # other programs, wandb among them, write a config.yaml too
-    found = [path for name in marks for path in root.glob(f"**/{name}") if not _is_left_over(path.relative_to(root))]
-    if not found:
-        raise ConfigError(f"{root}/: no run there; {first_run()}, or name a run directory")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
+    if found := runs_in(root):
+        return found[0]
+    raise ConfigError(f"{root}/: no run there; {first_run()}, or name a run directory")
 
 
 def _is_left_over(path: Path) -> bool:

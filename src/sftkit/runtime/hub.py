@@ -1,10 +1,11 @@
-"""Does the Hugging Face hub answer, and has it, or the cache of this machine, what a recipe names? Asked once, within seconds: its
-own clients retry for half a minute before a no. No torch."""
+"""Does the Hugging Face hub answer, and does it, or the cache of this machine, give what a recipe names? Asked once, within
+seconds: its own clients retry for half a minute before a no. No torch."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -15,35 +16,46 @@ from sftkit.errors import ConfigError
 from sftkit.runtime.rundir import resolve
 
 PROBE_SECONDS = 5.0
+MOST_SECONDS = PROBE_SECONDS + 1
+"That a question to the hub may take, name resolution included."
 Kind = Literal["model", "dataset"]
 
 
 @cache
 def hub_answers() -> bool:
-    """Whether HF_ENDPOINT answers; never when HF_HUB_OFFLINE is set. In a thread: name resolution knows no timeout."""
+    """Whether HF_ENDPOINT answers; never when HF_HUB_OFFLINE is set."""
     import httpx
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
-    answered = threading.Event()
+    return _error_of(lambda: httpx.head(constants.ENDPOINT, timeout=PROBE_SECONDS)) is None
 
-    def probe() -> None:
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    """What a call raises, a TimeoutError if it takes too long. In a thread: name resolution knows no timeout."""
+    ended: list[Exception | None] = []
+
+    def work() -> None:
         try:
-            httpx.head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-        except (httpx.HTTPError, OSError):
-            return
-        answered.set()
+            call()
+            ended.append(None)
+        except Exception as error:
+            ended.append(error)
 
-    thread = threading.Thread(target=probe, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(PROBE_SECONDS + 1)
-    return answered.is_set()
+    thread.join(MOST_SECONDS)
+    return ended[0] if ended else TimeoutError()
 
 
 def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | None:
-    """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody knows."""
-    from huggingface_hub import HfApi, constants, errors
+    """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody knows.
+
+    Raises:
+        ConfigError: the hub has it, and does not give it to whoever asks here.
+    """
+    from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -54,15 +66,55 @@ def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | N
         return None
     if not hub_answers():
         return f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
-    try:
-        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
-    except errors.RepositoryNotFoundError:
-        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows without a token ({program('hf')} auth login)"
-    except errors.RevisionNotFoundError:
+    error = _error_of(lambda: _ask(name, kind, revision))
+    if isinstance(error, errors.GatedRepoError):
+        raise ConfigError(f"{name}: {_not_let_in(name, kind)}") from error
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"{constants.ENDPOINT} has no revision {revision} of it"
-    except Exception:  # who loads it will say
-        return None
-    return None
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows {_whoever_asks()}"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+        raise ConfigError(f"{name}: {constants.ENDPOINT} refuses the token that is set here: {_log_in()}") from error
+    return None  # of anything else who loads it will say
+
+
+def _ask(name: str, kind: Kind, revision: str | None) -> None:
+    """Ask for a repository, and for leave to read it where not everybody has it.
+
+    Raises:
+        Exception: what the client raises.
+    """
+    from huggingface_hub import HfApi
+
+    if (
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS).gated
+    ):  # of which all see this much
+        HfApi().auth_check(name, repo_type=kind)
+
+
+def _not_let_in(name: str, kind: Kind) -> str:
+    from huggingface_hub import constants, get_token
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if get_token() is None:
+        return f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then {_log_in()}"
+    return (
+        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with that "
+        "account; a fine-grained token must also be allowed to read gated repositories"
+    )
+
+
+def _whoever_asks() -> str:
+    """To whom the hub shows less than it has."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        return f"without a token (for one that is private {_log_in()})"
+    return "to the account whose token is set here"
+
+
+def _log_in() -> str:
+    return f"log in with `{program('hf')} auth login`, or set HF_TOKEN"
 
 
 def unreachable() -> str:

@@ -1,0 +1,60 @@
+"""Which recipe a path that is none may have meant. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from sftkit.config.commands import ROOT
+
+ALIKE = 0.65
+"Likeness of two names of recipes, or of their folders, from which on one may be meant by the other."
+SIBLINGS = 0.6
+"The same of files in one folder."
+MOST_NAMES = 8
+"Recipes that a message lists."
+
+
+def in_folder(folder: Path) -> str:
+    """Return what is wrong with a folder in the place of a recipe."""
+    found = sorted(folder.glob("*.yaml")) or sorted(folder.glob("*/*.yaml"))
+    if not found:
+        return f"{shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
+    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+    return (
+        f"{shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(shown, found[:MOST_NAMES]))}{more}"
+    )
+
+
+def did_you_mean(path: Path) -> str:
+    """Return a sentence that names the recipes which a missing path may have meant; empty: none is like it."""
+    score = {recipe: _alike(path, recipe) for recipe in _there(path)}
+    best = max(score.values(), default=0.0)
+    found = sorted({f'"{shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
+    return f". Did you mean {' or '.join(found[:MOST_NAMES])}?" if found else ""
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is typed: what came with sftkit as recipes/x/sft.yaml from anywhere."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _there(path: Path) -> list[Path]:
+    """Recipes beside a path, in folders beside its own where that is not there, and those that came with sftkit."""
+    beside = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
+    return [*beside, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml")]
+
+
+def _alike(path: Path, recipe: Path) -> float:
+    """How like a missing path a recipe is, from 0 to 1: it may be a misspelling, or the name of the recipe's folder."""
+    sibling = _ratio(path.stem, recipe.stem) if recipe.parent == path.parent else 0.0
+    folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
+    both = min(_ratio(path.parent.name, recipe.parent.name), _ratio(path.stem, recipe.stem))
+    mean = (_ratio(path.parent.name, recipe.parent.name) + _ratio(path.stem, recipe.stem)) / 2
+    return max(
+        sibling if sibling >= SIBLINGS else 0.0, folder if folder >= ALIKE else 0.0, mean if both >= ALIKE else 0.0
+    )
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

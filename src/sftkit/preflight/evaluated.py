@@ -1,0 +1,55 @@
+"""Will an evaluation of the run write the metric that checkpoint.best names? Known before it starts. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from sftkit.config.eval_tasks import METRICS, METRICS_IN_CHAT
+from sftkit.config.rules import Get, Problem
+from sftkit.config.schema import SourceConfig, source_label
+from sftkit.data.demo.builtin import FAMILIES
+
+MOST_NAMES = 8
+"That a message lists."
+
+
+def best(get: Get) -> Iterator[Problem]:
+    """A run that names a metric which it never writes would train to its end and keep no best checkpoint."""
+    wanted, tasks = get("checkpoint.best"), get("eval.tasks")
+    if (
+        wanted is None or get("eval.every") is None or not (tasks or get("data.val"))
+    ):  # the last two have rules of their own
+        return
+    names = validation_metrics(get("data.val"))
+    if get("eval.backend") == "lm_eval" and tasks:  # its names are known when it has run
+        if wanted.startswith("eval/"):
+            return
+    else:
+        names += task_metrics(tasks, get("eval.format"))
+    if wanted not in names:
+        yield "checkpoint.best", _unknown(wanted, names)
+
+
+def validation_metrics(sources: Sequence[dict]) -> list[str]:
+    """Return what evals.validation.validate calls the values of validation sources: of all together first."""
+    prefixes = ["val", *(f"val/{source_label(SourceConfig(**source))}" for source in sources)] if sources else []
+    return [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
+
+
+def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
+    """Return what evals.results.values_of calls the values of our tasks."""
+    names = []
+    for task in tasks:
+        metrics = METRICS_IN_CHAT.get(task, METRICS[task]) if format == "chat" else METRICS[task]
+        names += [f"eval/{task}/{metric}" for metric in (*metrics, "low", "high")]
+        if task == "families":
+            names += [f"eval/{family}/{metric}" for family in FAMILIES for metric in metrics]
+    return [*names, "eval/centred_mean"] if tasks else []
+
+
+def _unknown(wanted: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(wanted, names, n=1)
+    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    meant = f' Did you mean "{near[0]}"?' if near else ""
+    return f'"{wanted}" is no metric that an evaluation of this run writes: {listed}.{meant}'
