@@ -261,7 +261,11 @@ def test_only_a_restart_of_the_same_launch_resumes_by_itself(tmp_path: Path) -> 
     status = RunStatus(tmp_path, 0, 1)
     status.begin(again)
     assert effective_resume(None, str(tmp_path), again) == "auto"
-    assert effective_resume("runs/x/step-000002", str(tmp_path), again) == "runs/x/step-000002"
+    named = "runs/x/step-000002"
+    assert effective_resume(named, str(tmp_path), again) == named, "it has no checkpoint of its own yet"
+    (tmp_path / "step-000004").mkdir()
+    assert effective_resume(named, str(tmp_path), again) == "auto"
+    assert effective_resume(named, str(tmp_path), {}) == named
     assert effective_resume(None, str(tmp_path), {**again, "TORCHELASTIC_RESTART_COUNT": "0"}) is None
     assert effective_resume(None, str(tmp_path), {}) is None
     status._write("running", launch="another launcher")

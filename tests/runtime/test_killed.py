@@ -16,7 +16,7 @@ from sftkit.runtime import lock
 from sftkit.runtime.killed import as_killed, killed_by, last_step, tell_killed
 from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
 from sftkit.runtime.open import open_run
-from sftkit.runtime.status import RunStatus, read_status
+from sftkit.runtime.status import RunStatus, read_status, start_command
 
 
 @pytest.fixture
@@ -83,16 +83,18 @@ def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> Non
 
 def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:
     folder, started = tmp_path / "run", time.time() - 1.0
+    words = ["scripts/chat_sft.py", "sft.yaml", "train.resume=other/step-000002"]
     held = lock.take(folder)
     status = RunStatus(folder, 0, 2, step=7)
     status.begin({})
-    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
     held.release()
     status.end("failed", first_failing_rank=1, error="rank 1 ended without a word")
-    told = tell_killed(folder, signal.SIGKILL, "a cause", started, "go train.resume=auto")
+    told = tell_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
-    assert told.endswith("no checkpoint; start it again: go")
+    assert told.endswith(f"no checkpoint; start it again: {start_command(words)}")
+    assert "train.resume=other/step-000002" in told, "there is nothing that auto would find"
     assert read_status(folder)["error"] == "rank 1 ended without a word"
 
 

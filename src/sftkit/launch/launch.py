@@ -32,7 +32,7 @@ from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.lock import refuse_at_work
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import heeded, torch_passes_on_once
-from sftkit.runtime.status import resume_command, stopped_by
+from sftkit.runtime.status import stopped_by
 
 CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
@@ -304,10 +304,8 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), started)) is not None:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
-        run_dir, go_on = Path(cfg.run.dir), resume_command([script, recipe, *overrides])
-        say(
-            "\n" + tell_killed(run_dir, number, likely_cause(number, before), started, go_on), error=True, level="error"
-        )
+        words, cause = [script, recipe, *overrides], likely_cause(number, before)
+        say("\n" + tell_killed(Path(cfg.run.dir), number, cause, started, words), error=True, level="error")
     return code
 
 

@@ -13,10 +13,8 @@ from typing import Any
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.lock import at_work
 from sftkit.runtime.rundir import METRICS, STATUS, latest
-from sftkit.runtime.status import read_status
+from sftkit.runtime.status import read_status, resume_command, start_command
 
-RESUMES = " train.resume=auto"
-"The last word of a command that resumes a run."
 _TAIL = 1 << 16
 "Bytes at the end of METRICS in which its last line is looked for."
 
@@ -40,12 +38,12 @@ def where_it_was(run_dir: Path) -> str:
     return f"{logged}, {f'newest checkpoint {checkpoint}' if checkpoint else 'no checkpoint'}"
 
 
-def how_to_go_on(run_dir: Path, command: str) -> str:
-    """Return what to do next. `command`: the one that resumes the run."""
+def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
+    """Return what to do next: the command that goes on from the newest checkpoint, without one that which started the run."""
     with suppress(OSError):
         if latest(run_dir) is not None:
-            return f"go on from there: {command}"
-    return f"start it again: {command.removesuffix(RESUMES)}"
+            return f"go on from there: {resume}"
+    return f"start it again: {start}"
 
 
 def last_step(run_dir: Path) -> int | None:
@@ -66,10 +64,10 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     """Return a status that says running as what it is where the run is gone: `killed`, with what is known; else as it is."""
     if status.get("status") != "running" or at_work(run_dir) is not False:
         return status
-    command = str(status.get("resume") or "")
+    resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
     text = f"killed without a word (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
     step = last_step(run_dir)
-    next_one = f"; {how_to_go_on(run_dir, command)}" if command else ""
+    next_one = f"; {how_to_go_on(run_dir, resume, start)}" if resume and start else ""
     return {
         **status,
         "status": "killed",
@@ -78,19 +76,19 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, command: str) -> str:
+def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
     """Return what to tell of a run that was killed; written down too, unless a rank that was left has done so.
 
     Args:
         started: Unix time before the run was started.
-        command: the one that resumes it.
+        words: script and arguments that started it.
     """
     status = read_status(run_dir)
     if at_work(run_dir):
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
     if status.get("time", 0.0) < started:
-        end = f"It had not begun to train. Start it again: {command.removesuffix(RESUMES)}"
+        end = f"It had not begun to train. Start it again: {start_command(words)}"
         return f"error: {who} was killed by {number.name}: {cause}\n{end}"
     if status.get("status") == "running":
         step = last_step(run_dir)
@@ -100,5 +98,5 @@ def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: floa
             replace_shared(run_dir / STATUS, json.dumps(status | values, indent=1))
     elif status.get("first_failing_rank") is not None:
         who = f"rank {status['first_failing_rank']}"
-    where = f"{run_dir}: {where_it_was(run_dir)}; {how_to_go_on(run_dir, command)}"
+    where = f"{run_dir}: {where_it_was(run_dir)}; {how_to_go_on(run_dir, resume_command(words), start_command(words))}"
     return f"error: {who} was killed by {number.name}: {cause}\n{where}"

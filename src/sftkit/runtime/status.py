@@ -22,7 +22,7 @@ from sftkit.config.commands import invocation
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.runtime.files import read_object, replace_shared
-from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files
+from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files, step_dirs
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96
@@ -141,6 +141,7 @@ class RunStatus:
             "first_failing_rank": None,
             "error": None,
             "resume": resume_command(sys.argv),
+            "start": start_command(sys.argv),
             "launch": before.get("launch"),
             "failed_save": before.get("failed_save"),
             "time": round(time.time(), 3),
@@ -291,22 +292,31 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
 
 
 def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank calls it."""
-    if setting is not None or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank calls it.
+
+    A run that went on from a checkpoint that was named goes on from its own once it has one.
+    """
+    if setting == "auto" or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return setting
     import torch.distributed as dist  # torch is not imported with this module, which the launcher reads too
 
     main = environ.get("RANK") == "0"
-    again = [main and read_status(Path(run_dir)).get("launch") == launch_id(environ)]
+    begun = main and read_status(Path(run_dir)).get("launch") == launch_id(environ)
+    again = [begun and (setting is None or bool(step_dirs(Path(run_dir))))]
     if dist.is_initialized():
         dist.broadcast_object_list(again)
     if main and again[0]:
         say(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
-    return "auto" if again[0] else None
+    return "auto" if again[0] else setting
+
+
+def start_command(argv: list[str]) -> str:
+    """The command that does what these words did again."""
+    return invocation(*argv, launcher=True)
 
 
 def resume_command(argv: list[str]) -> str:
-    """The command that continues a run whose script was started with these words."""
+    """The command that continues from its newest checkpoint a run whose script was started with these words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
     return invocation(*words, "train.resume=auto", launcher=True)
 
