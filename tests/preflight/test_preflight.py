@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -480,6 +481,23 @@ def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
     assert "\x1b[4;32mIt is [2]." in coloured
     assert "[[It is" not in coloured
     assert "\x1b[31m next" not in coloured
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(width: int) -> None:
+    row = {"padding_pct": 3.2, "steps": 123_456, "positions": 12_345_678_901, "x_dynamic": 1.0, "break_even": 1.1}
+    rows = [
+        {"layout": name, "own": name == "bucketed", "shapes": "64x128, 32x256", "tok_per_sec": 231_029.0, **row}
+        for name in ("packed", "bucketed", "fixed", "dynamic")
+    ]
+    console = VisibleConsole(width=width, file=io.StringIO(), highlight=False)
+    console.print(inspection.layout_table({"layouts": rows}, width))
+    lines = console.file.getvalue().splitlines()
+    own = [line for line in lines if "bucketed *" in line]
+    assert max(map(len, lines)) <= width
+    assert len(own) == (2 if width == 80 else 1)
+    assert all(text in own[0] for text in ("3.2 %", "123,456", "12,345,678,901", "1.00", "1.10", "231,029"))
+    assert "64x128, 32x256" in own[-1]
 
 
 def test_previews_are_spread_over_the_data_and_hold_each_token_once(
