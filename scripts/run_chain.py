@@ -1,7 +1,7 @@
 """The whole chain on one folder of recipes: base -> mid -> chat SFT -> evaluate, then a summary.
 
-.venv/bin/python scripts/run_chain.py recipes/default                       what `make sft` does
-.venv/bin/python scripts/run_chain.py recipes/smoke                         `make smoke`: a tiny model, for a first look
+.venv/bin/python scripts/run_chain.py recipes/default                       a small model that learns, in some minutes
+.venv/bin/python scripts/run_chain.py recipes/smoke                         a tiny model, for a first look
 .venv/bin/python scripts/run_chain.py recipes/default train.max_steps=100   overrides go to all three stages
 """
 
@@ -14,15 +14,16 @@ from sftkit.runtime.script import script
 def main() -> int:
     from pathlib import Path
 
-    from sftkit.config.commands import invocation, typed
+    from sftkit.config.commands import invocation, running, typed
     from sftkit.config.paths import expanded
     from sftkit.config.terminal import say
     from sftkit.launch import launch
     from sftkit.launch.chain import STAGES, evaluate_command, is_evaluated, read_stages, summary, was_stopped
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        say(typed(__doc__ or ""))
-        return 0 if "--help" in sys.argv or "-h" in sys.argv else 2
+        help = "--help" in sys.argv or "-h" in sys.argv
+        say(f"usage: {running()} FOLDER [key=value ...]\n\n{typed(__doc__ or '')}", error=not help)
+        return 0 if help else 2
     folder, overrides = Path(expanded(sys.argv[1])), sys.argv[2:]
     recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
 

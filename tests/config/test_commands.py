@@ -59,6 +59,16 @@ def test_a_shipped_script_is_started_again_by_its_word(environment, monkeypatch)
     assert first_run() == "make one: .venv/bin/sftkit chain recipes/smoke"
 
 
+def test_what_the_command_started_names_itself_by_the_word_that_was_typed(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/inspect_data.py"])
+    assert running("python -m sftkit.x") == "python -m sftkit.x"
+    monkeypatch.setenv(commands.TYPED, "prepare")
+    monkeypatch.chdir(ROOT)
+    assert running() == running("python -m sftkit.x") == "sftkit prepare"
+    assert typed(".venv/bin/python scripts/inspect_data.py x").endswith("sftkit prepare x")
+    assert typed(".venv/bin/python scripts/chat.py x").endswith("sftkit chat x")
+
+
 def test_a_file_of_this_folder_comes_before_the_shipped_one(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = "recipes/smoke/sft.yaml"
@@ -71,7 +81,7 @@ def test_a_file_of_this_folder_comes_before_the_shipped_one(tmp_path, monkeypatc
 
 
 def test_every_script_has_a_word() -> None:
-    assert sorted(SCRIPTS.values()) == sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+    assert sorted({*SCRIPTS.values()}) == sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 
 @pytest.mark.parametrize("folder", ["scripts", "docs", "accelerate_configs", "recipes"])

@@ -99,10 +99,14 @@ def test_only_regular_files_are_recipes(recipe: Path, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for path in ("/dev/zero", pipe, tmp_path / "folder.yaml"):
-        assert refused(path).endswith("not a regular file, which a recipe must be")
+    for path, what in (
+        ("/dev/zero", "not a regular file, which a recipe must be"),
+        (pipe, "not a regular file, which a recipe must be"),
+        (tmp_path / "folder.yaml", "a folder without recipes in it; name a recipe, a .yaml file"),
+    ):
+        assert refused(path).endswith(what)
         recipe.write_text(f"extends: {path}\n{MINIMAL}")
-        assert f"{path}: not a regular file" in refused(recipe)
+        assert f"{path}: {what}" in refused(recipe)
     recipe.write_text(f"extends: loop.yaml\n{MINIMAL}")
     assert "loop.yaml: cannot be read: Too many levels of symbolic links" in refused(recipe)
     recipe.write_text(f'extends: "a\\0b"\n{MINIMAL}')

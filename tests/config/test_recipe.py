@@ -296,6 +296,18 @@ def test_problems_name_the_file_that_the_value_came_from(write):
     ]
 
 
+def test_extends_takes_a_shipped_recipe_as_the_command_line_does_and_lists_them_for_one_that_is_not(write, monkeypatch):
+    path = write("extends: recipes/smoke/sft.yaml\nrun: {dir: mine}\n")
+    monkeypatch.chdir(path.parent)
+    cfg = read_config(path)
+    assert (cfg.run.dir, cfg.train.max_steps, cfg.model.path) == ("mine", 20, "runs/smoke/mid")
+    write("extends: ../default/sft.yaml\nmodel: {path: here}\n", "recipes/smoke/sft.yaml")
+    write(MINIMAL, "recipes/default/sft.yaml")
+    assert read_config(path).model.path == "here"  # what lies beside it comes first
+    lost = write("extends: recipes/nothing/sft.yaml\n" + MINIMAL, "lost.yaml")
+    assert "recipes/qwen3_0_6b/sft.yaml, " in problems(lost)[1]
+
+
 def test_extends_in_a_circle_and_of_a_missing_file_are_clear(write):
     first = write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
@@ -526,7 +538,8 @@ def test_help_explains_every_key_in_100_columns():
     done = script("--help")
     assert done.returncode == 0
     text = done.stdout
-    assert text.startswith("A description.\n")
+    assert text.startswith("usage: ")
+    assert "\n\nA description.\n" in text
     assert "data.layout  packed | bucketed | fixed" in text
     assert "default packed" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
-from sftkit.launch.cli import USAGE, start
+from sftkit.launch.cli import USAGE, main, start
 
 COMMAND = (sys.executable, "-m", "sftkit")
 
@@ -45,12 +46,27 @@ def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: py
     assert start("sft")[:2] == ["-m", "sftkit.launch"]
 
 
-@pytest.mark.parametrize("word", ["sft", "chat"])
-def test_help_of_a_word_names_it_and_no_script(word: str, tmp_path: Path) -> None:
-    done = sftkit(tmp_path, word, "--help")
+@pytest.mark.parametrize("word", ["init", "chain", "sft", "prepare", "chat", "bench"])
+def test_help_of_a_word_begins_with_it_and_names_no_script(word: str) -> None:
+    """In a clone too, where the script of the folder is taken."""
+    done = sftkit(ROOT, word, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"sftkit {word}" in done.stdout
+    assert done.stdout.startswith(f"usage: sftkit {word} ")
     assert "python scripts/" not in done.stdout
+
+
+def test_a_word_that_lacks_its_recipe_says_its_own_usage(tmp_path: Path) -> None:
+    done = sftkit(tmp_path, "mid")
+    assert (done.returncode, done.stderr) == (2, "usage: sftkit mid RECIPE [key=value ...]\n")
+
+
+def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sftkit", "--version"])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    main()
+    assert capsys.readouterr().out.startswith(f"sftkit {version('sftkit')}, torch {version('torch')}, ")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError
 from sftkit.memory.estimate import shape_of
 from sftkit.memory.plan import make_plan
 from sftkit.models.load import load_model
@@ -482,6 +483,23 @@ def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
     assert "\x1b[31m next" not in coloured
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(width: int) -> None:
+    row = {"padding_pct": 3.2, "steps": 123_456, "positions": 12_345_678_901, "x_dynamic": 1.0, "break_even": 1.1}
+    rows = [
+        {"layout": name, "own": name == "bucketed", "shapes": "64x128, 32x256", "tok_per_sec": 231_029.0, **row}
+        for name in ("packed", "bucketed", "fixed", "dynamic")
+    ]
+    console = VisibleConsole(width=width, file=io.StringIO(), highlight=False)
+    console.print(inspection.layout_table({"layouts": rows}, width))
+    lines = console.file.getvalue().splitlines()
+    own = [line for line in lines if "bucketed *" in line]
+    assert max(map(len, lines)) <= width
+    assert len(own) == (2 if width == 80 else 1)
+    assert all(text in own[0] for text in ("3.2 %", "123,456", "12,345,678,901", "1.00", "1.10", "231,029"))
+    assert "64x128, 32x256" in own[-1]
+
+
 def test_previews_are_spread_over_the_data_and_hold_each_token_once(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -703,8 +721,10 @@ def test_a_missing_recipe_and_empty_data_are_named(
     assert "nothing.yaml: no such file" in capsys.readouterr().err
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     (tmp_path / "data.jsonl").write_text("")
-    with pytest.raises(DataError, match="empty, it has no rows"):
+    with pytest.raises(SystemExit) as end:
         inspect(monkeypatch, str(prepared.recipe))
+    assert end.value.code == 2
+    assert "data.jsonl (split train): empty, it has no rows" in capsys.readouterr().err
 
 
 def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

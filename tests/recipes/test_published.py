@@ -141,7 +141,7 @@ def test_every_published_config_belongs_to_a_recipe_and_every_recipe_has_one() -
 # ---- what a header says ----------------------------------------------------------------------------------------------
 
 GPUS_LINE = (
-    "# GPUs, and the memory that a step takes on each as the planner estimates it (`make inspect`), not measured:"
+    "# GPUs, and the memory that a step takes on each as the planner estimates it (`sftkit inspect`), not measured:"
 )
 
 
@@ -185,7 +185,8 @@ def header(recipe: Path) -> list[str]:
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
 def test_a_header_has_the_command_and_what_the_planner_estimates(recipe: Path) -> None:
     lines = header(recipe)
-    assert f"#   make sft RECIPE={recipe.relative_to(ROOT)}" in lines
+    path = recipe.relative_to(ROOT)
+    assert f"#   sftkit sft {path}      in a clone: make sft RECIPE={path}" in lines
     assert "\n".join(header_lines(recipe)) in "\n".join(lines)
     gated = str(start_of(read(recipe)).path).startswith(("meta-llama/", "google/"))
     assert gated == any(line.startswith("# Gated: ") for line in lines)

@@ -438,6 +438,17 @@ def test_base_model_is_found_through_the_runs_before(tmp_path: Path) -> None:
     assert hub_datasets({"data": {"train": sources}}) == ["openai/gsm8k", "imdb"]
 
 
+def test_the_head_names_the_run_that_it_started_from_and_leads_to_its_report(tmp_path: Path) -> None:
+    parent, run = make_run(tmp_path / "mid # 1", steps=100), make_run(tmp_path / "sft", steps=100)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["path"] = str(parent)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert "from <a" not in write_report(run).read_text(), "there is no page to lead to"
+    write_report(parent)
+    page = write_report(run).read_text()
+    assert f'from <a href="../mid%20%23%201/report.html">{parent}</a>' in page
+
+
 def test_a_name_in_latest_never_leads_out_of_the_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     for name in ("../../step-1", str(tmp_path / "step-1"), "step-000300/../..", ".", "evals"):

@@ -24,8 +24,8 @@ def under_way(compile: CompileConfig, key: str) -> str:
     what = "compiling blocks" if compile.scope == "block" else "compiling the model"
     try:
         earlier = json.loads(_file(key).read_text())
-        about = f"about {earlier['seconds']:.0f} s"
-        return f"{what}, up to {about}" if earlier["compiled_anew"] else f"{what}, {about}"  # now its code is there
+        last = f"{earlier['seconds']:.0f} s the last time"  # a busy machine takes longer
+        return f"{what}: {last}, then without compiled code" if earlier["compiled_anew"] else f"{what}: {last}"
     except (OSError, ValueError, KeyError, TypeError):
         return what
 

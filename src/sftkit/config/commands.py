@@ -3,6 +3,7 @@ made, or wherever the package is installed. No torch."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -17,11 +18,14 @@ SCRIPTS = {
     "eval": "evaluate.py",
     "chat": "chat.py",
     "inspect": "inspect_data.py",
+    "prepare": "inspect_data.py",
     "report": "report.py",
     "validate": "validate_compile.py",
     "dashboard": "make_dashboard.py",
 }
 "Word of the command `sftkit` -> its script."
+TYPED = "SFTKIT_TYPED"
+"Environment variable in which the command `sftkit` passes on its word, by which what it starts names itself."
 SHIPPED = ("scripts", "recipes", "accelerate_configs", "benchmarks/smoke_plan.yaml")
 "What lies at the root of a clone and, in the wheel, in sftkit/project."
 _PACKAGED = Path(__file__).resolve().parents[1] / "project"
@@ -38,6 +42,11 @@ def shipped(path: str) -> str:
     theirs = ROOT / path
     ours = path.startswith(tuple(f"{name.partition('/')[0]}/" for name in SHIPPED))
     return str(theirs) if ours and not Path(path).exists() and theirs.exists() else path
+
+
+def shipped_recipes() -> list[str]:
+    """Return the recipes that came with sftkit, as `shipped` takes them."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*/*.yaml"))
 
 
 def is_ours(script: str) -> bool:
@@ -62,19 +71,20 @@ def program(name: str, folder: Path | None = None) -> str:
 
 def typed(text: str) -> str:
     """Return a text whose commands, written as in a clone that make has set up (.venv/bin/python scripts/chat.py), work here:
-    with the programs of this environment, and as `sftkit chat` where there are no scripts."""
+    with the programs of this environment, and as `sftkit chat` where there are no scripts or that was typed."""
     return _SHIPPED_FILE.sub(lambda found: shipped(found[0]), _COMMAND.sub(_here, text))
 
 
 def _here(found: re.Match[str]) -> str:
     script = found[2]
-    if script in SCRIPTS.values() and not is_ours(f"scripts/{script}"):
+    if script in SCRIPTS.values() and (TYPED in os.environ or not is_ours(f"scripts/{script}")):
         return f"{program('sftkit')} {_word(script)}"
     return program(found[1]) + found[0].removeprefix(f".venv/bin/{found[1]}")
 
 
 def _word(script: str) -> str:
-    return next(word for word, name in SCRIPTS.items() if name == script)
+    words = [word for word, name in SCRIPTS.items() if name == script]
+    return os.environ[TYPED] if os.environ.get(TYPED) in words else words[0]
 
 
 def invocation(script: str, *words: str, launcher: bool = False) -> str:
@@ -89,9 +99,15 @@ def invocation(script: str, *words: str, launcher: bool = False) -> str:
     return " ".join([start, *map(shlex.quote, words)])
 
 
-def running() -> str:
-    """Return how this script was started, to be typed again."""
-    return invocation(str(Path(sys.argv[0])))
+def running(started: str | None = None) -> str:
+    """Return how this program was started, for its usage.
+
+    Args:
+        started: by whom it was not started as `sftkit WORD`; None: as a script, by python.
+    """
+    if word := os.environ.get(TYPED):
+        return f"sftkit {word}"
+    return started or invocation(str(Path(sys.argv[0])))
 
 
 def install(package: str) -> str:

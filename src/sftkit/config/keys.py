@@ -120,7 +120,7 @@ def shown(value: Any) -> str:
 
 def help_text(description: str, command: str) -> str:
     """--help: every key with type, default and meaning, in 100 columns."""
-    lines = [typed(description.strip()), "", f"usage: {command} {USAGE}", ""]
+    lines = [f"usage: {command} {USAGE}", "", typed(description.strip()), ""]
     lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
     for section, cls in sections().items():
         lines += ["", f"{section}: {_docs()[cls]['']}"]

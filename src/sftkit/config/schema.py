@@ -125,7 +125,7 @@ class DataConfig:
     thinking: Literal["auto", "learn_empty", "off"] = "auto"
     "auto: an answer without reasoning is one with thinking turned off, so an empty thinking block that the template writes is context; learn_empty: the block is learned; off: reasoning in the data is left out."
     split_turns: bool = True
-    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) end documents of their own, as they would be asked; false: they are context only. Costs tokens, see make inspect."
+    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) end documents of their own, as they would be asked; false: they are context only. Costs tokens, see sftkit inspect."
     on_bad_row: Literal["error", "skip"] = "error"
     "A row that cannot be used: stop with its file and line, or skip it and count."
     num_proc: Positive = 1
@@ -198,7 +198,7 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
     engine: Literal["blocks", "reference"] = "blocks"
-    "How a step is computed. blocks: packed, compiled, sharded; reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what make validate compares losses with."
+    "How a step is computed. blocks: packed, compiled, sharded; reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from sftkit.config import recipes
+from sftkit.config.commands import shipped, shipped_recipes
 from sftkit.config.paths import expanded
 from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_FILES, MOST_OF_KEY, Keys, Node, dotted, parse
 from sftkit.errors import ConfigError
@@ -45,7 +46,7 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
         problems.append(f"{place}: extends: must be the path of one recipe, relative to this file")
         return tree
     try:
-        base_path = Path(os.path.normpath(path.parent / expanded(base)))
+        base_path = _extended(path, expanded(base))
     except ConfigError as error:
         problems.append(f"{place}: extends: {error}")
         return tree
@@ -58,6 +59,14 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
         problems.append(f"{place}: extends: goes round in a circle: {cycle}")
         return tree
     return merge(read_tree(base_path, problems, chain, room - len((text or "").encode())), tree)
+
+
+def _extended(path: Path, base: str) -> Path:
+    """Return the file that a recipe extends: relative to it, or, as on the command line, recipes/... of this folder, or of
+    those that came with sftkit."""
+    beside = Path(os.path.normpath(path.parent / base))
+    found = shipped(base)
+    return beside if os.path.exists(beside) or not os.path.isfile(found) else Path(found)
 
 
 def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str | None:
@@ -77,7 +86,10 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
         return content.decode()
     except FileNotFoundError:
         where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
-        problems.append(where + recipes.did_you_mean(path))
+        meant = recipes.did_you_mean(path)
+        problems.append(where + meant)
+        if "recipes" in path.parts and not meant:
+            problems.append(f"recipes that came with sftkit: {', '.join(shipped_recipes())}")
     except UnicodeDecodeError:
         problems.append(f"{path}: not UTF-8 text")
     except OSError as error:

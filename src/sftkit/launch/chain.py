@@ -16,8 +16,9 @@ from sftkit.config.stages import SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import inputs_of
+from sftkit.runtime.files import read_object
 from sftkit.runtime.manifest import digest
-from sftkit.runtime.rundir import FINAL, RESULTS, SUMMARY, latest
+from sftkit.runtime.rundir import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
 from sftkit.runtime.status import read_status
 
 STAGES = {stage: f"scripts/{script}" for stage, script in SCRIPTS.items()}
@@ -98,6 +99,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: graphs(s["metrics"])),
+        f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances: {before} before SFT, "
         f"{families['value']:.3f} after (95 % interval {families['low']:.3f} to {families['high']:.3f})",
@@ -106,9 +108,11 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
             for name, value in families["metrics"].items()
             if name.startswith("acc/")
         ),
+        *nothing_learned(families, trained["sft"]["evals_at_start"]),
         "",
         *sample_lines(trained["sft"]["samples"]),
         f"  checkpoint  {checkpoint}   ({auto_class_in(Path(checkpoint))}.from_pretrained loads it)",
+        f"  report      {runs['sft'] / REPORT}   (curves, checks, data; {runs['sft'] / PROOF} has the checks)",
         f"  chat        {invocation('scripts/chat.py', str(runs['sft']))}",
         f"  total       {seconds / 60:.1f} min",
     ]
@@ -117,6 +121,24 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
 
 def graphs(metrics: dict[str, Any]) -> str:
     return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
+
+
+def checks(run_dir: Path) -> str:
+    """How many of the checks that a run has made of itself passed and failed."""
+    found = [row.get("ok") for row in read_object(run_dir / PROOF).get("rows", [])]
+    return f"{found.count(True)} / {found.count(False)}"
+
+
+def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """What to make of an accuracy that SFT has not moved beyond chance; empty where it has."""
+    if families["low"] > before.get("eval/families/acc", 0.0):
+        return []
+    longer = invocation("scripts/run_chain.py", "recipes/default")
+    return [
+        "  that is no more than before SFT, within its interval: the stages ran and proved themselves, but so small a model in so "
+        "few steps",
+        f"  learns nothing that can be asked. One that does, in some minutes: {longer}",
+    ]
 
 
 def sample_lines(samples: list[dict[str, str]]) -> list[str]:

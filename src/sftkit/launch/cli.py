@@ -8,15 +8,17 @@ import os
 import shlex
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, is_ours, program
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, program
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
+from sftkit.config.stages import SCRIPTS as STAGES
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 
-USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more)
+USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
 
   init DIR              copy scripts, recipes and Accelerate configs into DIR, to read and to change
   chain FOLDER          base, mid, sft and evaluation of a folder of recipes: sftkit chain recipes/smoke
@@ -32,7 +34,6 @@ USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more)
 
 Scripts, recipes and configs of this folder are taken, if there are any, else those that came with sftkit.
 Exit codes: 0 done, 1 failed, 2 a mistake in words, recipe or data, 128 + n ended by signal n."""
-TRAINING = ("base", "mid", "sft")
 
 
 def main() -> None:
@@ -40,26 +41,25 @@ def main() -> None:
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
         say(USAGE)
+    elif word == "--version":
+        say(f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}")
     elif word == "init":
         init(words)
     else:
-        os.execv(sys.executable, [sys.executable, *start(word), *words])
+        os.execve(sys.executable, [sys.executable, *start(word), *words], os.environ | {TYPED: word})
 
 
 def start(word: str) -> list[str]:
     """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
     if word == "bench":
         return ["-m", "sftkit.experiments.bench"]
-    if word == "prepare":
-        return [*start("inspect"), "--preview", "0"]
     if word not in SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", "bench", "prepare", *SCRIPTS], n=1)
-        fail(
-            f"sftkit {word}: no such word. "
-            + (f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them")
-        )
+        near = difflib.get_close_matches(word, ["init", "bench", *SCRIPTS], n=1)
+        hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
+        fail(f"sftkit {word}: no such word. {hint}")
     script = f"scripts/{SCRIPTS[word]}"
-    return [*(["-m", "sftkit.launch"] if word in TRAINING else []), script if is_ours(script) else str(ROOT / script)]
+    launcher, flags = ["-m", "sftkit.launch"] * (word in STAGES), ["--preview", "0"] * (word == "prepare")
+    return [*launcher, script if is_ours(script) else str(ROOT / script), *flags]
 
 
 def init(words: list[str]) -> None:
@@ -68,8 +68,12 @@ def init(words: list[str]) -> None:
     Raises:
         ConfigError: something of it is there already, or cannot be written.
     """
+    usage = f"usage: sftkit init DIR\n\nCopies {', '.join(SHIPPED)} into DIR, to read and to change."
+    if words in (["-h"], ["--help"]):
+        say(usage)
+        return
     if len(words) != 1 or words[0].startswith("-"):
-        fail("usage: sftkit init DIR")
+        fail(usage)
     folder = Path(expanded(words[0]))
     try:
         for name in SHIPPED:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sftkit.config.commands import invocation, shipped, typed
+from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.stages import stage_of_script
@@ -348,7 +348,7 @@ def main() -> int:
         )
         return 0
     if len(words) < 2 or "=" in words[1]:
-        fail(f"usage: {invocation(words[0], 'RECIPE', launcher=True)} [key=value ...]")
+        fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
     return run(words[0], words[1], words[2:])

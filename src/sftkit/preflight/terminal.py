@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.box import HEAVY_HEAD
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,8 @@ from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.words import counted
 
 BAR_WIDTH = 40
+WIDE = 110
+"Characters of a line in which a table of layouts has room for all of its columns."
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
     for warning in found["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
-    console.print(layout_table(found))
+    console.print(layout_table(found, console.width))
     if samples:
         legend = (
             "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
@@ -140,7 +143,9 @@ def memory_text(found: dict[str, Any]) -> str:
         for name, gib in memory["parts_gib"].items()
         if gib >= least > 0
     )
-    size = f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (--gpu-gib compares it with a GPU)"
+    size = (
+        f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (none is here; --gpu-gib compares it with one)"
+    )
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
@@ -166,27 +171,50 @@ def histogram(lengths: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layout_table(found: dict[str, Any]) -> Table:
-    """Shapes, padding, steps and positions of each layout on this data, and what compiling must gain for it to win."""
-    table = Table(title="layouts on this data (one epoch)", title_justify="left", caption_justify="left")
+def layout_table(found: dict[str, Any], width: int) -> Group:
+    """Shapes, padding, steps and positions of each layout on this data, and what compiling must gain for it to win.
+
+    Args:
+        width: characters of a line. Where a line has no room for all columns, shapes stand below the numbers, and tok/s is left
+            out where no run has measured it.
+    """
+    narrow = width < WIDE
+    measured = not narrow or any(row["tok_per_sec"] is not None for row in found["layouts"])
+    heads = ["padding", "steps", "positions", "x dynamic", "break-even", *(["tok/s"] if measured else [])]
+    table = Table(box=None if narrow else HEAVY_HEAD, padding=(0, 2, 0, 0) if narrow else (0, 1))
     table.add_column("layout", no_wrap=True)
-    table.add_column("shapes (rows x positions)")
-    for column in ("padding", "steps", "positions", "x dynamic", "break-even", "tok/s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("shapes (rows x positions)")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     for row in found["layouts"]:
-        speed = row["tok_per_sec"]
-        table.add_row(
-            f"{row['layout']} *" if row["own"] else row["layout"],
-            row["shapes"],
-            f"{row['padding_pct']:.1f} %",
-            f"{row['steps']:,}",
-            f"{row['positions']:,}",
-            f"{row['x_dynamic']:.2f}",
-            f"{row['break_even']:.2f}",
-            "-" if speed is None else f"{speed:,.0f}",
-        )
-    table.caption = f"* the recipe's own. {LAYOUT_NOTES}"
-    return table
+        shapes = [] if narrow else [row["shapes"]]
+        table.add_row(_layout_name(row), *shapes, *_layout_numbers(row)[: len(heads)])
+    below = Table(box=None, padding=(0, 2, 0, 0))
+    if narrow:
+        below.add_column("layout", no_wrap=True)
+        below.add_column("shapes (rows x positions)")
+        for row in found["layouts"]:
+            below.add_row(_layout_name(row), row["shapes"])
+    notes = Text(f"* the recipe's own. {LAYOUT_NOTES}", style="dim")
+    title = Text("layouts on this data (one epoch)", style="italic")
+    return Group(title, table, "", below, "", notes) if narrow else Group(title, table, notes)
+
+
+def _layout_name(row: dict[str, Any]) -> str:
+    return f"{row['layout']} *" if row["own"] else row["layout"]
+
+
+def _layout_numbers(row: dict[str, Any]) -> list[str]:
+    speed = row["tok_per_sec"]
+    return [
+        f"{row['padding_pct']:.1f} %",
+        f"{row['steps']:,}",
+        f"{row['positions']:,}",
+        f"{row['x_dynamic']:.2f}",
+        f"{row['break_even']:.2f}",
+        "-" if speed is None else f"{speed:,.0f}",
+    ]
 
 
 LAYOUT_NOTES = (

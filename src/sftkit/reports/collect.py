@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from sftkit.runtime.rundir import (
     METRICS,
     PREFLIGHT,
     PROOF,
+    REPORT,
     SAMPLES,
     STATUS,
     SUMMARY,
@@ -154,6 +156,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "run": {
             "name": "/".join(run_dir.resolve().parts[-2:]),
             "model": model_name(settings),
+            "parent_report": parent_report(run_dir, settings),
             "base_model": origin(settings),
             "datasets": hub_datasets(settings),
             "parameters": count_parameters(folder) if folder else None,
@@ -183,6 +186,13 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "notes": notes,
     }
     return report, full
+
+
+def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
+    """Where the report of the run that this one started from lies, relative to this one's; None: it started from no run here."""
+    path = mapping(settings.get("model")).get("path")
+    page = Path(path) / REPORT if isinstance(path, str) else None
+    return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
 
 def model_name(settings: dict[str, Any]) -> str | None:

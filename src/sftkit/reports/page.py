@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 from sftkit.reports import details, results, sections
 from sftkit.reports.compare import speed_words
@@ -66,7 +67,7 @@ def _header(report: dict[str, Any]) -> Html:
     )
 
 
-def _facts(report: dict[str, Any]) -> list[tuple[str, str | None]]:
+def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
     """(what it is, value) of the line under the title."""
     run, status, summary = report["run"], report["status"], report["summary"]
     size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
@@ -74,7 +75,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | None]]:
     steps = number(status.get("step"))
     total = number(status.get("total_steps"))
     return [
-        (size, said(run["model"]) if run["model"] else None),
+        (size, _origin(run)),
         ("", said(device) if device else None),
         (f"of {show(total)} steps" if total else "steps", show(steps) if steps is not None else None),
         ("tokens", show(summary.get("tokens")) if number(summary.get("tokens")) else None),
@@ -82,6 +83,13 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | None]]:
         ("warm-up", duration(summary.get("warm_up_seconds")) if number(summary.get("warm_up_seconds")) else None),
         ("", moment(status.get("time")) if number(status.get("time")) else None),
     ]
+
+
+def _origin(run: dict[str, Any]) -> str | Html | None:
+    """What was trained: the run that it started from, with its report, or the name of a model."""
+    if run["parent_report"] is None:
+        return said(run["model"]) if run["model"] else None
+    return el("span", "from ", el("a", said(run["model"]), href=quote(run["parent_report"])))
 
 
 def _comparison(report: dict[str, Any]) -> Html | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import program, shipped
+from sftkit.config.commands import program, running, shipped
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
@@ -31,7 +31,7 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 def main() -> int:
     """Returns the exit code: 1 if a run failed."""
-    words = Parser((__doc__ or "").partition("\n")[0], prog=f"{program('python')} -m sftkit.experiments.bench")
+    words = Parser((__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.bench"))
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")

@@ -1,0 +1,50 @@
+"""The summary at the end of the chain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftkit.launch.chain import summary
+from sftkit.runtime.rundir import FINAL, RESULTS
+
+
+def trained_runs(folder: Path, before: float, low: float) -> dict[str, Path]:
+    """What three stages and the evaluation after them have left."""
+    runs = {stage: folder / stage for stage in ("base", "mid", "sft")}
+    for run_dir in runs.values():
+        (run_dir / "step-000002").mkdir(parents=True)
+        (run_dir / "step-000002/config.json").write_text("{}")
+        values = {
+            "step": 2, "tokens": 3000, "train_seconds": 4.0, "warm_up_seconds": 5.0, "samples": [], "evals": {},
+            "metrics": {"train/loss": 4.5, "compile/graphs": 3.0, "compile/recompiles": 0.0},
+            "evals_at_start": {"eval/families/acc": before}, "checkpoint": str(run_dir / "step-000002"),
+        }  # fmt: skip
+        (run_dir / "summary.json").write_text(json.dumps(values))
+        rows = [{"name": "a", "ok": True}, {"name": "b", "ok": True}, {"name": "c", "ok": None}]
+        (run_dir / "proof.json").write_text(json.dumps({"rows": rows}))
+    rows = [{"name": "a", "ok": False}]
+    (runs["mid"] / "proof.json").write_text(json.dumps({"rows": rows}))
+    results = {"examples": 48, "value": low + 0.05, "low": low, "high": low + 0.1, "metrics": {}}
+    (runs["sft"] / FINAL).mkdir(parents=True)
+    (runs["sft"] / FINAL / RESULTS).write_text(json.dumps([results]))
+    return runs
+
+
+def test_the_summary_counts_the_checks_of_each_stage_and_names_the_report(tmp_path: Path) -> None:
+    text = summary(trained_runs(tmp_path, before=0.1, low=0.7), 60.0)
+    (line,) = [line.split() for line in text.splitlines() if "checks passed / failed" in line]
+    assert line[4:] == ["2", "/", "0", "0", "/", "1", "2", "/", "0"]
+    assert f"{tmp_path}/sft/report.html" in text
+    assert "recipes/default" not in text
+
+
+@pytest.mark.parametrize(("before", "low", "told"), [(0.1, 0.05, True), (0.1, 0.7, False), (0.8, 0.7, True)])
+def test_a_model_that_learned_nothing_is_not_told_as_one_that_did(
+    before: float, low: float, told: bool, tmp_path: Path
+) -> None:
+    text = summary(trained_runs(tmp_path, before, low), 60.0)
+    assert ("no more than before SFT" in text) == told
+    assert ("scripts/run_chain.py recipes/default" in text) == told
