@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -190,6 +191,15 @@ def test_about_two_percent_of_the_documents_are_held_out(documents):
     assert 0.01 < share < 0.04
 
 
+def test_no_more_files_are_read_than_the_documents_that_are_asked_for_need(monkeypatch):
+    read, parse = [], builtin._documents_of_file
+    monkeypatch.setattr(builtin, "_documents_of_file", lambda path: read.append(path) or parse(path))
+    monkeypatch.setattr(builtin, "_all_docs", lambda: builtin.tee(builtin._read_docs(), 1)[0])
+    topics = len({text.strip() for text in builtin._help_topics().values()})
+    assert len(list(itertools.islice(builtin.docs("train"), topics + 20))) == topics + 20
+    assert 0 < len(read) < 30
+
+
 def test_documents_hold_no_task(documents):
     assert not [text for text in documents["train"] if "larger?\n" in text or "<|im_start|>" in text]
 
@@ -210,12 +220,12 @@ def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 DIGEST = """
-import hashlib, pathlib, json
+import hashlib, itertools, pathlib, json
 from sftkit.data.demo import builtin
 digest = hashlib.sha256()
 for text in builtin._documents_of_file(pathlib.Path(json.__file__)):
     digest.update(text.encode())
-for task in list(builtin.tasks("train"))[:2000]:
+for task in itertools.islice(builtin.tasks("train"), 2000):
     digest.update(repr(task).encode())
 print(digest.hexdigest())
 """

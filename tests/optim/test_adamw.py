@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo import utils as dynamo_utils
 
 from sftkit.config.optimizers import OPTIMIZERS
@@ -24,6 +26,13 @@ from sftkit.runtime.rng import random_key
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 TORCHAO = pytest.param("adamw8bit", marks=pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8"))
 BF16_OPTIMIZERS = ["adamw", "adamw_sr", "muon", TORCHAO]
+
+
+@pytest.fixture(autouse=True)
+def _cpu_kernels_that_are_soon_compiled() -> Iterator[None]:
+    """Of scalar code, without headers compiled ahead: those take longer than the kernels themselves."""
+    with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
+        yield
 
 
 class Block(torch.nn.Module):

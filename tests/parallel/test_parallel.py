@@ -50,7 +50,9 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert case["flags"] == [[1.0, 0.0]] * 6  # one rank wishes to stop, and all know
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(  # the other models: of cases of four ranks alone
+    "model", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "qwen3"))) for name in MODELS]
+)
 def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
     found = alone(f"{model} whole")
     cfg = Config(

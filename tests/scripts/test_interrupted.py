@@ -131,7 +131,14 @@ def test_ctrl_c_in_the_command_sftkit_is_one_line(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("moment", ["sftkit.config.schema", "accelerate.commands", "accelerate.utils.launch"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "sftkit.config.schema",
+        pytest.param("accelerate.commands", marks=pytest.mark.slow),
+        "accelerate.utils.launch",
+    ],
+)
 def test_ctrl_c_while_make_starts_a_script_is_one_line(moment: str, tmp_path: Path) -> None:
     """In the process that the user starts, or in the launcher that it starts."""
     who = "accelerate_launch" if moment.startswith("accelerate") else ""

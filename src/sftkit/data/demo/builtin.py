@@ -15,8 +15,10 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from itertools import tee
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -45,17 +47,29 @@ SHORTEST_DOCUMENT = 120
 def docs(split: Split) -> Iterator[str]:
     """Documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
     heldout = _is_heldout_split(split)
-    return (text for text in _all_docs() if (_hash(text) % 50 == 0) == heldout)
+    return (text for text in copy(_all_docs()) if (_hash(text) % 50 == 0) == heldout)
 
 
 @cache
-def _all_docs() -> tuple[str, ...]:
-    texts = [text.strip() for _, text in sorted(_help_topics().items())]
+def _all_docs() -> Iterator[str]:
+    """Both splits. It is never advanced itself, so each copy begins at the first document; what one has read is kept."""
+    return tee(_read_docs(), 1)[0]
+
+
+def _read_docs() -> Iterator[str]:
+    seen: set[str] = set()
+    for text in _every_text():
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _every_text() -> Iterator[str]:
+    yield from (text.strip() for _, text in sorted(_help_topics().items()))
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not any(map(SKIPPED_FOLDERS.fullmatch, path.relative_to(root).parts)):
-            texts += _documents_of_file(path)
-    return tuple(dict.fromkeys(texts))
+            yield from _documents_of_file(path)
 
 
 def _help_topics() -> dict[str, str]:
