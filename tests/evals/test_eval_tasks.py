@@ -15,11 +15,11 @@ import datasets
 import pytest
 from helpers import SHARED_DATA
 
-from sftkit.config.eval_tasks import CODE, TASKS
+from sftkit.config.eval_tasks import CODE, METRICS, METRICS_IN_CHAT, TASKS
 from sftkit.data import hub
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.task import Likelihoods
+from sftkit.evals.task import Choices, Likelihoods
 from sftkit.evals.tasks import gsm8k
 from sftkit.evals.tasks.data import Split, read
 from sftkit.generation.answer import Answer
@@ -316,6 +316,19 @@ def test_acc_norm_divides_by_characters_and_mc2_is_a_share_of_probability(tmp_pa
         (mark,) = mc2.judge(mc2.examples, [likelihoods(*(math.log(p) + shift for p in (0.2, 0.1, 0.3)))])
         assert mark == pytest.approx({"mc2": 0.5})
     assert mc2.chance == pytest.approx(2 / 3)
+
+
+@pytest.mark.skipif(not EVAL.is_dir(), reason="needs the published rows")
+@pytest.mark.parametrize("format", ["completion", "chat"])
+@pytest.mark.parametrize("name", OURS)
+def test_what_a_recipe_knows_of_the_metrics_of_a_task_is_what_it_is_judged_by(name: str, format: str) -> None:
+    task = tasks.load(name, str(EVAL), max_examples=2, shots=0, format=format)
+    given = [
+        likelihoods(*range(-len(example.continuations), 0)) if isinstance(example, Choices) else Answer("7", "length", 1)
+        for example in task.examples
+    ]
+    expected = METRICS_IN_CHAT.get(name, METRICS[name]) if format == "chat" else METRICS[name]
+    assert {tuple(marks) for marks in task.judge(task.examples, given)} == {expected}
 
 
 def test_naming_and_importing_tasks_does_not_import_torch() -> None:
