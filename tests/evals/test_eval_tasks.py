@@ -324,7 +324,9 @@ def test_acc_norm_divides_by_characters_and_mc2_is_a_share_of_probability(tmp_pa
 def test_what_a_recipe_knows_of_the_metrics_of_a_task_is_what_it_is_judged_by(name: str, format: str) -> None:
     task = tasks.load(name, str(EVAL), max_examples=2, shots=0, format=format)
     given = [
-        likelihoods(*range(-len(example.continuations), 0)) if isinstance(example, Choices) else Answer("7", "length", 1)
+        likelihoods(*range(-len(example.continuations), 0))
+        if isinstance(example, Choices)
+        else Answer("7", "length", 1)
         for example in task.examples
     ]
     expected = METRICS_IN_CHAT.get(name, METRICS[name]) if format == "chat" else METRICS[name]

@@ -21,7 +21,7 @@ from sftkit.experiments.validate.judge import Trio, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.experiments.validate.run import judged
-from sftkit.launch.launch import Hardware
+from sftkit.launch.hardware import Hardware
 from sftkit.models.size import Replica
 
 

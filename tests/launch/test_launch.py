@@ -14,7 +14,8 @@ import pytest
 from sftkit.config.commands import program
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
-from sftkit.launch.launch import Hardware, choose, count_visible
+from sftkit.launch.hardware import Hardware
+from sftkit.launch.launch import choose
 from sftkit.models.size import GIB, Replica
 from sftkit.runtime import lock
 from sftkit.runtime.launcher import signal_env
@@ -25,7 +26,6 @@ model: {scratch: {model_type: llama}, train_tokenizer: {}}
 data: {train: [{path: 'builtin:tasks'}], max_length: 64}
 train: {max_steps: 1}
 """
-LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
 
 
 @pytest.fixture
@@ -57,35 +57,6 @@ def test_a_core_that_others_keep_busy_gets_no_thread(cores: int, idle: int | Non
     chosen = choose(Hardware(0, cores, idle_cores=idle), 32, {})
     assert chosen.env["OMP_NUM_THREADS"] == str(threads)
     assert chosen.summary == f"hardware: no GPU, {said}"
-
-
-def test_idle_cores_are_those_without_work_between_two_looks(monkeypatch: pytest.MonkeyPatch):
-    looks = iter(
-        [
-            "cpu  9 9 9 9\ncpu0 100 0 0 500 50 0 0 0 0 0\ncpu1 100 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\nintr 5\n",
-            "cpu  9 9 9 9\ncpu0 102 0 0 540 58 0 0 0 0 0\ncpu1 150 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0 0 0\nintr 6\n",
-        ]
-    )
-    monkeypatch.setattr(launch, "_read", lambda path: next(looks) if path == "/proc/stat" else "")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert launch.idle_cores() == 1
-    monkeypatch.setattr(launch, "_read", lambda path: "")
-    assert launch.idle_cores() is None
-
-
-def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPatch):
-    """Four cores of two CPUs: of the first both work, of the second one, of the third one that this process may not use."""
-    busy = [1, 1, 0, 0, 1, 0, 1, 0]  # CPU n and n + 4 share a core
-    looks = iter(["".join(f"cpu{cpu} {50 * look * works} 0 0 {50 * look * (1 - works)} 0 0 0 0\n" for cpu, works in enumerate(busy))
-                  for look in (1, 2)])  # fmt: skip
-    siblings = {
-        f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
-        for cpu in range(8)
-    }
-    monkeypatch.setattr(launch, "_read", lambda path: next(looks) if path == "/proc/stat" else siblings.get(path, ""))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 7})
-    assert launch.idle_cores() == 1
-    assert launch.cpu_cores() == 4
 
 
 @pytest.mark.parametrize(
@@ -179,43 +150,6 @@ def test_the_recipe_and_the_hardware_decide_together(
     assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
     launch.run(__file__, str(recipe))
     assert str(launch.CONFIGS / "ddp.yaml") in started[1]
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
-        (None, 8),
-        ("", 0),
-        ("-1", 0),
-        ("0,1", 2),
-        ("3", 1),
-        ("0, 2 ,7", 3),
-        ("0,9,1", 1),
-        ("GPU-11aa,GPU-22aa-bb", 2),
-        ("GPU-zz", 0),
-    ],
-)
-def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, count: int):
-    assert count_visible(LISTING, visible) == count
-
-
-def test_gpus_are_found_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tool = tmp_path / "nvidia-smi"
-    lines = "".join(f"echo '{line}'\n" for line in LISTING)
-    memory = '[ "$1" = --query-gpu=memory.total ] && { echo 143771; echo 81559; exit; }\n'
-    tool.write_text(f"#!/bin/sh\n{memory}{lines}")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = launch.find_hardware({"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert (found.gpus, found.gpu_name, found.gpu_memory_bytes) == (2, "NVIDIA H200", 81_559 * 2**20)
-    tool.write_text(f"#!/bin/sh\n{memory.replace('81559', '[N/A]')}{lines}")
-    assert launch.find_hardware({}) == Hardware(8, found.cpu_cores, "NVIDIA H200", None)
-    tool.write_text("#!/bin/sh\necho 'GPU 0: broken driver'; exit 9\n")
-    assert launch.find_hardware({}).gpus == 0
-
-
-def test_cores_are_at_least_one_and_at_most_the_affinity():
-    assert 1 <= launch.cpu_cores() <= (os.cpu_count() or 1)
 
 
 def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,8 @@ from sftkit.data import stages
 from sftkit.data.pack import make_layout
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.launch.launch import Hardware, choose
+from sftkit.launch.hardware import Hardware
+from sftkit.launch.launch import choose
 from sftkit.memory.estimate import GIB, held_bytes
 from sftkit.memory.plan import MemoryPlan, fits
 from sftkit.models.load import empty_model

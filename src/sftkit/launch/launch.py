@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from sftkit.config.stages import stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
+from sftkit.launch.hardware import Hardware, find_hardware
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import inputs_of
 from sftkit.runtime.killed import killed_by, tell_killed
@@ -38,21 +37,6 @@ CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
 USABLE = 0.92
 "Share of a GPU that a replica may fill, as memory.plan.USABLE."
-_LOOK_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What a launch can use."""
-
-    gpus: int
-    cpu_cores: int
-    "Physical cores that this process may run on, at most the container's CPU quota."
-    gpu_name: str | None = None
-    gpu_memory_bytes: int | None = None
-    "of the smallest GPU; None: unknown"
-    idle_cores: int | None = None
-    "Physical cores among those that it may run on of which nobody keeps a CPU busy just now; None: unknown."
 
 
 @dataclass(frozen=True)
@@ -124,105 +108,6 @@ def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
         return None
     return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
-
-
-def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
-    """This machine's visible GPUs and usable CPU cores."""
-    listing = _nvidia_smi("-L")
-    names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = count_visible(listing, visible)
-    if not gpus:
-        return Hardware(0, cpu_cores(), idle_cores=idle_cores())
-    in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
-    memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
-    return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
-
-
-def _smallest(mebibytes: Sequence[str]) -> int | None:
-    """Bytes of the smallest GPU, of a line for each; None where one does not say ([N/A] where memory is the host's)."""
-    if not mebibytes or not all(line.isdecimal() for line in mebibytes):
-        return None
-    return min(map(int, mebibytes)) * 2**20
-
-
-def count_visible(listing: Sequence[str], visible: str | None) -> int:
-    """GPUs that CUDA will show, of the lines of `nvidia-smi -L`: it stops at the first entry that does not exist."""
-    gpus = [line for line in listing if line.startswith("GPU ")]
-    if visible is None:
-        return len(gpus)
-    count = 0
-    for entry in (part.strip() for part in visible.split(",")):
-        by_index = entry.isdecimal() and int(entry) < len(gpus)
-        by_uuid = entry.startswith(("GPU-", "MIG-")) and any(f"(UUID: {entry}" in line for line in listing)
-        if not (by_index or by_uuid):
-            break
-        count += 1
-    return count
-
-
-def _nvidia_smi(*options: str) -> list[str]:
-    """Lines of output; none without the tool, or where it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
-
-
-def cpu_cores() -> int:
-    """Physical cores among the CPUs that this process may use, no more than a container's quota. At least 1."""
-    cpus = _usable()
-    if not cpus:
-        return os.cpu_count() or 1
-    cores = len({_core_of(cpu) for cpu in cpus})
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdecimal() and period.isdecimal():
-        cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
-
-
-def idle_cores() -> int | None:
-    """Of the physical cores that this process may use, as many as have been idle in half a second; None: the system does not say.
-
-    A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
-    """
-    before = _idle_ticks()
-    time.sleep(_LOOK_SECONDS)
-    after = _idle_ticks()
-    cores: dict[str, float] = {}
-    for cpu, (idle, total) in after.items():
-        share = (idle - before[cpu][0]) / (total - before[cpu][1] or 1)
-        cores[_core_of(cpu)] = min(share, cores.get(_core_of(cpu), 1.0))
-    own = {_core_of(cpu) for cpu in _usable()}
-    shares = [share for core, share in cores.items() if core in own]
-    return round(sum(shares)) if shares else None
-
-
-def _idle_ticks() -> dict[int, tuple[int, int]]:
-    """CPU -> (ticks without work, all ticks) since the machine was started; {} where it is not said."""
-    found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
-    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
-    return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
-
-
-def _usable() -> set[int]:
-    """CPUs that this process may run on; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
-def _core_of(cpu: int) -> str:
-    """The CPUs of the same physical core, which are its name."""
-    return _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:

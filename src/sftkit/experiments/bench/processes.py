@@ -19,7 +19,8 @@ import psutil  # comes with accelerate
 import yaml
 
 from sftkit.config.schema import Positive, settings
-from sftkit.launch.launch import CONFIGS, Launch, command, cpu_cores
+from sftkit.launch.hardware import cpu_cores
+from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.runtime.signals import exit_on_signals
 
 SHUTDOWN_SECONDS = 5

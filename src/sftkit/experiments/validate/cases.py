@@ -11,7 +11,8 @@ from sftkit.config.commands import typed
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
-from sftkit.launch.launch import CONFIGS, USABLE, Hardware, Launch, choose, command
+from sftkit.launch.hardware import Hardware
+from sftkit.launch.launch import CONFIGS, USABLE, Launch, choose, command
 from sftkit.models.size import Replica
 from sftkit.runtime.launcher import signal_env
 

@@ -19,7 +19,7 @@ from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, sca
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words
 from sftkit.experiments.validate.measure import Measured, measure, spread
 from sftkit.experiments.validate.page import html, markdown
-from sftkit.launch.launch import find_hardware
+from sftkit.launch.hardware import find_hardware
 from sftkit.models.size import replica_of
 from sftkit.runtime.files import read_object
 
