@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent; no key, no network")
     args = parser.parse_args()
 
-    from sftkit.tracking import comparison, workspace
+    from sftkit.tracking.dashboard import comparison, workspace
 
     names = workspace.names_of(args.run)
     views = {"workspace": workspace.workspace(args.entity, args.project, names)}

@@ -33,7 +33,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.runtime.status import effective_resume
-from sftkit.tracking.remote import dashboard_name
+from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train

@@ -67,7 +67,7 @@ MOMENTS = [
     ("chat.py", "sftkit.generation.flags"),
     ("chat_sft.py", TORCH),
     ("report.py", "sftkit.reports.write"),
-    ("make_dashboard.py", "sftkit.tracking.workspace"),
+    ("make_dashboard.py", "sftkit.tracking.dashboard.workspace"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
     *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py",)),
 ]

@@ -13,7 +13,7 @@ import preloaded
 import pytest
 from wandb_file import Offline
 
-from sftkit.tracking import panels
+from sftkit.tracking.dashboard import panels
 from sftkit.tracking.names import AXES, METRICS, RUN_VALUES, TABLES, find
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -112,7 +112,7 @@ def test_everything_that_is_sent_is_documented(offline: Offline) -> None:
 
 def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: Path, offline: Offline) -> None:
     pytest.importorskip("wandb_workspaces")
-    from sftkit.tracking import workspace
+    from sftkit.tracking.dashboard import workspace
 
     names = workspace.names_of(demo)
     assert names is not None

@@ -18,8 +18,8 @@ from sftkit.errors import ConfigError
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
 
 pytest.importorskip("wandb_workspaces")
-from sftkit.tracking import comparison, panels, workspace
-from sftkit.tracking.comparison import Compared
+from sftkit.tracking.dashboard import comparison, panels, workspace
+from sftkit.tracking.dashboard.comparison import Compared
 
 NAMES_OF_A_RUN = {
     "step",
@@ -228,8 +228,8 @@ def test_without_the_package_the_script_says_what_to_install_and_exits_with_2(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # import fails
     for name in ("workspace", "comparison"):
-        monkeypatch.delitem(sys.modules, f"sftkit.tracking.{name}")
-        monkeypatch.delattr(f"sftkit.tracking.{name}")
+        monkeypatch.delitem(sys.modules, f"sftkit.tracking.dashboard.{name}")
+        monkeypatch.delattr(f"sftkit.tracking.dashboard.{name}")
     monkeypatch.setattr(sys, "argv", ["make_dashboard.py", "--entity", "me"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")

@@ -10,8 +10,8 @@ import pytest
 
 from sftkit.errors import ConfigError, NonFiniteError
 from sftkit.runtime.status import RunStatus
-from sftkit.tracking.dashboards import KILLED, Means, Wandb
-from sftkit.tracking.ending import Ending, ending_of
+from sftkit.tracking.dashboard.ending import Ending, ending_of
+from sftkit.tracking.dashboard.services import KILLED, Means, Wandb
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, Recompil
 from sftkit.runtime.console import terminal
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.ending import Ending
-from sftkit.tracking.records import Table
-from sftkit.tracking.remote import Mirror, dashboard_name, wandb_mode
+from sftkit.tracking.dashboard.ending import Ending
+from sftkit.tracking.dashboard.records import Table
+from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, wandb_mode
 from sftkit.tracking.rows import drop_rows_after, read_rows
 from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
@@ -290,7 +290,7 @@ def test_the_dashboard_is_wandb_where_it_is_installed_and_one_that_is_named_must
     assert dashboard_name(LogConfig(wandb="off")) is None
     assert dashboard_name(LogConfig(tracker="none", wandb="online")) is None
     assert dashboard_name(LogConfig(tracker="trackio", wandb="off")) == "trackio"
-    monkeypatch.setattr("sftkit.tracking.remote.find_spec", lambda name: None)
+    monkeypatch.setattr("sftkit.tracking.dashboard.remote.find_spec", lambda name: None)
     assert dashboard_name(LogConfig()) is None
     for named in ("wandb", "trackio"):
         with pytest.raises(ConfigError, match=rf"log.tracker={named}: .* not installed .* log.tracker=none"):
@@ -331,8 +331,8 @@ def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tm
 def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
     tmp_path: Path, caplog, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sftkit.tracking.remote.QUEUE_ROWS", 10)
-    monkeypatch.setattr("sftkit.tracking.remote.FINISH_SECONDS", 0.3)
+    monkeypatch.setattr("sftkit.tracking.dashboard.remote.QUEUE_ROWS", 10)
+    monkeypatch.setattr("sftkit.tracking.dashboard.remote.FINISH_SECONDS", 0.3)
     dashboard = Fake(on_row=lambda: threading.Event().wait())
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard) as tracker:
@@ -356,7 +356,7 @@ def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
 
 
 def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, caplog, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sftkit.tracking.remote.FINISH_SECONDS", 0.3)
+    monkeypatch.setattr("sftkit.tracking.dashboard.remote.FINISH_SECONDS", 0.3)
     dashboard = Fake(on_finish=lambda: time.sleep(60))
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard):
@@ -594,7 +594,7 @@ from pathlib import Path
 import psutil
 from accelerate import Accelerator
 from test_tracker import METRICS
-from sftkit.tracking import remote as mirror
+from sftkit.tracking.dashboard import remote as mirror
 from sftkit.config.schema import LogConfig
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker

@@ -30,10 +30,10 @@ from sftkit.runtime.rundir import (
     evaluation_dir,
 )
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.ending import begun, ending_of
-from sftkit.tracking.identity import identity
-from sftkit.tracking.records import preflight_of, proof_of, shortened, table
-from sftkit.tracking.remote import Mirror, first_line, open_dashboard
+from sftkit.tracking.dashboard.ending import begun, ending_of
+from sftkit.tracking.dashboard.identity import identity
+from sftkit.tracking.dashboard.records import preflight_of, proof_of, shortened, table
+from sftkit.tracking.dashboard.remote import Mirror, first_line, open_dashboard
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_results, read_rows
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from sftkit.runtime.made_from import write_made_from
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.status import effective_resume
-from sftkit.tracking.remote import dashboard_name
+from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run

@@ -23,7 +23,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.rundir import METRICS
 from sftkit.runtime.script import script
-from sftkit.tracking.remote import dashboard_name
+from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of, lay_out
 from sftkit.train.loop import train

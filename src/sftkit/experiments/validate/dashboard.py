@@ -27,10 +27,10 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     # torch comes with these, and is not needed before all runs are done
     from accelerate import Accelerator
 
-    from sftkit.tracking.ending import Ending
-    from sftkit.tracking.identity import Identity, run_name
-    from sftkit.tracking.records import Record, table
-    from sftkit.tracking.remote import Mirror, dashboard_name, open_dashboard
+    from sftkit.tracking.dashboard.ending import Ending
+    from sftkit.tracking.dashboard.identity import Identity, run_name
+    from sftkit.tracking.dashboard.records import Record, table
+    from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, open_dashboard
 
     name = dashboard_name(config)
     if name is None:

@@ -12,11 +12,11 @@ from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
 from sftkit.runtime.rundir import EVALS, EVALUATIONS, METRICS, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
-from sftkit.tracking import panels
+from sftkit.tracking.dashboard import panels
+from sftkit.tracking.dashboard.panels import Curve, Number, Panel, Section, Shown
+from sftkit.tracking.dashboard.records import preflight_of, proof_of
+from sftkit.tracking.dashboard.remote import first_line
 from sftkit.tracking.names import RUN_VALUES, TABLES
-from sftkit.tracking.panels import Curve, Number, Panel, Section, Shown
-from sftkit.tracking.records import preflight_of, proof_of
-from sftkit.tracking.remote import first_line
 from sftkit.tracking.rows import read_rows
 
 try:

@@ -14,10 +14,10 @@ from sftkit.reports.compare import Curves, compare, speed_words
 from sftkit.reports.numbers import show
 from sftkit.runtime.files import read_object
 from sftkit.runtime.rundir import TRAINING_STATE, latest
-from sftkit.tracking import panels
-from sftkit.tracking.identity import run_name
-from sftkit.tracking.remote import first_line
-from sftkit.tracking.workspace import check_key, panel_of, reports, workspaces
+from sftkit.tracking.dashboard import panels
+from sftkit.tracking.dashboard.identity import run_name
+from sftkit.tracking.dashboard.remote import first_line
+from sftkit.tracking.dashboard.workspace import check_key, panel_of, reports, workspaces
 
 NAME = re.compile(r"[\w .:-]{1,128}")
 

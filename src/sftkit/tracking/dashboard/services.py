@@ -12,8 +12,8 @@ import psutil
 
 from sftkit.config.commands import program
 from sftkit.tracking import names as metric_names
-from sftkit.tracking.ending import Ending
-from sftkit.tracking.records import Table
+from sftkit.tracking.dashboard.ending import Ending
+from sftkit.tracking.dashboard.records import Table
 
 ALERT_SECONDS = 600.0
 "between two alerts of a kind; the file has all"

@@ -20,10 +20,10 @@ from accelerate import Accelerator
 from sftkit.config.commands import install
 from sftkit.config.schema import LogConfig
 from sftkit.errors import ConfigError
-from sftkit.tracking.dashboards import Dashboard, Trackio, Values, Wandb
-from sftkit.tracking.ending import Ending
-from sftkit.tracking.identity import Identity
-from sftkit.tracking.records import Record, Table
+from sftkit.tracking.dashboard.ending import Ending
+from sftkit.tracking.dashboard.identity import Identity
+from sftkit.tracking.dashboard.records import Record, Table
+from sftkit.tracking.dashboard.services import Dashboard, Trackio, Values, Wandb
 
 log = logging.getLogger(__name__)
 FINISH_SECONDS = 30.0
