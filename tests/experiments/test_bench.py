@@ -310,6 +310,42 @@ def test_documents_are_lognormal_end_with_their_targets_and_come_from_the_seed_a
     assert not np.array_equal(examples.ids[:100], documents(data_plan(seed=1), vocab_size=1000).ids[:100])
 
 
+def test_documents_have_the_lengths_of_a_file_and_end_with_as_many_targets(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text(json.dumps({"positions": [5, 9, 3], "targets": [2, 9, 1]}))
+    path = write_plan(tmp_path, data={"lengths": "lengths.json", "row_length": 16})
+    (job, *_) = read_jobs(path, tmp_path / "out")
+    assert job.config.data.max_length == 9
+    examples = documents(job.data, vocab_size=100)
+    assert (examples.lengths.tolist(), examples.num_targets.tolist()) == ([5, 9, 3], [2, 9, 1])
+    assert examples.is_target[:6].tolist() == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        ("[1]", "must be a JSON object with the lists"),
+        ('{"positions": [4]}', "'targets'"),
+        ('{"positions": [4, 5], "targets": [1]}', "shorter"),
+        ('{"positions": [4], "targets": [5]}', "at most these"),
+        ('{"positions": [], "targets": []}', "whole numbers"),
+    ],
+)
+def test_a_file_of_lengths_that_cannot_be_used_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "lengths.json").write_text(text)
+    path = write_plan(tmp_path, data={"lengths": "lengths.json", "row_length": 16})
+    assert any(said in problem for problem in problems(path)), problems(path)
+
+
+def test_lengths_are_of_a_file_or_drawn_and_not_both(tmp_path: Path) -> None:
+    both = {"lengths": "x.json", "documents": {"count": 4, "median": 6, "mean": 7, "cap": 8}, "row_length": 16}
+    for data in (both, {"row_length": 16}):
+        assert any("either documents or lengths" in problem for problem in problems(write_plan(tmp_path, data=data)))
+    share = {"lengths": "x.json", "row_length": 16, "target_share": 0.5}
+    assert any("data.target_share" in problem for problem in problems(write_plan(tmp_path, data=share)))
+
+
 def test_with_share_1_all_tokens_but_the_first_are_targets() -> None:
     examples = documents(data_plan(target_share=1.0), vocab_size=1000)
     assert np.array_equal(examples.num_targets, examples.lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sftkit.experiments.bench.plan import (
     between_runs,
     expanded,
     not_runs,
+    read_lengths,
     read_plan,
     slug,
 )
@@ -87,7 +89,7 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
     """
-    plan = read_plan(path)
+    plan = _beside(read_plan(path), path.parent)
     runs = expanded(plan)
     problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
     problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
@@ -103,6 +105,21 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return jobs
+
+
+def _beside(plan: Plan, folder: Path) -> Plan:
+    """The plan with the file of lengths, if it names one, as a path that holds anywhere."""
+    if plan.data.lengths is None:
+        return plan
+    return replace(plan, data=replace(plan.data, lengths=str((folder / plan.data.lengths).absolute())))
+
+
+def _cap(data: DataPlan) -> int:
+    """Positions of the longest document."""
+    if data.documents is not None:
+        return data.documents.cap
+    assert data.lengths is not None
+    return max(read_lengths(Path(data.lengths)).positions)
 
 
 def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
@@ -137,7 +154,7 @@ def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Co
         raise ConfigError("\n".join(own))
     packed = flat.get("data.layout", "packed") == "packed"
     filled = {
-        "data.max_length": plan.data.documents.cap,
+        "data.max_length": _cap(plan.data),
         **({"data.row_length": plan.data.row_length} if packed else {}),
         "log.wandb": "off",
         "log.every": steps.window,

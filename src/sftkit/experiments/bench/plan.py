@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -37,14 +37,16 @@ class Documents:
 
 @settings
 class DataPlan:
-    """Synthetic chats: the same documents for every run of the same seed and vocabulary."""
+    """Synthetic chats: the same documents for every run of the same seed and vocabulary. Either `documents` or `lengths` is given."""
 
-    documents: Documents
-    seed: NonNegative = 0
     row_length: Positive
     "data.row_length of packed runs"
+    documents: Documents | None = None
+    lengths: str | None = None
+    "a JSON file beside the plan: `positions` and `targets` of real documents, in the order in which they are taken"
+    seed: NonNegative = 0
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    "share of each document's positions that are trained, at its end, as an answer is; 1: all tokens"
+    "share of each document's positions that are trained, at its end, as an answer is; 1: all tokens; not with `lengths`"
     zipf: Annotated[float, Field(ge=0.0)] = 1.0
     "tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the vocabulary: what a model can learn of them"
 
@@ -194,8 +196,13 @@ def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
             yield f'runs: {n} names would share the folder "{folder}": tell them apart by letters or digits'
     if plan.ablations:
         yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
-    if not plan.data.documents.median < plan.data.documents.mean:
+    documents = plan.data.documents
+    if (documents is None) == (plan.data.lengths is None):
+        yield "data: needs either documents or lengths"
+    elif documents is not None and not documents.median < documents.mean:
         yield "data.documents.mean: must be greater than the median: lognormal lengths are skewed"
+    if plan.data.lengths is not None and plan.data.target_share != 1.0:
+        yield "data.target_share: lengths says which positions are trained"
     for i, run in enumerate(runs):
         if run.model not in plan.models:
             yield f'runs.{i}.model: "{run.model}" is not one of {", ".join(plan.models)}'
@@ -218,6 +225,36 @@ def not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             yield f'"{name}" is no run. ' + (f'Did you mean "{near[0]}"?' if near else f"Runs: {', '.join(names)}")
+
+
+class Lengths(NamedTuple):
+    """Documents by their sizes, in the order in which they are taken."""
+
+    positions: list[int]
+    "row positions of each"
+    targets: list[int]
+    "of these, trained ones, at its end"
+
+
+def read_lengths(path: Path) -> Lengths:
+    """Return what a file that `data.lengths` names holds.
+
+    Raises:
+        ConfigError: it is not there, or is no such file.
+    """
+    try:
+        found = json.loads(path.read_text())
+        lengths = Lengths(found["positions"], found["targets"])
+        pairs = list(zip(*lengths, strict=True))
+        if not pairs or not all(type(n) is int and type(t) is int and 0 < t <= n for n, t in pairs):
+            raise ValueError("documents have whole numbers of positions, and of targets at least 1 and at most these")
+    except FileNotFoundError:
+        raise ConfigError(f"data.lengths: no such file: {path}") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"data.lengths: {path}: must be a JSON object with the lists positions and targets: {error}"
+        ) from None
+    return lengths
 
 
 def sigma(documents: Documents) -> float:

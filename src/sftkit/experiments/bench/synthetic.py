@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,27 +10,39 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from sftkit.data.types import Examples
-from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, sigma
+from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths, sigma
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES
 
 
 def documents(data: DataPlan, vocab_size: int) -> Examples:
-    """Chat-like documents: lognormal lengths, Zipf tokens, an untrained prompt first where target_share < 1.
+    """Chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal, or of a file.
 
     A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
+
+    Raises:
+        ConfigError: the file of lengths cannot be read.
     """
     rng = np.random.default_rng(data.seed)
-    d = data.documents
-    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma(d), d.count)), 4, d.cap).astype(np.int64)
+    lengths, targets = _sizes(data, rng)
     offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
     weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
     token_of_rank = rng.permutation(vocab_size).astype(np.int32)
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
     number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
-    is_target = number_from_end <= np.repeat(np.maximum(np.rint(data.target_share * lengths), 1), lengths + 1)
-    zeros = np.zeros(d.count, dtype=np.int64)
+    is_target = number_from_end <= np.repeat(targets, lengths + 1)
+    zeros = np.zeros(len(lengths), dtype=np.int64)
     return Examples(ids, is_target, offsets, zeros, zeros.astype(np.int16), (SYNTHETIC,), {})
+
+
+def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and targets of each document, int64 [D] both."""
+    if data.documents is None:
+        assert data.lengths is not None
+        return tuple(np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths)))  # type: ignore[return-value]
+    d = data.documents
+    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma(d), d.count)), 4, d.cap).astype(np.int64)
+    return lengths, np.maximum(np.rint(data.target_share * lengths), 1).astype(np.int64)
 
 
 def new_model(
