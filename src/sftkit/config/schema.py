@@ -235,14 +235,38 @@ class CompileConfig:
 
     enabled: bool = True
     "Off: eager."
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileDynamic = Literal[True, False, "marked"]
+
+
+@settings
+class CompileModuleConfig:
+    """How the modules at one path of compile.modules are compiled; null: as compile says."""
+
+    enabled: bool = True
+    "Off: what an entry for a list of modules compiles leaves this one eager."
+    mode: CompileMode | None = None
+    "compile.mode of it; default: torch's own."
+    dynamic: CompileDynamic | None = None
+    "compile.dynamic of it."
+    fullgraph: bool | None = None
+    "compile.fullgraph of it."
+    options: dict[str, Any] | None = None
+    "compile.options of it, in place of those; {}: none."
+
+
     scope: Literal["block", "model"] = "block"
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    modules: dict[str, CompileModuleConfig] | None = None
+    "In place of scope: what is compiled, by the path of a module or of a list of modules in the model, each with settings of its own (enabled, mode, dynamic, fullgraph, options; the others are those of compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
+    mode: CompileMode | None = None
     "torch.compile mode; inductor only."
-    dynamic: bool | None = False
-    "false: static shapes; null lets torch.compile decide after the first recompile."
+    options: dict[str, Any] | None = None
+    "Inductor's own options over those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
+    dynamic: CompileDynamic | None = False
+    "false: static shapes; null lets torch.compile decide after the first recompile; marked: the row length is symbolic, all else static, and a graph that would hold for one row length is an error (layout dynamic)."
     fullgraph: bool = False
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None
