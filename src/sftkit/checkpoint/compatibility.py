@@ -23,6 +23,8 @@ MISSING = object()
 FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "model.path", "model.revision")
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 LENGTH = ("train.max_steps", "train.epochs")
+OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
+"The first decides which states there are, and is compared by them; the others are how the same update is computed."
 _WEIGHTS = "its weights are not loaded: those of the checkpoint are"
 CHANGED = {
     "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the learning rate "
@@ -144,8 +146,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
 
 
 def _is_fixed(key: str) -> bool:
-    # optim.name decides which states there are, and is compared by them.
-    return key in FIXED or (key.startswith("optim.") and key != "optim.name")
+    return key in FIXED or (key.startswith("optim.") and key not in OPTIM_FREE)
 
 
 def _check_keys(keys: Sequence[str]) -> None:

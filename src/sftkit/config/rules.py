@@ -202,7 +202,7 @@ def _engine(get: Get) -> Iterator[Problem]:
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
-    unused |= {"train.memory": "speed", "attention.backend": "auto"}
+    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
         if (get(key) or None) != default:
             yield key, "has no effect with train.engine reference, which is plain: leave it out"
@@ -226,6 +226,18 @@ def _compiled_only(get: Get) -> Iterator[Problem]:
         yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
     if get("compile.cache") is not None:
         yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
+
+
+def _implementation(get: Get) -> Iterator[Problem]:
+    implementation = get("optim.implementation")
+    if implementation == "auto":
+        if get("optim.static_gradients"):
+            yield "optim.static_gradients", "only goes with optim.implementation compiled or foreach_map, not auto"
+        return
+    if get("optim.name") != DEFAULT:
+        yield "optim.implementation", f"{implementation} only goes with optim.name {DEFAULT}, not {get('optim.name')}"
+    if not get("compile.enabled"):
+        yield "optim.implementation", f"{implementation} only goes with compile.enabled true: nothing is compiled"
 
 
 def _schedule(get: Get) -> Iterator[Problem]:
@@ -359,6 +371,7 @@ _RULES = (
     _precision,
     _engine,
     _compiled_only,
+    _implementation,
     _schedule,
     _betas,
     _duration,

@@ -85,7 +85,7 @@ def build(
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
         wrapped = distribute(model, source, plan.sharding, rt)  # after compile: what is sharded is hooked around graphs
-        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
