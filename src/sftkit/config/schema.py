@@ -94,6 +94,8 @@ class ModelConfig:
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
+    pad_vocab_to_multiple_of: Positive | None = None
+    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the rows more are zeros that no token, no logit, no update and no file has. null: no padding."
     gradient_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute."
 
@@ -163,12 +165,12 @@ class OptimConfig:
     """Optimizer, schedule and gradient clipping."""
 
     name: Annotated[OptimizerName, Field(description=describe_optimizers())] = "auto"
-    lr: Annotated[float, Field(gt=0.0)] = 2e-5
-    "Peak learning rate."
     implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
     "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 on a GPU a compiled kernel per parameter; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
     static_gradients: bool = False
     "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy."
+    lr: Annotated[float, Field(gt=0.0)] = 2e-5
+    "Peak learning rate."
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     "AdamW's betas."
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
@@ -233,12 +235,6 @@ FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
 "Of compile.debug: what is not written for a graph that comes from a cache."
 
 
-@settings
-class CompileConfig:
-    """torch.compile, for the train step only."""
-
-    enabled: bool = True
-    "Off: eager."
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CompileDynamic = Literal[True, False, "marked"]
 
@@ -259,6 +255,12 @@ class CompileModuleConfig:
     "compile.options of it, in place of those; {}: none."
 
 
+@settings
+class CompileConfig:
+    """torch.compile, for the train step only."""
+
+    enabled: bool = True
+    "Off: eager."
     scope: Literal["block", "model"] = "block"
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"

@@ -19,6 +19,8 @@ class Head(NamedTuple):
     "[V]"
     softcap: float | None
     "None: the product itself"
+    tokens: int | None = None
+    "rows that are tokens': those behind them are padding, without a probability; None: all"
 
 
 class ModelKind(Protocol):

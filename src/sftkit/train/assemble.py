@@ -30,6 +30,7 @@ from sftkit.engine.engine import Engine
 from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
+from sftkit.models import padding
 from sftkit.models.load import inherit, load_model
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
@@ -114,14 +115,15 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
             this torch does not have, which is looked for first.
     """
     cfg, rt = run.cfg, run.rt
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
     check_options(cfg.compile)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
-    if line := describe(orig_model, tokenizer):
-        rt.say(line)
+    for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
+        if line:
+            rt.say(line)
     return Start(orig_model, tokenizer, max_length)
 
 
