@@ -116,13 +116,14 @@ def _check_called(orig_model: PreTrainedModel, found: dict[str, Part], sharded: 
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:
-    """Paths of the children of the decoder that may be named."""
+    """Paths of the children of the decoder that are worth naming."""
     inside = decoder(orig_model)
     prefix = next(name for name, module in orig_model.named_modules() if module is inside)
     return [
         f"{prefix}.{name}".lstrip(".")
         for name, child in inside.named_children()
-        if isinstance(child, LISTS) or not type(child).__module__.startswith("torch.nn")
+        if next(child.parameters(), None) is not None
+        and (isinstance(child, LISTS) or not type(child).__module__.startswith("torch.nn"))
     ]
 
 

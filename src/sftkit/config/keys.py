@@ -148,6 +148,9 @@ def help_text(description: str, command: str) -> str:
             default = "required" if row.required else f"default {shown(row.default).strip(chr(34))}"
             head = f"  {key}  {row.kind}"
             room = 100 - len(default) - 3
-            lines += [f"{head:<{room}}  {default}"] if len(head) <= room else [head, f"{default:>99}"]
+            if len(head) <= room:
+                lines += [f"{head:<{room}}  {default}"]
+            else:
+                lines += [*([head] if len(head) <= 100 else [f"  {key}", f"      {row.kind}"]), f"{default:>99}"]
             lines += textwrap.wrap(row.doc, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

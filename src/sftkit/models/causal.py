@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from sftkit.data.collate import Batch
 from sftkit.models import auto_classes
 from sftkit.models.kind import Head
-from sftkit.models.structure import decoder, head, logit_softcap, vocab_size
+from sftkit.models.structure import decoder, head, logit_softcap
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 
 
@@ -40,7 +40,7 @@ class CausalLM:
     def head(self, orig_model: PreTrainedModel) -> Head:
         """The output projection and the soft cap of its logits."""
         projection = head(orig_model)
-        return Head(projection.weight, projection.bias, logit_softcap(orig_model), vocab_size(orig_model))
+        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """The whole model's, which caps them itself."""

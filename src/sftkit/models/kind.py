@@ -20,7 +20,7 @@ class Head(NamedTuple):
     softcap: float | None
     "None: the product itself"
     tokens: int | None = None
-    "rows that are tokens': those behind them are padding, without a probability; None: all"
+    "rows that are tokens': those behind them are padding (models/padding.py), without a probability; None: all. A kind leaves it out"
 
 
 class ModelKind(Protocol):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import ANEW, Found, find
-from sftkit.compile.modules import check_options
+from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data import chat, loader
@@ -111,12 +111,14 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """The model of the recipe, and how long its documents may be.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer or data.max_length; or an option of the compiler that
-            this torch does not have, which is looked for first.
+        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an option of
+            the compiler that this torch does not have, which is looked for first.
     """
     cfg, rt = run.cfg, run.rt
     check_options(cfg.compile)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
+    if cfg.compile.enabled and cfg.compile.modules is not None:
+        named_parts(orig_model, cfg.compile, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
