@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import make_batch, make_examples, torchrun
-from test_vocabulary import make_model, plain_tokenizer
+from helpers import make_batch, make_examples, make_layout_of, torchrun
+from test_vocabulary import make_model, plain_tokenizer, run_stage
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sftkit.checkpoint.compatibility import check_identity, run_identity
 from sftkit.checkpoint.weight_files import snapshot_weights, write_weights
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig
+from sftkit.errors import ConfigError
 from sftkit.models.load import load_model, load_tokenizer
 from sftkit.models.padding import describe, pad_vocabulary, padding_rows
 from sftkit.models.structure import count_parameters, embedding_of, head, vocab_size
@@ -190,6 +193,44 @@ def test_generation_never_gives_a_row_of_padding() -> None:
     ids = torch.randint(3, ROWS, (2, 5))
     asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(padded.generate(ids, **asked), plain.generate(ids, **asked))
+
+
+def test_a_checkpoint_is_not_resumed_with_another_padding(tmp_path: Path) -> None:
+    examples = make_examples([5, 9, 13])
+    rest = (plain_tokenizer(tmp_path), examples, make_layout_of("packed", examples.lengths))
+    plain, padded = (json.loads(json.dumps(run_identity(model, *rest))) for model in pair("tied"))
+    check_identity(padded, padded, "here")
+    for there, here, wanted in (
+        (padded, plain, "26 in the checkpoint, (none)"),
+        (plain, padded, "(none) in the checkpoint, 26"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"model.padding_rows: {wanted} in this run")):
+            check_identity(there, here, "here")
+
+
+@pytest.mark.slow
+def test_a_run_with_padding_parts_apart_and_one_graph_for_the_update_resumes(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "base", "tied")
+    words = (
+        *(f"run.dir={tmp_path}/sft", f"model.path={source.path}", "model.chat_template=chatml", "train.resume=auto"),
+        *("model.pad_vocab_to_multiple_of=128", "optim.name=adamw", "optim.implementation=foreach_map"),
+        *("optim.static_gradients=true", "compile.modules={model.layers: {}, model.norm: {}}", "train.precision=bf16"),
+        *("optim.schedule=constant", "optim.warmup_ratio=0"),
+    )
+    assert "vocabulary padded from 320 to 384 rows" in run_stage(
+        "chat_sft", tmp_path, *words, "train.max_steps=2", timeout=900
+    )
+    assert "resumed" in run_stage("chat_sft", tmp_path, *words, "train.max_steps=4", timeout=900)
+    for step in (2, 4):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / f"step-{step:06d}")
+        assert embedding_of(model).shape[0] == model.config.vocab_size == 320
+    lines = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["compile/recompiles"] for line in lines} == {0}
+    straight = run_stage("chat_sft", tmp_path, *words, f"run.dir={tmp_path}/straight", "train.max_steps=4", timeout=900)
+    assert "finished step 4" in straight
+    ends = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "step-000004") for name in ("sft", "straight")]
+    for resumed, alone in zip(*(model.parameters() for model in ends), strict=True):
+        assert torch.equal(resumed, alone)
 
 
 @pytest.mark.slow

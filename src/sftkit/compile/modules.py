@@ -166,8 +166,7 @@ def arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str,
     Args:
         dynamic_layout: row lengths vary freely: sizes are symbolic, unless the row length is marked.
     """
-    marked = compile.dynamic == "marked"
-    dynamic = None if marked else True if dynamic_layout else compile.dynamic
+    dynamic = None if compile.dynamic == "marked" else True if dynamic_layout else compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
         of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
@@ -190,8 +189,8 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
     Raises:
         ConfigError: attention by blocks of positions.
     """
-    own = [compile, *(compile.modules or {}).values()]
-    if backend == "flex" and any(settings.dynamic == "marked" for settings in own):
+    asked = [compile.dynamic, *(own.dynamic for own in (compile.modules or {}).values())]
+    if backend == "flex" and "marked" in asked:
         raise ConfigError(
             "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: set "
             "compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or attention.backend=varlen or sdpa"
@@ -202,7 +201,8 @@ def compile_part(module: torch.nn.Module, compile: CompileConfig, dynamic_layout
     """Compile in place, lazily; with compile.dynamic=marked the row length of all that the module is given is marked."""
     module.compile(**arguments(compile, dynamic_layout))
     if compile.dynamic == "marked":
-        # Dynamo traces no mark, so it is set around the compiled call, where hooks of the module would be inside it.
+        assert module._compiled_call_impl is not None
+        # Dynamo traces no mark, so it is set around the compiled call; a hook of the module would be inside it.
         module._compiled_call_impl = _marking(module._compiled_call_impl)
 
 
