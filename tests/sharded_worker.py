@@ -82,10 +82,11 @@ class Job:
         sharding: Sharding | None = None,
         optim: str = "adamw",
         chat_template: str | None = None,
+        pad_vocab: int | None = None,
     ) -> None:
         self.rt = replace(rt, topology=TOPOLOGIES[topology], precision=precision)
-        self.again = partial(Job, rt, topology, folder, precision, sharding, optim, chat_template)
-        source = ModelConfig(path=str(folder), chat_template=chat_template)
+        self.again = partial(Job, rt, topology, folder, precision, sharding, optim, chat_template, pad_vocab)
+        source = ModelConfig(path=str(folder), chat_template=chat_template, pad_vocab_to_multiple_of=pad_vocab)
         tokenizer = load_tokenizer(source) if chat_template else NO_TOKENS
         self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.sharded)
         self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))

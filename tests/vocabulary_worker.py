@@ -1,4 +1,4 @@
-"""Run on ranks by test_vocabulary.py: ranks load a model whose vocabulary grows, train, save and resume."""
+"""Run on ranks by test_vocabulary.py and test_padding.py: ranks load a model whose vocabulary grows, train, save and resume."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sftkit.runtime.script import script
 
 def main(folder: str, plan: str) -> None:
     """Args:
-    plan: JSON: name -> [folder of the base model, topology, precision].
+    plan: JSON: name -> [folder of the base model, topology, precision, what the vocabulary is padded to, if anything].
     """
     rt, out = start(), Path(folder)
     found = {}
-    for name, (model, topology, precision) in json.loads(plan).items():
-        job = Job(rt, topology, Path(model), precision, chat_template="chatml")
+    for name, (model, topology, precision, *pad) in json.loads(plan).items():
+        job = Job(rt, topology, Path(model), precision, chat_template="chatml", pad_vocab=pad[0] if pad else None)
         begun = gathered(job.orig_model)
         if rt.is_main:
             torch.save(begun, out / f"{name}.start.pt")

@@ -260,14 +260,14 @@ def test_what_is_saved_loads_in_plain_transformers_and_gets_nothing_added_again(
             assert all(torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True))
 
 
-def run_stage(script: str, folder: Path, *settings: str) -> str:
+def run_stage(script: str, folder: Path, *settings: str, timeout: float = 200) -> str:
     command = [
         *(f"scripts/{script}.py", f"recipes/smoke/{'mid' if script == 'mid_train' else 'sft'}.yaml"),
         *("train.global_batch_size=4", "train.micro_batch_size=2", "compile.backend=aot_eager", "data.max_length=128"),
         *("data.val=[]", "eval.tasks=[]", "eval.at_start=false", "log.wandb=off", f"data.cache_dir={folder}/cache"),
         "data.train=[{path: 'builtin:tasks', max_rows: 100}]",
     ]
-    done = preloaded.run([*command, *settings], env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    done = preloaded.run([*command, *settings], env={**os.environ, "ACCELERATE_USE_CPU": "true"}, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

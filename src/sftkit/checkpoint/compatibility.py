@@ -18,10 +18,13 @@ from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.padding import padding_rows
 
 MISSING = object()
 FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "model.path", "model.revision")
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
+OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
+"The first decides which states there are, and is compared by them; the others are how the same update is computed."
 LENGTH = ("train.max_steps", "train.epochs")
 _WEIGHTS = "its weights are not loaded: those of the checkpoint are"
 CHANGED = {
@@ -45,6 +48,8 @@ def run_identity(
 ) -> dict[str, Any]:
     """What a checkpoint's optimizer states and position in the data belong to, at any number of ranks."""
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
+    if padding_rows(orig_model):  # optimizer states have those rows too
+        model["padding_rows"] = padding_rows(orig_model)
     return {
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -144,8 +149,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
 
 
 def _is_fixed(key: str) -> bool:
-    # optim.name decides which states there are, and is compared by them.
-    return key in FIXED or (key.startswith("optim.") and key != "optim.name")
+    return key in FIXED or (key.startswith("optim.") and key not in OPTIM_FREE)
 
 
 def _check_keys(keys: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sftkit.checkpoint.state_store import to_host
+from sftkit.models.padding import without_padding
 
 MAX_FILE_BYTES = 5 * 10**9
 SINGLE_FILE = "model.safetensors"
@@ -39,35 +40,47 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 
     A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
     ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
-    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then.
+    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the vocabulary
+    is left out.
     """
-    tensors = saved_tensors(orig_model)
+    tensors, cut = saved_tensors(orig_model), without_padding(orig_model)
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
-        return WeightSnapshot(_gathered(tensors, keep=rank == 0) if is_sharded or rank == 0 else None)
-    plan = plan_files({name: tensor.nbytes for name, tensor in tensors.items()}, MAX_FILE_BYTES)
+        return WeightSnapshot(_gathered(tensors, cut, keep=rank == 0) if is_sharded or rank == 0 else None)
+    sizes = {name: _without_padding(tensor, cut) for name, tensor in tensors.items()}
+    plan = plan_files({name: numel * tensors[name].element_size() for name, numel in sizes.items()}, MAX_FILE_BYTES)
     files = {}
     for position, (file, names) in enumerate(plan.items()):
         writer = position % world_size == rank
-        kept = _gathered({name: tensors[name] for name in names}, keep=writer)
+        kept = _gathered({name: tensors[name] for name in names}, cut, keep=writer)
         if kept is not None:
             files[file] = kept
     index = {
         "metadata": {
-            "total_parameters": orig_model.num_parameters(),
-            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+            "total_parameters": sum(sizes.values()),
+            "total_size": sum(numel * tensors[name].element_size() for name, numel in sizes.items()),
         },
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
 
 
-def _gathered(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor] | None:
+def _without_padding(tensor: torch.Tensor, cut: dict[int, int]) -> int:
+    """Elements of a tensor that are saved."""
+    return tensor.numel() if id(tensor) not in cut else tensor[0].numel() * cut[id(tensor)]
+
+
+def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], keep: bool) -> dict[str, torch.Tensor] | None:
+    """Copies in host memory.
+
+    Args:
+        cut: id of a tensor -> how many of its rows are saved, where that is not all.
+    """
     kept = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            kept[name] = to_host(whole)
+            kept[name] = to_host(whole[: cut.get(id(tensor))])
     return kept if keep else None
 
 

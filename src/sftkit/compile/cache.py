@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
+from sftkit.models.padding import padding_rows
 from sftkit.models.structure import class_name
 from sftkit.ops.flash import fa4_folder
 from sftkit.runtime.files import replace_shared
@@ -64,6 +65,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
             "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
             "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
             "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
+            "padding": padding_rows(orig_model),
             "precision": rt.precision,
             "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
             **_environment(rt.device),

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -14,14 +13,13 @@ from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import REFUSED, eager_on_recompile
+from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
 from sftkit.compile.refusal import describe, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import decoder_blocks
 
 log = logging.getLogger(__name__)
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -47,27 +45,29 @@ def compile_model(
     at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
 
     Args:
-        dynamic_layout: row lengths vary freely: one graph with symbolic sizes, whatever compile.dynamic says.
+        dynamic_layout: row lengths vary freely: one graph with symbolic sizes, or a symbolic row length.
         sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
 
     Raises:
-        ConfigError: scope block for a model whose blocks transformers does not name.
+        ConfigError: scope block for a model whose blocks transformers does not name; a module of compile.modules that is
+            not there or not of a step.
     """
     if not compile.enabled:
         return 0
-    dynamic = True if dynamic_layout else compile.dynamic
-    options: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
-    if compile.mode is not None:
-        options["mode"] = compile.mode
+    if compile.modules is not None:
+        parts = named_parts(orig_model, compile, sharded)
+        for part in parts:
+            compile_part(part.module, part.compile, dynamic_layout)
+        return len(parts)
     if sharded and compile.scope == "model":
         log.info("compile.scope: block, because sharded weights are gathered block by block")
-    parts = _compiled_parts(orig_model, "block" if sharded else compile.scope)
-    for module in parts:
-        module.compile(**options)
-    return len(parts)
+    modules = _compiled_parts(orig_model, "block" if sharded else compile.scope)
+    for module in modules:
+        compile_part(module, compile, dynamic_layout)
+    return len(modules)
 
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
@@ -241,4 +241,4 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
 
 def _passes(compile: CompileConfig) -> int:
     """CUDA graphs: the first pass compiles, the second lets kernels settle, the third records."""
-    return 3 if compile.mode in CUDA_GRAPH_MODES or compile.backend == "cudagraphs" else 1
+    return 3 if has_cuda_graphs(compile) else 1

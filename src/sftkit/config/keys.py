@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from sftkit.config import schema as config_module
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
+from sftkit.config.yaml_text import Keys
 
 USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
 
@@ -39,7 +40,7 @@ class Key:
 
 @functools.cache
 def table() -> dict[str, Key]:
-    """Every dotted key in the order of schema.py; an item of a list of sources is N."""
+    """Every dotted key in the order of schema.py; an item of a list of sources is N, one of a mapping of modules PATH."""
     schema = adapter().json_schema()
     classes = {**schema["$defs"], "Config": schema}
     return dict(_rows(classes, "Config", ""))
@@ -62,13 +63,15 @@ def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str
             doc = prop.get("description") or _docs()[name].get(field, "")
             yield key, Key(_kind(prop), doc, required, prop.get("default"), _is_path(prop))
         if target:
-            inner = f"{key}.N." if prop.get("type") == "array" else f"{key}."
+            named = any("additionalProperties" in part for part in (prop, *prop.get("anyOf", ())))
+            inner = f"{key}.N." if prop.get("type") == "array" else f"{key}.PATH." if named else f"{key}."
             yield from _rows(classes, target, inner)
 
 
 def _target(prop: dict[str, Any]) -> str | None:
-    """The class that a property, its items or its non-null alternative refers to."""
-    for part in (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ())):
+    """The class that a property, its items or values, or its non-null alternative refers to."""
+    parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
+    for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
         if isinstance(part, dict) and "$ref" in part:
             return part["$ref"].rpartition("/")[2]
     return None
@@ -82,7 +85,7 @@ def _kind(prop: dict[str, Any]) -> str:
     if "anyOf" in prop:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
-        return " | ".join(prop.get("enum") or [prop["const"]])
+        return " | ".join(json.dumps(value).strip('"') for value in prop.get("enum") or [prop["const"]])
     low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
     if "minimum" in prop and "maximum" in prop and prop["type"] == "number":
         return f"number {prop['minimum']:g} to {prop['maximum']:g}"
@@ -113,6 +116,21 @@ def _docs() -> dict[str, dict[str, str]]:
     return docs
 
 
+def row_of(keys: Keys) -> str:
+    """The key of the table for a place in a recipe."""
+    parts: list[str] = []
+    for key in keys:
+        named = f"{'.'.join(parts)}.PATH"
+        parts.append("N" if isinstance(key, int) else "PATH" if named in _mappings() else key)
+    return ".".join(parts)
+
+
+@functools.cache
+def _mappings() -> frozenset[str]:
+    """`key.PATH` of every mapping whose values are settings."""
+    return frozenset(key.rpartition(".")[0] for key in table() if key.rpartition(".")[0].endswith(".PATH"))
+
+
 def shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -130,6 +148,9 @@ def help_text(description: str, command: str) -> str:
             default = "required" if row.required else f"default {shown(row.default).strip(chr(34))}"
             head = f"  {key}  {row.kind}"
             room = 100 - len(default) - 3
-            lines += [f"{head:<{room}}  {default}"] if len(head) <= room else [head, f"{default:>99}"]
+            if len(head) <= room:
+                lines += [f"{head:<{room}}  {default}"]
+            else:
+                lines += [*([head] if len(head) <= 100 else [f"  {key}", f"      {row.kind}"]), f"{default:>99}"]
             lines += textwrap.wrap(row.doc, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

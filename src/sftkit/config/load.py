@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from sftkit.config.commands import running, shipped
-from sftkit.config.keys import USAGE, adapter, help_text, sections, shown, table
+from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
 from sftkit.config.paths import expanded
 from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, source_label
@@ -170,7 +170,7 @@ def _row_ranks(problems: list[str]) -> int:
 def _expand(tree: Node, problems: list[str]) -> None:
     """Put the home directory in the place of ~ in all settings that are paths."""
     for keys, node in list(_walk(tree, ())):
-        key = table().get(_row(keys).replace("model.train_tokenizer.sources", "data.train"))
+        key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
                 tree.nearest(keys[:-1]).value[keys[-1]] = Node(expanded(node.value), node.place)
@@ -246,13 +246,13 @@ def _is_item(keys: Keys) -> bool:
 def _explain(error: dict[str, Any], keys: Keys, tree: Node) -> tuple[str, list[Keys]]:
     """What is wrong in words, and the keys that were probably meant."""
     kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
-    key = table().get(_row(keys))
+    key = table().get(row_of(keys))
     if kind == "unexpected_keyword_argument":
         return _unknown(keys)
     if kind in ("missing", "missing_argument"):
         return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
     if kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", context["expected"])
+        allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
         null = ["null"] if key and key.kind.endswith("| null") else []
         return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
@@ -283,12 +283,12 @@ _BOUNDS = {
 
 
 def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
-    name, parent = str(keys[-1]), _row(keys[:-1])
+    name, parent = str(keys[-1]), row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
     level = [key.removeprefix(prefix) for key in table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
     level = level or [] if parent else list(sections())
     elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
-    if _row(keys) in table() or name in table():
+    if row_of(keys) in table() or name in table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
@@ -301,11 +301,15 @@ def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
 
 
 def _indexed(key: str, keys: Keys) -> str:
-    """A key of the table with numbers for each N: those of `keys` in the same list, 0 in another."""
+    """A key of the table with what `keys` has for each N and PATH, in the same list or mapping; 0 and PATH in another."""
     parts = key.split(".")
-    same = [len(keys) > i and _row(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
-    numbers = [str(keys[i]) if here else "0" for i, here in enumerate(same)]
-    return ".".join(number if part == "N" else part for part, number in zip(parts, numbers, strict=True))
+    same = [len(keys) > i and row_of(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
+    instead = {"N": "0", "PATH": "PATH"}
+    own = [
+        str(keys[i]) if here else instead.get(part, part)
+        for i, (part, here) in enumerate(zip(parts, same, strict=True))
+    ]
+    return ".".join(mine if part in instead else part for part, mine in zip(parts, own, strict=True))
 
 
 def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
@@ -325,10 +329,6 @@ def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
 
 def _keys(key: str) -> Keys:
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
-
-
-def _row(keys: Keys) -> str:
-    return dotted(["N" if isinstance(key, int) else key for key in keys])
 
 
 def _annotated(cfg: Config, tree: Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -163,11 +164,16 @@ def _dynamic(get: Get) -> Iterator[Problem]:
     if get("data.layout") != "dynamic":
         if multiple is not None:
             yield "data.pad_multiple", f"only goes with layout dynamic, not {get('data.layout')}"
+        if get("compile.dynamic") == "marked":
+            yield (
+                "compile.dynamic",
+                f"marked only goes with layout dynamic, not {get('data.layout')}, whose rows have fixed lengths",
+            )
         return
     multiple = multiple or 8
     if max_length is not None and max_length % multiple:
         yield "data.max_length", f"{max_length} is not a multiple of data.pad_multiple, {multiple}"
-    if get("compile.dynamic"):
+    if get("compile.dynamic") is True:
         yield "compile.dynamic", "true does not go with layout dynamic, which makes the row length symbolic by itself"
 
 
@@ -196,7 +202,7 @@ def _engine(get: Get) -> Iterator[Problem]:
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
-    unused |= {"train.memory": "speed", "attention.backend": "auto"}
+    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
         if (get(key) or None) != default:
             yield key, "has no effect with train.engine reference, which is plain: leave it out"
@@ -222,6 +228,18 @@ def _compiled_only(get: Get) -> Iterator[Problem]:
         yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
 
 
+def _implementation(get: Get) -> Iterator[Problem]:
+    implementation = get("optim.implementation")
+    if implementation == "auto":
+        if get("optim.static_gradients"):
+            yield "optim.static_gradients", "only goes with optim.implementation compiled or foreach_map, not auto"
+        return
+    if get("optim.name") != DEFAULT:
+        yield "optim.implementation", f"{implementation} only goes with optim.name {DEFAULT}, not {get('optim.name')}"
+    if not get("compile.enabled"):
+        yield "optim.implementation", f"{implementation} only goes with compile.enabled true: nothing is compiled"
+
+
 def _schedule(get: Get) -> Iterator[Problem]:
     if get("optim.schedule") == "wsd":
         warmup, decay = get("optim.warmup_ratio"), get("optim.decay_ratio")
@@ -245,10 +263,47 @@ def _resume(get: Get) -> Iterator[Problem]:
         yield "train.resume", f'"{resume}" is neither auto, null nor the path of a step directory'
 
 
-def _compile_mode(get: Get) -> Iterator[Problem]:
-    mode, backend = get("compile.mode"), get("compile.backend")
-    if mode is not None and backend != "inductor":
-        yield "compile.mode", f"{mode} only goes with compile.backend inductor, not {backend}"
+def _inductor_only(get: Get) -> Iterator[Problem]:
+    backend, modules = get("compile.backend"), get("compile.modules") or {}
+    given = {"compile.mode": get("compile.mode"), "compile.options": get("compile.options")}
+    if backend == "inductor":
+        return
+    for key, value in given.items():
+        if value is not None:
+            shown = f"{value} only" if isinstance(value, str) else "only"
+            yield key, f"{shown} goes with compile.backend inductor, not {backend}"
+    for path, own in modules.items():
+        for name in ("mode", "options"):
+            if own.get(name) is not None:
+                yield "compile.modules", f"{path}: {name} only goes with compile.backend inductor, not {backend}"
+
+
+def _options(get: Get) -> Iterator[Problem]:
+    named = {"compile.options": get("compile.options")}
+    named |= {
+        f"compile.modules.{path}.options": own.get("options") for path, own in (get("compile.modules") or {}).items()
+    }
+    for place, options in named.items():
+        for name, value in (options or {}).items():
+            if not isinstance(value, bool | int | float | str):
+                yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
+
+
+def _compile_modules(get: Get) -> Iterator[Problem]:
+    modules, layout = get("compile.modules"), get("data.layout")
+    if modules is None:
+        return
+    if not any(own.get("enabled", True) for own in modules.values()):
+        yield (
+            "compile.modules",
+            "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing",
+        )
+    for path, own in modules.items():
+        dynamic = own.get("dynamic")
+        if dynamic == "marked" and layout != "dynamic":
+            yield "compile.modules", f"{path}: dynamic: marked only goes with layout dynamic, not {layout}"
+        elif isinstance(dynamic, bool) and layout == "dynamic":
+            yield "compile.modules", f"{path}: dynamic: layout dynamic makes the row length symbolic: marked or null"
 
 
 def _eval(get: Get) -> Iterator[Problem]:
@@ -316,11 +371,14 @@ _RULES = (
     _precision,
     _engine,
     _compiled_only,
+    _implementation,
     _schedule,
     _betas,
     _duration,
     _resume,
-    _compile_mode,
+    _inductor_only,
+    _options,
+    _compile_modules,
     _eval,
     _names,
 )

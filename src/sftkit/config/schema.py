@@ -94,6 +94,8 @@ class ModelConfig:
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
+    pad_vocab_to_multiple_of: Positive | None = None
+    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the rows more are zeros that no token, no logit, no update and no file has. null: no padding."
     gradient_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute."
 
@@ -169,6 +171,10 @@ class OptimConfig:
     "AdamW's betas."
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     "AdamW's epsilon."
+    implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
+    "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 on a GPU a compiled kernel per parameter; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
+    static_gradients: bool = False
+    "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     "Decoupled weight decay on matrices; norms, biases and embeddings have none."
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
@@ -229,6 +235,26 @@ FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
 "Of compile.debug: what is not written for a graph that comes from a cache."
 
 
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileDynamic = Literal[True, False, "marked"]
+
+
+@settings
+class CompileModuleConfig:
+    """How the modules at one path of compile.modules are compiled; null: as compile says."""
+
+    enabled: bool = True
+    "Off: what an entry for a list of modules compiles leaves this one eager."
+    mode: CompileMode | None = None
+    "compile.mode of it; default: torch's own."
+    dynamic: CompileDynamic | None = None
+    "compile.dynamic of it."
+    fullgraph: bool | None = None
+    "compile.fullgraph of it."
+    options: dict[str, Any] | None = None
+    "compile.options of it, in place of those; {}: none."
+
+
 @settings
 class CompileConfig:
     """torch.compile, for the train step only."""
@@ -239,10 +265,14 @@ class CompileConfig:
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    modules: dict[str, CompileModuleConfig] | None = None
+    "In place of scope: what is compiled, by the path of a module or of a list of modules in the model, each with settings of its own (enabled, mode, dynamic, fullgraph, options; the others are those of compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
+    mode: CompileMode | None = None
     "torch.compile mode; inductor only."
-    dynamic: bool | None = False
-    "false: static shapes; null lets torch.compile decide after the first recompile."
+    options: dict[str, Any] | None = None
+    "Inductor's own options over those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
+    dynamic: CompileDynamic | None = False
+    "false: static shapes; null lets torch.compile decide after the first recompile; marked: the row length is symbolic, all else static, and a graph that would hold for one row length is an error (layout dynamic)."
     fullgraph: bool = False
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None

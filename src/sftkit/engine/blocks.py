@@ -17,6 +17,7 @@ from sftkit.compile.contract import compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
+from sftkit.compile.modules import arguments, check_marked, check_options
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -70,11 +71,13 @@ def build(
     Raises:
         ConfigError: the recipe asks for what this model, layout or machine cannot do.
     """
+    check_options(cfg.compile)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
         apply_fp8(cfg, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)  # before attention is chosen, which uses kernels
         choice = choose_backend(cfg, orig_model, layout, rt)
+        check_marked(cfg.compile, choice.backend)
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, objective)
@@ -82,7 +85,7 @@ def build(
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
         wrapped = distribute(model, source, plan.sharding, rt)  # after compile: what is sharded is hooked around graphs
-        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine

@@ -19,6 +19,8 @@ class Head(NamedTuple):
     "[V]"
     softcap: float | None
     "None: the product itself"
+    tokens: int | None = None
+    "rows that are tokens': those behind them are padding (models/padding.py), without a probability; None: all. A kind leaves it out"
 
 
 class ModelKind(Protocol):

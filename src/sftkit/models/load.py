@@ -29,6 +29,7 @@ from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
+from sftkit.models.padding import pad_vocabulary
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
@@ -178,7 +179,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
-    A model with `model.path` gets rows for the tokens that load_tokenizer has added (models/vocabulary.py).
+    A model with `model.path` gets rows for the tokens that load_tokenizer has added (models/vocabulary.py), any model those
+    of model.pad_vocab_to_multiple_of (models/padding.py).
     The optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
 
     Args:
@@ -207,6 +209,8 @@ def load_model(
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
         make_rows(orig_model, tokenizer)
+    if model.pad_vocab_to_multiple_of is not None:
+        pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it

@@ -14,11 +14,13 @@ from sftkit.errors import ConfigError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "What configs call the number of routed experts of a block."
+TOKEN_ROWS = "sftkit_token_rows"
+"Attribute of a model whose vocabulary is padded: rows that are no padding."
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Rows of the input embedding, which may be more than the tokenizer has tokens."""
-    return embedding_of(orig_model).shape[0]
+    """Rows of the input embedding, which may be more than the tokenizer has tokens; without padding (models/padding.py)."""
+    return getattr(orig_model, TOKEN_ROWS, None) or embedding_of(orig_model).shape[0]
 
 
 def positions(orig_model: PreTrainedModel) -> int | None:
@@ -83,17 +85,21 @@ class ParameterCount:
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
-    """Parameters by the work they take per token. Tables of which a token reads a row, of tokens or positions, take none."""
-    total = sum(p.numel() for p in orig_model.parameters())
+    """Parameters by the work they take per token. Tables of which a token reads a row, of tokens or positions, take none,
+    and padding of the vocabulary is no parameter."""
     projection = list(head(orig_model).parameters())
-    in_head = sum(p.numel() for p in projection)
+    share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
+    padded = {id(p) for p in (*projection, embedding_of(orig_model))}
+    numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}
+    total = sum(numel.values())
+    in_head = sum(numel[id(p)] for p in projection)
     tables: dict[int, torch.Tensor] = {
         id(p): p for m in orig_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
     }
     tables[id(embedding_of(orig_model))] = embedding_of(orig_model)
     for p in projection:
         tables.pop(id(p), None)  # tied: as the head it is a product
-    body = total - in_head - sum(p.numel() for p in tables.values())
+    body = total - in_head - sum(numel[id(p)] for p in tables.values())
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
     if experts:

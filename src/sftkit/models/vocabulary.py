@@ -43,11 +43,17 @@ class NewRows:
     "rows of tokens, whose mean the new ones are"
     ids: tuple[int, ...]
     "rows of added tokens, which may be among `before`"
+    tokens: int | None = None
+    "rows behind these are padding (models/padding.py), zeros; None: there is none"
 
     def among(self, start: int, size: int) -> list[int]:
-        """Positions of new rows, padding included, among rows start to start + size."""
+        """Positions of new rows, those that only round a grown vocabulary included, among rows start to start + size."""
         ids = set(self.ids)
-        return [i for i in range(size) if start + i >= self.before or start + i in ids]
+        return [i for i in range(self.padding(start, size)) if start + i >= self.before or start + i in ids]
+
+    def padding(self, start: int, size: int) -> int:
+        """Position of the first row of padding among rows start to start + size; `size`: there is none."""
+        return size if self.tokens is None else max(0, min(self.tokens - start, size))
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
@@ -112,15 +118,20 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         return
     before = vocab_size(orig_model)
     if max(added.ids) >= before:
-        _resize(orig_model, -(-(max(added.ids) + 1) // MULTIPLE) * MULTIPLE)
+        resize(orig_model, -(-(max(added.ids) + 1) // MULTIPLE) * MULTIPLE)
     new = NewRows(before, min(added.known, before), added.ids)
-    setattr(orig_model, _NEW_ROWS, new)
+    set_new_rows(orig_model, new)
     for tensor in vocabulary_of(orig_model):
         if not tensor.is_meta:
             fill(tensor, tensor, new)
 
 
-def _resize(orig_model: PreTrainedModel, rows: int) -> None:
+def set_new_rows(orig_model: PreTrainedModel, new: NewRows) -> None:
+    """Keep for new_rows which rows the model's files lack."""
+    setattr(orig_model, _NEW_ROWS, new)
+
+
+def resize(orig_model: PreTrainedModel, rows: int) -> None:
     """Embedding, head and config.vocab_size at `rows`; the new rows hold nothing yet."""
     # mean_resizing would draw the new rows from a distribution, and without it they are drawn too, to no use.
     with torch.random.fork_rng(devices=[]):
@@ -136,7 +147,7 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
-    """This rank's piece of a vocabulary: the rows of `source`, and in new rows the mean.
+    """This rank's piece of a vocabulary: the rows of `source`, in new rows the mean, in padding zeros.
 
     Args:
         tensor: one of vocabulary_of, whole or sharded.
@@ -152,6 +163,7 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
     rows = new.among(start, size)
     if rows:
         piece[rows] = _mean(source, new.known, others, piece.dtype).to(piece)
+    piece[new.padding(start, size) :] = 0
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:

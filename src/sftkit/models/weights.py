@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import TEXT_NAMES, load_options
+from sftkit.models.padding import rows_of_files
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
 from sftkit.runtime.manifest import check_loadable
@@ -67,13 +68,14 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     every layout that save_pretrained writes, whole on the host.
 
     Args:
-        new: rows of the vocabulary that the files do not have; None: they have all.
+        new: rows of the vocabulary that the files do not have; None: they have all but padding.
 
     Raises:
         ConfigError: no safetensors, a file that cannot be read, a missing or odd weight.
     """
     files = _files(folder)
     wanted = _wanted(orig_model)
+    new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     others = [name for name in wanted if name not in files]
     if others:

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from sftkit.data.collate import Batch
 from sftkit.models.kinds import kind_of
+from sftkit.models.structure import vocab_size
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
 from sftkit.ops.attention import use_document_attention
@@ -48,7 +49,8 @@ class ModelWithLoss(torch.nn.Module):
 
     def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
         """The sums of a batch from the hidden states that its objective selects."""
-        return self.objective.sums(chosen, batch, self.kind.head(self.orig_model))
+        projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
+        return self.objective.sums(chosen, batch, projection)
 
     def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
         return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)

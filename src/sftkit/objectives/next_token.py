@@ -37,7 +37,9 @@ class NextToken:
     def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
         """In chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
-        found = linear_nll(chosen, head.weight, targets, self.config, bias=head.bias, softcap=head.softcap)
+        found = linear_nll(
+            chosen, head.weight, targets, self.config, bias=head.bias, softcap=head.softcap, tokens=head.tokens
+        )
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:

@@ -38,6 +38,7 @@ def linear_nll(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    tokens: int | None = None,
 ) -> LossSums:
     """Cross entropy of `softcap * tanh((hidden @ head.T + bias) / softcap)` against the targets.
 
@@ -51,12 +52,14 @@ def linear_nll(
         targets: int64 [N], in [0, V) or IGNORE: such rows count nothing, and their gradient is 0.
         bias: [V], dtype of hidden.
         softcap: bound of the logits (Gemma 2, arXiv 2408.00118); None: none.
+        tokens: rows of the head behind so many are padding: they are in the products, have no probability, and their
+            gradient is 0; None: there are none.
     """
     assert hidden.dtype == head.dtype, f"hidden states are {hidden.dtype}, the head is {head.dtype}"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head, bias)):
-        return LossSums(*_LinearNLL.apply(hidden, head, bias, targets, options, softcap))
+        return LossSums(*_LinearNLL.apply(hidden, head, bias, targets, options, softcap, tokens))
     with torch.no_grad():
-        sums, *_ = _sums_and_gradients(hidden, head, bias, targets, options, softcap, (False, False, False))
+        sums, *_ = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, (False, False, False))
     return LossSums(*sums)
 
 
@@ -72,9 +75,10 @@ class _LinearNLL(torch.autograd.Function):
         targets: Tensor,
         options: LossConfig,
         softcap: float | None,
+        tokens: int | None,
     ) -> tuple[Tensor, ...]:
         wanted = ctx.needs_input_grad[:3]
-        sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, wanted)
+        sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -83,7 +87,7 @@ class _LinearNLL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None
+        return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None, None
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -101,6 +105,7 @@ def _sums_and_gradients(
     targets: Tensor,
     options: LossConfig,
     softcap: float | None,
+    tokens: int | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
     """(the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
@@ -122,7 +127,8 @@ def _sums_and_gradients(
             torch.mm(hidden[rows], head.t(), out=logits)
         else:
             torch.addmm(bias, hidden[rows], head.t(), out=logits)
-        _cross_entropy_(logits, targets[rows], sums[:, rows], options, softcap, any(wanted))
+        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, any(wanted))
+        logits[:, len(head) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
             torch.mm(logits, head, out=d_hidden[rows])
         if d_head is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,16 +15,24 @@ from sftkit.config.optimizers import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
+from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
 
-def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0, compile: bool = True) -> Optimizer:
+def build_optimizer(
+    model: PreTrainedModel,
+    optim: OptimConfig,
+    seed: int = 0,
+    compile: bool = True,
+    graph: Mapping[str, Any] | None = None,
+) -> Optimizer:
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
 
     Args:
         model: in fp32 or bf16; with bf16 the optimizer keeps what the weights lose.
         seed: of stochastic rounding; the same on every rank.
         compile: the update of bf16 weights on CUDA in one kernel per parameter; else eager, slow and with temporaries.
+        graph: arguments of torch.compile for an update that is one graph (optim.implementation).
 
     Raises:
         ConfigError: the optimizer does not fit the model's precision or sharding, its blocks are not named, its package
@@ -36,6 +46,8 @@ def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0, c
             f"optim.name={spec.name} {spec.unshardable}: "
             f"take optim.name={FALLBACK} with sharded weights, or accelerate_configs/ddp.yaml"
         )
+    if optim.implementation != "auto":
+        return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
     return _code_of(spec)(groups, optim, seed=seed, compile=compile)
 
 

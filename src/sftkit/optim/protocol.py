@@ -27,7 +27,8 @@ class Optimizer(Protocol):
         """What decides which states there are, for people and for a checkpoint, which only resumes its own kind."""
 
     def warm_up(self, compiled: bool) -> None:
-        """Compile all that an update will run; parameters, states and random numbers stay as they are.
+        """Compile all that an update will run; parameters, states and random numbers stay as they are. States that do not
+        exist yet may be made, as a first update makes them.
 
         Args:
             compiled: whether the run compiles. If not, updates are eager from here on, where that is the optimizer's

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import ANEW, Found, find
+from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data import chat, loader
@@ -29,6 +30,7 @@ from sftkit.engine.engine import Engine
 from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
+from sftkit.models import padding
 from sftkit.models.load import inherit, load_model
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
@@ -109,16 +111,21 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """The model of the recipe, and how long its documents may be.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer or data.max_length.
+        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an option of
+            the compiler that this torch does not have, which is looked for first.
     """
     cfg, rt = run.cfg, run.rt
+    check_options(cfg.compile)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
+    if cfg.compile.enabled and cfg.compile.modules is not None:
+        named_parts(orig_model, cfg.compile, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
-    if line := describe(orig_model, tokenizer):
-        rt.say(line)
+    for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
+        if line:
+            rt.say(line)
     return Start(orig_model, tokenizer, max_length)
 
 

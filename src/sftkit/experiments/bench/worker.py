@@ -18,7 +18,8 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import documents, new_model
-from sftkit.models.structure import vocab_size
+from sftkit.models.padding import pad_vocabulary
+from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.rundir import METRICS
@@ -115,7 +116,9 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     """The row of a job in a process that has joined its group."""
     cfg = job.config
     orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device)
-    parameters = sum(p.numel() for p in orig_model.parameters())
+    if cfg.model.pad_vocab_to_multiple_of is not None:
+        pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
+    parameters = count_parameters(orig_model).total
 
     objective = NextToken(cfg.loss)
     assert cfg.data.max_length is not None

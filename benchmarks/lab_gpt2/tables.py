@@ -1,0 +1,70 @@
+"""Write the two tables of this folder's README out of the raw results: one GPU, and two.
+
+python benchmarks/lab_gpt2/tables.py
+
+Every results/*.json here is the results.json of a bench of plan.yaml; of a run that stands in several the newest counts. A
+cell without a result says so.
+"""
+
+import json
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TABLES = {"One GPU": ("1 GPU",), "Two GPUs": ("DDP 2", "FSDP2 2", "TP 2")}
+COLUMNS = ("", "step, ms (fastest to slowest)", "tokens/s", "peak GiB", "first step, s", "last loss", "against eager")
+UNKNOWN = "not measured yet"
+REFUSED = {"TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix"}
+"What the launch refuses, as its row would say."
+MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
+
+
+def results(folder: Path) -> dict[str, dict]:
+    """The newest row of each run."""
+    files = sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["started"])
+    return {row["name"]: row for found in files for row in found["runs"]}
+
+
+def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
+    name, width = f"{layout} {how}", len(COLUMNS) - 1
+    row = rows.get(name)
+    if layout in REFUSED and (row is None or row["error"]):
+        return [name, REFUSED[layout], *[""] * (width - 1)]
+    if row is None:
+        return [name, *[UNKNOWN] * width]
+    if row["error"]:
+        return [name, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (width - 1)]
+    step, speed, eager = row["step_seconds"], row["tok_per_sec"]["median"], rows.get(f"{layout} eager")
+    times = "1" if how == "eager" else UNKNOWN
+    if how != "eager" and eager is not None and not eager["error"]:
+        times = f"{speed / eager['tok_per_sec']['median']:.2f}"
+    peak = row["peak_memory_gib"]
+    return [
+        name,
+        f"{1e3 * step['median']:.1f} ({1e3 * step['min']:.1f} to {1e3 * step['max']:.1f})",
+        f"{speed:,.0f}",
+        "-" if peak is None else f"{peak:.1f}",
+        f"{row['first_step_seconds']:.1f}",
+        f"{list(row['losses'].values())[-1]:.4f}",
+        times,
+    ]
+
+
+def tables(rows: dict[str, dict]) -> str:
+    """Both tables as Markdown."""
+    parts = []
+    for title, layouts in TABLES.items():
+        lines = [[*COLUMNS], ["---"] * len(COLUMNS)]
+        lines += [cells(layout, how, rows) for layout in layouts for how in ("eager", "compiled")]
+        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    readme = HERE / "README.md"
+    made = tables(results(HERE / "results"))
+    readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""compile.modules and compile.options: which modules are compiled and with what, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, get_origin
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import CompileConfig, CompileModuleConfig
+from sftkit.errors import ConfigError
+from sftkit.models.structure import decoder, decoder_blocks, head
+
+LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+"What is never called itself, so that its items are compiled one by one."
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+CUDA_GRAPHS = "triton.cudagraphs"
+"The option that these modes turn on."
+ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
+"Of a tensor of so many dimensions, which follow the row length: boundaries [D], ids [B, T], states [B, T, H], masks [B, 1, T, T]."
+
+
+class Part(NamedTuple):
+    """A module that becomes graphs of its own."""
+
+    path: str
+    module: torch.nn.Module
+    compile: CompileConfig
+    "settings of this module"
+
+
+def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bool = False) -> list[Part]:
+    """Return what compile.modules names, in the order of the model; of two entries for a module the longer path counts.
+
+    Args:
+        sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
+
+    Raises:
+        ConfigError: a path that the model does not have, that a step never calls or that lies in another one; with what is
+            there.
+    """
+    assert compile.modules is not None
+    found: dict[str, Part] = {}
+    for path in sorted(compile.modules, key=lambda path: path.count(".")):
+        for place, module in _at(orig_model, path):
+            own = compile.modules[path]
+            found[place] = Part(place, module, with_own(compile, own))
+            if not own.enabled:
+                del found[place]
+    _check_apart(found)
+    _check_called(orig_model, found, sharded)
+    order = {module: i for i, module in enumerate(orig_model.modules())}
+    return sorted(found.values(), key=lambda part: order[part.module])
+
+
+def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
+    """Return the settings of one module: its own over those of compile."""
+    given = {field.name: getattr(own, field.name) for field in fields(own)}
+    return replace(compile, modules=None, **{key: value for key, value in given.items() if value is not None})
+
+
+def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The module at a path, or the items of the list there."""
+    module: torch.nn.Module = orig_model
+    there: list[str] = []
+    for name in path.split("."):
+        children = dict(module.named_children())
+        if name not in children:
+            near = difflib.get_close_matches(name, children, n=1)
+            where = f"in {'.'.join(there)}" if there else f"in {type(orig_model).__name__}"
+            raise ConfigError(
+                f'compile.modules: "{path}": there is no {name or "empty name"} {where}, which has '
+                f"{_some(list(children)) or 'no modules'}." + (f' Did you mean "{near[0]}"?' if near else "")
+            )
+        module = children[name]
+        there.append(name)
+    if isinstance(module, LISTS):
+        yield from ((f"{path}.{name}", child) for name, child in module.named_children())
+    else:
+        yield path, module
+
+
+def _check_apart(found: dict[str, Part]) -> None:
+    for path in found:
+        parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
+        outer = next((parent for parent in parents if parent in found), None)
+        if outer is not None:
+            raise ConfigError(
+                f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only one of them'
+            )
+
+
+def _check_called(orig_model: PreTrainedModel, found: dict[str, Part], sharded: bool) -> None:
+    projection, blocks = head(orig_model), set(decoder_blocks(orig_model))
+    others = f"name other modules, such as {_some(_good_paths(orig_model))}"
+    for path, part in found.items():
+        inside = set(part.module.modules())
+        if projection in inside:
+            raise ConfigError(
+                f'compile.modules: "{path}" is not called in a step, where the loss reads the weight of the head in a kernel of '
+                f"its own: {others}"
+            )
+        if type(part.module).__module__.startswith("torch.nn"):
+            raise ConfigError(
+                f'compile.modules: "{path}" is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own: '
+                f"{others}"
+            )
+        if sharded and inside & blocks - {part.module}:
+            raise ConfigError(
+                f'compile.modules: "{path}" holds blocks whose sharded weights are gathered between graphs: {others}'
+            )
+
+
+def _good_paths(orig_model: PreTrainedModel) -> list[str]:
+    """Paths of the children of the decoder that are worth naming."""
+    inside = decoder(orig_model)
+    prefix = next(name for name, module in orig_model.named_modules() if module is inside)
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for name, child in inside.named_children()
+        if next(child.parameters(), None) is not None
+        and (isinstance(child, LISTS) or not type(child).__module__.startswith("torch.nn"))
+    ]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+# ---- inductor's options ----
+
+
+def check_options(compile: CompileConfig) -> None:
+    """Refuse options that the installed torch does not have.
+
+    Raises:
+        ConfigError: a name that torch._inductor.config lacks, with the nearest one, or a value of another type.
+    """
+    named = {"compile.options": compile.options}
+    named |= {f"compile.modules: {path}: options": own.options for path, own in (compile.modules or {}).items()}
+    for place, options in named.items():
+        for name, value in (options or {}).items():
+            _check_option(place, name, value)
+
+
+def _check_option(place: str, name: str, value: object) -> None:
+    from torch._inductor import config  # takes a moment, which a recipe without options need not wait for
+
+    known = config.get_config_copy()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
+        hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
+        raise ConfigError(f'{place}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
+    wanted = config.get_type(name)  # type: ignore[attr-defined]
+    if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
+        raise ConfigError(f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})")
+
+
+def arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str, Any]:
+    """Return the arguments of torch.compile. It takes a mode or options, not both: with options the mode's are among them.
+
+    Args:
+        dynamic_layout: row lengths vary freely: sizes are symbolic, unless the row length is marked.
+    """
+    dynamic = None if compile.dynamic == "marked" else True if dynamic_layout else compile.dynamic
+    found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
+    if compile.options:
+        of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
+        return {**found, "options": {**of_mode, **compile.options}}
+    return found if compile.mode is None else {**found, "mode": compile.mode}
+
+
+def has_cuda_graphs(compile: CompileConfig) -> bool:
+    """Whether any graph is to be recorded and replayed."""
+    own = [with_own(compile, module) for module in (compile.modules or {}).values() if module.enabled] or [compile]
+    recorded = (
+        c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own
+    )
+    return any(recorded)
+
+
+def check_marked(compile: CompileConfig, backend: str) -> None:
+    """Refuse a marked row length where attention has sizes of its own that follow from it.
+
+    Raises:
+        ConfigError: attention by blocks of positions.
+    """
+    asked = [compile.dynamic, *(own.dynamic for own in (compile.modules or {}).values())]
+    if backend == "flex" and "marked" in asked:
+        raise ConfigError(
+            "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: set "
+            "compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or attention.backend=varlen or sdpa"
+        )
+
+
+def compile_part(module: torch.nn.Module, compile: CompileConfig, dynamic_layout: bool = False) -> None:
+    """Compile in place, lazily; with compile.dynamic=marked the row length of all that the module is given is marked."""
+    module.compile(**arguments(compile, dynamic_layout))
+    if compile.dynamic == "marked":
+        assert module._compiled_call_impl is not None
+        # Dynamo traces no mark, so it is set around the compiled call; a hook of the module would be inside it.
+        module._compiled_call_impl = _marking(module._compiled_call_impl)
+
+
+def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):
+                    if leaf.shape[dimension] > 1:  # torch makes graphs of their own for sizes 0 and 1
+                        torch._dynamo.mark_dynamic(leaf, dimension)
+        return call(*args, **kwargs)
+
+    return marked

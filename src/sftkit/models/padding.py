@@ -1,0 +1,68 @@
+"""A vocabulary padded to a multiple of some number of rows, which suits the matrix products of the head, in memory alone.
+
+Rows behind those of the tokens are zeros: no token looks them up, no logit is made of them, and no file has them. Nothing
+moves them either: their gradient is 0, and so is an update or a decay of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.models.structure import TOKEN_ROWS, embedding_of, head, vocab_size
+from sftkit.models.vocabulary import NewRows, new_rows, resize, set_new_rows, vocabulary_of
+
+
+def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
+    """Grow embedding and head in place to a multiple of so many rows; config.vocab_size stays that of the tokens.
+
+    A model without memory for its weights (on the meta device) gets the zeros with its weights.
+    """
+    tokens = vocab_size(orig_model)
+    rows = -(-tokens // multiple) * multiple
+    if rows == tokens:
+        return
+    resize(orig_model, rows)
+    orig_model.config.get_text_config().vocab_size = orig_model.vocab_size = tokens
+    setattr(orig_model, TOKEN_ROWS, tokens)
+    if (new := new_rows(orig_model)) is not None:
+        set_new_rows(orig_model, replace(new, tokens=tokens))
+    with torch.no_grad():
+        for tensor in vocabulary_of(orig_model):
+            if not tensor.is_meta:
+                tensor[tokens:] = 0
+    # Of passes that are not the step's: evaluation, generation, checks. The step's loss cuts by itself.
+    head(orig_model).register_forward_hook(partial(_cut, tokens))
+
+
+def _cut(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+    return logits[..., :tokens]
+
+
+def padding_rows(orig_model: PreTrainedModel) -> int:
+    """Return how many rows of embedding and head are padding."""
+    return embedding_of(orig_model).shape[0] - vocab_size(orig_model)
+
+
+def rows_of_files(orig_model: PreTrainedModel) -> NewRows | None:
+    """Return which rows a file written from this model has; None: all."""
+    tokens = vocab_size(orig_model)
+    return NewRows(tokens, tokens, (), tokens) if padding_rows(orig_model) else None
+
+
+def without_padding(orig_model: PreTrainedModel) -> dict[int, int]:
+    """Return the id of each padded parameter and how many of its rows are tokens'; nothing where there is no padding."""
+    if not padding_rows(orig_model):
+        return {}
+    return {id(tensor): vocab_size(orig_model) for tensor in vocabulary_of(orig_model)}
+
+
+def describe(orig_model: PreTrainedModel) -> str | None:
+    """Return a line about the padding; None: there is none."""
+    if not padding_rows(orig_model):
+        return None
+    rows = embedding_of(orig_model).shape[0]
+    return f"vocabulary padded from {vocab_size(orig_model):,} to {rows:,} rows: zeros, out of logits and files"

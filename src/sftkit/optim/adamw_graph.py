@@ -1,0 +1,241 @@
+"""AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
+
+The formula, the states and the random bits are those of adamw.py. There every parameter is a launch of one kernel by the
+host; here the graph is one call, which CUDA graphs may replay, and with foreach_map Inductor makes one kernel of many
+parameters (horizontal fusion). The price is a graph that grows with the model and guards of every tensor in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._higher_order_ops.foreach_map import foreach_map  # no public name, as of torch 2.15
+from torch.distributed.tensor import DTensor
+
+from sftkit.config.schema import OptimConfig
+from sftkit.errors import ConfigError
+from sftkit.ops.rounding import elements, noise16, stochastic_round
+from sftkit.optim.adamw import AdamW, corrections, flat
+from sftkit.optim.protocol import Groups, parameters_of
+from sftkit.runtime.rng import random_key
+
+Tensors = Sequence[torch.Tensor]
+Each = Callable[..., Any]
+"Applies an operator to the first of several lists of tensors, the second, and so on; a list of results."
+WARM_UP_CALLS = 3
+"CUDA graphs: the first compiles, the second lets kernels settle, the third records."
+
+
+def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[torch.Tensor]:
+    """Return what the operator makes of each parameter, in a loop that a graph unrolls."""
+    return [operator(*values) for values in zip(*lists, strict=True)]
+
+
+EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": foreach_map}
+
+
+# Pointwise, as foreach_map wants them; a clip of nan leaves everything as it is.
+
+
+def _exp_avg(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate1: torch.Tensor) -> torch.Tensor:
+    return torch.where(clip.isnan(), old, old + (grad.float() * clip - old) * rate1)
+
+
+def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2: torch.Tensor) -> torch.Tensor:
+    clipped = grad.float() * clip
+    return torch.where(clip.isnan(), old, old + (clipped * clipped - old) * rate2)
+
+
+def _weight(
+    old: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    clip: torch.Tensor,
+    decay: torch.Tensor,
+    eps: torch.Tensor,
+    step_size: torch.Tensor,
+    root2: torch.Tensor,
+) -> torch.Tensor:
+    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + eps)
+    return torch.where(clip.isnan(), old, old - (decay * old + step_size * direction))
+
+
+def _rounded(
+    old: torch.Tensor, weight: torch.Tensor, clip: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
+) -> torch.Tensor:
+    return torch.where(clip.isnan(), old, stochastic_round(weight, noise16(elements(old), key0, key1)[0]))
+
+
+def update_all(
+    each: Each,
+    weights: Tensors,
+    rounded: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    clip: torch.Tensor,
+    scalars: torch.Tensor,
+    corrected: torch.Tensor,
+    keys: torch.Tensor,
+) -> None:
+    """In place on flat tensors, P of each: what adamw.update_exact does to one parameter.
+
+    Args:
+        rounded: of parameters with a master weight the bf16 parameter, which come first in the other lists.
+        scalars: fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps.
+        corrected: fp64 [P, 2], rows of adamw.corrections.
+        keys: int32 [P, 2], of the random bits.
+    """
+    clips = [clip] * len(weights)
+    decays, rates1, rates2, epsilons = map(_numbers, scalars.unbind(1))
+    step_sizes, roots2 = map(_numbers, corrected.float().unbind(1))
+    new_exp_avgs = each(_exp_avg, exp_avgs, grads, clips, rates1)
+    new_exp_avg_sqs = each(_exp_avg_sq, exp_avg_sqs, grads, clips, rates2)
+    moments = (new_exp_avgs, new_exp_avg_sqs)
+    new_weights = each(_weight, weights, *moments, clips, decays, epsilons, step_sizes, roots2)
+    if rounded:
+        n = len(rounded)
+        keys0, keys1 = map(_numbers, keys[:n].unbind(1))
+        _copy(rounded, each(_rounded, rounded, new_weights[:n], clips[:n], keys0, keys1))
+    for stored, new in ((exp_avgs, new_exp_avgs), (exp_avg_sqs, new_exp_avg_sqs), (weights, new_weights)):
+        _copy(stored, new)
+
+
+def _numbers(column: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of a column, each 0-d; copies, since foreach_map takes no two views of one tensor."""
+    return [number.clone() for number in column.unbind()]
+
+
+def _copy(stored: Tensors, new: Tensors) -> None:
+    for old, value in zip(stored, new, strict=True):
+        old.copy_(value)
+
+
+class GraphAdamW(AdamW):
+    """AdamW with states, masters and random bits of its base class; all its parameters are updated by one graph."""
+
+    def __init__(self, groups: Groups, optim: OptimConfig, seed: int, graph: Mapping[str, Any]) -> None:
+        """`graph`: arguments of torch.compile."""
+        super().__init__(groups, optim.lr, optim.betas, optim.eps, seed=seed)
+        each = EACH[optim.implementation]
+
+        def update(*lists: Any) -> None:
+            update_all(each, *lists)
+
+        self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
+        self._keeps_gradients = optim.static_gradients
+        self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        "Memory of the gradients, flat, where it is kept."
+
+    @torch.no_grad()
+    def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
+        """See AdamW.step. In a step in which a parameter has no gradient, the others are updated without the graph."""
+        assert closure is None
+        for group in self.param_groups:
+            group["attempts"] += 1
+        device = next(iter(parameters_of(self.param_groups))).device
+        whole = all(p.grad is not None for p in parameters_of(self.param_groups))
+        run = self._graph if self.compile and whole else lambda *lists: update_all(one_by_one, *lists)
+        self._run_all(run, torch.ones((), device=device) if clip is None else clip)
+
+    def _run_all(self, run: Callable[..., None], clip: torch.Tensor) -> None:
+        """Update every parameter that has a gradient, those with a master weight first."""
+        numbered = [(i, p, group) for i, (p, group) in enumerate(self._parameters()) if p.grad is not None]
+        numbered.sort(key=lambda one: not self._has_master(one[1]))
+        if not numbered:
+            return
+        states = [self._state_of(p, group) for _, p, group in numbered]
+        flats = [flat(p) for _, p, _ in numbered]
+        masters = [state["master"] for state in states if "master" in state]
+        weights = [*masters, *flats[len(masters) :]]
+        moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        grads = [self._gradient(p) for _, p, _ in numbered]
+        for tensor in (*weights, *flats, *moments[0], *moments[1]):
+            torch._dynamo.mark_static_address(tensor)  # CUDA graphs write to it where it lies
+        counts = self._counted([state["step"] for state in states], clip)
+        run(weights, flats[: len(masters)], grads, *moments, clip, *self._tables(numbered, counts))
+
+    def _tables(
+        self, numbered: list[tuple[int, torch.nn.Parameter, dict[str, Any]]], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What varies from parameter to parameter: `scalars`, `corrected` and `keys` of update_all."""
+        scalars, keys, corrected = [], [], []
+        for number, _, group in numbered:
+            beta1, beta2 = group["betas"]
+            scalars.append((group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]))
+            key = random_key(self.seed, group["attempts"], number)
+            keys.append((_signed(key), _signed(key >> 32)))
+        start = 0
+        for _, same in itertools.groupby(numbered, key=lambda one: id(one[2])):
+            members = list(same)
+            group, end = members[0][2], start + len(members)
+            corrected.append(corrections(counts[start:end], group["lr"], tuple(group["betas"])))
+            start = end
+        device = counts.device
+        return _on_device(scalars, torch.float32, device), torch.cat(corrected), _on_device(keys, torch.int32, device)
+
+    def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The gradient, flat, in the memory that is kept for it, if any: what is not there yet is copied."""
+        assert param.grad is not None
+        grad = flat(param.grad)
+        if not self._keeps_gradients:
+            return grad
+        if param not in self._gradients:
+            self._gradients[param] = torch.empty_like(grad)
+        kept = self._gradients[param]
+        if kept.data_ptr() != grad.data_ptr():
+            kept.copy_(grad)
+        torch._dynamo.mark_static_address(kept)
+        return kept
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to."""
+        if not self._gradients:
+            super().zero_grad(set_to_none)
+            return
+        torch._foreach_zero_(list(self._gradients.values()))
+        for param, kept in self._gradients.items():
+            param.grad = kept.view(param.shape)
+
+    @torch.no_grad()
+    def warm_up(self, compiled: bool) -> None:
+        """Compile the update of these very parameters, whose states are made; it is left out, so that nothing changes."""
+        self.compile = compiled
+        if not compiled:
+            return
+        nan = torch.full((), torch.nan, device=next(iter(parameters_of(self.param_groups))).device)
+        before = {p: p.grad for p in parameters_of(self.param_groups)}
+        for param in before:
+            param.grad = torch.zeros_like(param)
+        for _ in range(WARM_UP_CALLS):
+            self._run_all(self._graph, nan)
+        for param, grad in before.items():
+            param.grad = grad
+
+
+def _signed(bits: int) -> int:
+    """The lowest 32 bits as a signed number."""
+    return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
+
+
+def _on_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small table; no host sync."""
+    table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
+
+
+def build(groups: Groups, optim: OptimConfig, *, seed: int, graph: Mapping[str, Any]) -> GraphAdamW:
+    """Build the optimizer of optim.implementation other than auto.
+
+    Raises:
+        ConfigError: sharded weights.
+    """
+    if any(isinstance(p, DTensor) for p in parameters_of(groups)):
+        raise ConfigError(
+            f"optim.implementation={optim.implementation} updates whole weights: set optim.implementation=auto with sharded "
+            "ones, or use accelerate_configs/ddp.yaml"
+        )
+    return GraphAdamW(groups, optim, seed, graph)

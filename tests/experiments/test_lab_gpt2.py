@@ -1,0 +1,93 @@
+"""benchmarks/lab_gpt2 and recipes/lab/gpt2_compile: one setting, and tables that are made of raw results alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+from helpers import ROOT
+
+from sftkit.config.load import read_config
+from sftkit.config.schema import Config
+from sftkit.experiments.bench.jobs import read_jobs
+from sftkit.optim.schedule import learning_rate
+from sftkit.parallel.tensor import MODEL_TYPES
+
+FOLDER, RECIPES = ROOT / "benchmarks" / "lab_gpt2", ROOT / "recipes" / "lab" / "gpt2_compile"
+TOOL = runpy.run_path(str(FOLDER / "tables.py"))
+
+
+def recipe(name: str, world_size: int = 1) -> Config:
+    return read_config(RECIPES / f"{name}.yaml", world_size=world_size)
+
+
+def test_the_setting_is_that_of_the_report() -> None:
+    cfg = recipe("compiled")
+    optim, train = cfg.optim, cfg.train
+    assert cfg.model.scratch is not None
+    assert (cfg.model.scratch["initializer_range"], cfg.model.pad_vocab_to_multiple_of, cfg.run.seed) == (0.02, 128, 42)
+    assert (train.micro_batch_size, train.global_batch_size, train.max_steps) == (2, 4, 20)
+    assert (optim.weight_decay, optim.max_grad_norm, optim.schedule) == (0.1, 1.0, "cosine")
+    rates = [learning_rate(step, 20, optim) for step in range(1, 21)]
+    assert rates.index(max(rates)) == 4  # five steps of warm-up
+    assert (max(rates), rates[0]) == (6e-4, 6e-4 / 5)
+    assert 6e-5 <= rates[-1] < 6.8e-5
+
+
+def test_the_recipes_differ_in_the_compiler_the_rows_and_the_folder_alone() -> None:
+    compiled = recipe("compiled")
+    for name, enabled, rows in (("eager", False, 4), ("compiled_two_gpus", True, 8), ("eager_two_gpus", False, 8)):
+        cfg = recipe(name, world_size=rows // 4)
+        assert cfg.run.dir.endswith(f"/{name}")
+        assert (cfg.compile.enabled, cfg.train.global_batch_size) == (enabled, rows)
+        same = {"compile": compiled.compile, "train": compiled.train, "run": compiled.run}
+        assert dataclasses.replace(cfg, **same) == compiled  # type: ignore[arg-type]
+
+
+def test_the_plan_has_the_setting_of_the_recipes() -> None:
+    wanted = recipe("compiled")
+    for job in read_jobs(FOLDER / "plan.yaml", Path("out")):
+        assert job.config.optim == wanted.optim
+        assert job.config.model.pad_vocab_to_multiple_of == 128
+        assert job.config.run.seed == 42
+        assert (job.config.train.micro_batch_size, job.config.train.max_steps) == (2, 20)
+        assert job.config.train.global_batch_size == 4 * job.processes.data_ranks
+        assert {k: v for k, v in job.model.items() if k != "vocab_size"} == wanted.model.scratch
+
+
+def test_the_readme_has_the_tables_that_the_command_makes() -> None:
+    made = TOOL["tables"](TOOL["results"](FOLDER / "results"))
+    assert f"<!-- tables -->\n\n{made}\n<!-- end of tables -->" in (FOLDER / "README.md").read_text()
+
+
+def test_what_the_tables_call_refused_is_refused() -> None:
+    assert TOOL["REFUSED"].keys() == {"TP 2"}
+    assert "gpt2" not in MODEL_TYPES, "it has a plan now: take it out of REFUSED and run the bench"
+
+
+def row(name: str, seconds: float, **more: Any) -> dict[str, Any]:
+    spread = {"median": seconds, "min": seconds / 2, "max": seconds * 2}
+    speed = {"median": 4096 / seconds}
+    last = {"peak_memory_gib": 4.25, "first_step_seconds": 12.34, "losses": {"19": 9.0, "20": 8.12345}, "error": None}
+    return {"name": name, "step_seconds": spread, "tok_per_sec": speed, **last, **more}
+
+
+def test_a_table_says_step_times_and_what_compiling_is_worth_and_what_is_not_known(tmp_path: Path) -> None:
+    rows = [
+        row("1 GPU eager", 0.08),
+        row("1 GPU compiled", 0.5),
+        row("DDP 2 eager", 0.1, error="rank 0: E: no GPU\nhere"),
+    ]
+    old = {"started": "2026-01-01 10:00:00", "runs": rows}
+    new = {"started": "2026-01-02 10:00:00", "runs": [row("1 GPU compiled", 0.04)]}
+    for name, content in (("b", old), ("a", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    made = TOOL["tables"](TOOL["results"](tmp_path))
+    assert "| 1 GPU eager | 80.0 (40.0 to 160.0) | 51,200 | 4.2 | 12.3 | 8.1235 | 1 |" in made
+    assert "| 1 GPU compiled | 40.0 (20.0 to 80.0) | 102,400 | 4.2 | 12.3 | 8.1235 | 2.00 |" in made
+    assert "| DDP 2 eager | failed: rank 0: E: no GPU here |  |" in made
+    assert "| FSDP2 2 compiled | not measured yet | not measured yet |" in made
+    assert "| TP 2 compiled | refused: no tensor-parallel plan for gpt2" in made
