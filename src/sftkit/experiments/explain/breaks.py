@@ -21,6 +21,8 @@ ADDS = {
     "and stand with the kernels (--kernels)",
 }
 "Instrument -> what it adds to the others, and what it leaves out."
+NONE_KNOWN = "none is known: move the line out of forward"
+FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced piece by piece; mend that first"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Breaks:
         for seen in self.seen:
             for one in seen.breaks:
                 by_place.setdefault(one.place, []).append((seen.instrument, one))
-        return [_row(found) for found in by_place.values()]
+        return [_row(found, first=not index) for index, found in enumerate(by_place.values())]
 
 
 def breaks_of(subject: Subject) -> Breaks:
@@ -67,7 +69,7 @@ def breaks_of(subject: Subject) -> Breaks:
             heard.messages["recompiles"].clear()
     torch._dynamo.reset()
     found = heard.breaks()
-    said = f"{len(found)} breaks and {len(again)} recompiles in {len(calls)} calls"
+    said = f"breaks: {len(found)}, recompiles: {len(again)}, in {len(calls)} calls"
     return Breaks((explained, full, Seen("TORCH_LOGS", tuple(found), said)), tuple(again))
 
 
@@ -100,7 +102,7 @@ def _first_error(subject: Subject) -> Seen:
     return Seen("fullgraph", (), "passes: the whole module is one graph")
 
 
-def _row(found: list[tuple[str, Break]]) -> dict[str, Any]:
+def _row(found: list[tuple[str, Break]], first: bool) -> dict[str, Any]:
     """What the instruments say of one place: that of the most words, the others' kinds beside it."""
     best = max((one for _, one in found), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     best = replace(best, given_up=any(one.given_up for _, one in found))
@@ -110,7 +112,7 @@ def _row(found: list[tuple[str, Break]]) -> dict[str, Any]:
         "code": best.code,
         "reason": best.kind,
         "explanation": best.explanation,
-        "remedy": remedy_of(best),
+        "remedy": remedy_of(best) or (NONE_KNOWN if first else FOLLOWS),
         "dynamo_says": list(best.hints),
         "given_up": best.given_up,
         "seen_by": list(dict.fromkeys(instrument for instrument, _ in found)),

@@ -120,11 +120,11 @@ CASES = (
         "keep the shape: torch.where with the mask instead of x[mask], or choose outside the compiled module",
     ),
     Case(
-        "print",
+        "print and other builtins that act on the world: open, input",
         ("Failed to trace builtin operator",),
         printed,
         silent,
-        "print outside the compiled module, or return what is to be printed",
+        "do it outside the compiled module, and return what is to be printed",
     ),
     Case(
         "a C function that is not torch's: time, files, other libraries",
@@ -194,8 +194,6 @@ class LossByTensor(LossByValue):
 
 
 def remedy_of(found: Break) -> str:
-    """What to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes."""
+    """What to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if anything."""
     ours = [case.remedy for case in CASES if found.kind.startswith(case.kinds)]
-    return (
-        ". ".join(ours or (hint.rstrip(".") for hint in found.hints)) or "none is known: move the line out of forward"
-    )
+    return ". ".join(ours or (hint.rstrip(".") for hint in found.hints))

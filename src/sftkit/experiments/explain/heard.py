@@ -21,7 +21,13 @@ TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
 GIVEN_UP = "Failed to handle graph break gracefully"
 _LAST_PLACE = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _WRAPPER = re.compile(r"^(?:Encountered graph break when attempting to trace|Failed to handle graph break)[^\n]*\n\s*")
-_EMPTY_HINT = ("Please report", "File an issue", "This graph break is fundamental")
+_EMPTY_HINT = (
+    "Please report",
+    "File an issue",
+    "This graph break is fundamental",
+    "This graph break may have been caused by an earlier",
+    "It may be possible to write Dynamo tracing rules",
+)
 "How hints begin that are no help."
 DATA_DEPENDENT = "Data-dependent branching"
 
@@ -148,7 +154,6 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
 def recompile_of(text: str) -> str:
     """What a record of the log `recompiles` says: the function, its place, the guards that failed."""
     function = re.search(r"Recompiling function (\S+) in (.*):(\d+)", text)
-    lines = re.findall(r"^\s*- (?:\d+/\d+: )?(.*)$", text, re.M)
-    guards = [line.partition(" # ")[0].strip() for line in lines if not line.startswith(("User stack trace", "File "))]
+    guards = [guard.partition(" # ")[0].strip() for guard in re.findall(r"^\s*- \d+/\d+: (.*)$", text, re.M)]
     where = f"{function[1]} ({function[2]}:{function[3]})" if function else "?"
     return f"{where}: {'; '.join(dict.fromkeys(guards)) or 'unknown guard'}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo import utils as dynamo_utils
 from torch.utils import _pytree as pytree
 
 from sftkit.compile.contract import compile_model, undo_compile
@@ -71,6 +72,7 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
     """
     counts: dict[str, float] = {}
     torch._dynamo.reset()
+    dynamo_utils.clear_compilation_metrics()  # of what was captured before: the summary lists all that are known
     if subject.trained is None:
         subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
     else:

@@ -43,7 +43,7 @@ def what_breaks() -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": case.name,
-                "reason": broken["reasons"][0] if broken["reasons"] else None,
+                "reasons": broken["reasons"],
                 "broken": broken["breaks"],
                 "graphs": broken["graphs"],
                 "mended": mended["breaks"],
@@ -110,7 +110,11 @@ def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
         depth, parent = 0, event.cpu_parent
         while parent is not None:
             depth, parent = depth + parent.name.startswith("aten::"), parent.cpu_parent
-        own = [key for key in [*keys, "CompositeImplicitAutograd"] if has_kernel(event.name, key)]
+        own = [
+            key
+            for key in [*keys, "CompositeExplicitAutograd", "CompositeImplicitAutograd"]
+            if has_kernel(event.name, key)
+        ]
         rows.append({"name": event.name, "depth": depth, "keys": own})
     return rows
 

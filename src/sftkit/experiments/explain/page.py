@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sftkit.experiments.explain.kinds import KINDS
@@ -51,7 +52,7 @@ def breaks(found: dict[str, Any]) -> Html:
         for row in found["rows"]
     ]
     seen = [[one["name"], one["said"], one["adds"]] for one in found["instruments"]]
-    verdict = badge(not rows, "one graph" if not rows else f"{len(rows)} places")
+    verdict = badge(not rows, "one graph" if not rows else f"{len(rows)} place{'s' * (len(rows) > 1)}")
     return section(
         "breaks",
         "Graph breaks",
@@ -79,7 +80,7 @@ def bisected(rows: list[dict[str, Any]]) -> Html:
             None: "",
         }
         script = (
-            f"{row['script']}: {'shows it' if row['shows'] else 'does not show it by itself'}"
+            f"{Path(row['script']).name}: {'shows it' if row['shows'] else 'does not show it by itself'}"
             if row["script"]
             else row["printed"]
         )
@@ -135,7 +136,7 @@ def time(found: dict[str, Any]) -> Html:
     funnel = [
         Bar("operators dispatched in eager", [("operators", counts["dispatches"], 1)], show(counts["dispatches"])),
         Bar(
-            "of them no views",
+            "of them, views left out",
             [("operators", counts["dispatches"] - counts["views"], 1)],
             show(counts["dispatches"] - counts["views"]),
         ),
@@ -171,19 +172,18 @@ def stages(found: dict[str, Any]) -> Html:
         rows.append([name, graph["function"], graph["captured_ops"], graph["aten_ops"], own, library, graph["seconds"]])
         for one in made:
             origin = ", ".join(operator.removeprefix("aten.") for operator in one["aten"])
-            kernels.append(
-                [el("code", one["name"]), name, one["kind"], one["launches"], origin, ", ".join(one["nodes"])]
-            )
+            nodes = el("span", el("br"), ", ".join(one["nodes"]), class_="soft small") if one["nodes"] else None
+            kernels.append([el("code", one["name"]), name, one["kind"], one["launches"], el("span", origin, nodes)])
     heads = ["graph", "function", "operators captured", "ATen operators", "fused kernels", "library calls", "seconds"]
     return section(
         "stages",
         "Three stages",
         table(heads, rows, text=(1,)),
         table(
-            ["kernel", "graph", "kind", "launches", "from these operators", "nodes of the graph"],
+            ["kernel", "graph", "kind", "launches", "from these operators, and nodes of the graph"],
             kernels,
             "Kernels",
-            text=(1, 2, 4, 5),
+            text=(1, 2, 4),
         ),
         el("h3", "Performance hints") if found["hints"] else None,
         [el("p", el("code", hint)) for hint in found["hints"] if hint.strip()],
@@ -220,7 +220,7 @@ def labs(found: dict[str, Any]) -> list[Html]:
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in found["softmax"]["kernels"]
     ]
     calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in found["dispatch"]]
-    broken = [[r["name"], r["broken"], r["mended"], r["remedy"], r["reason"]] for r in found["breaks"]]
+    broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in found["breaks"]]
     losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in found["loss"]]
     return [
         section(

@@ -15,6 +15,8 @@ svg .part { fill: var(--c); }
 svg .rest { fill: var(--line); }
 svg .span { stroke: var(--text); stroke-width: 1.6; }
 .s6 { --c: var(--line); }
+th.any, td.any, code { overflow-wrap: anywhere; }
+th.any { min-width: 11em; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; background: var(--c); }
 """
 

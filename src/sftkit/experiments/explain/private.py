@@ -39,5 +39,12 @@ def dispatch_keys(tensor: torch.Tensor) -> list[str]:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether an operator such as aten::linear has a kernel of its own for a dispatch key."""
-    return bool(_needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")(operator, key))
+    """Whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for a dispatch key, or
+    for the alias that AutogradCPU and its kin have in common."""
+    known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")  # some overloads are known to Python alone
+    asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
+    space, _, name = operator.partition("::")
+    overloads = [one for one in getattr(getattr(torch.ops, space), name).overloads() if "out" not in one]
+    names = [operator if overload == "default" else f"{operator}.{overload}" for overload in overloads]
+    keys = (key, "Autograd") if key.startswith("Autograd") else (key,)
+    return any(known(each) and asked(each, one) for each in names for one in keys)

@@ -195,10 +195,11 @@ def of_file(words: str, device: torch.device) -> Subject:
         raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
     module = made[0].to(device)
     call, *more = (Call(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
-        "import importlib.util\n\n"
-        f"spec = importlib.util.spec_from_file_location({path.stem!r}, {str(path)!r})\n"
-        "loaded = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(loaded)\n"
+        f'import types\n\nSOURCE = """\\\n{text}"""\n'
+        f"loaded = types.ModuleType({path.stem!r})\n"
+        f"exec(compile(SOURCE, {path.name!r}, 'exec'), loaded.__dict__)\n"
         f"module = loaded.{name}()[0].to({str(device)!r})\n"
     )
     return Subject(words, module, call, _other_values(call), more[0] if more else None, source)
