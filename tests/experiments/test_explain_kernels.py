@@ -31,7 +31,7 @@ from sftkit.experiments.explain.kinds import (
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
 from sftkit.experiments.explain.pays import KINDS, SIZES, Block
-from sftkit.experiments.explain.profile import STEPS, dispatched, on_host, profiled, shares, top
+from sftkit.experiments.explain.profile import STEPS, Timing, alternately, dispatched, on_host, profiled, shares, top
 from sftkit.experiments.explain.run import run
 
 CPU = torch.device("cpu")
@@ -91,6 +91,16 @@ def test_shares_add_up_and_what_overlaps_counts_once() -> None:
     found = shares(work, wall=100.0)
     assert found == pytest.approx({MATRIX: 0.4, ELEMENTWISE: 0.3, IDLE: 0.3})
     assert [(one["name"], one["launches"]) for one in top(work * STEPS)] == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_two_ways_are_timed_in_turn_by_their_quickest() -> None:
+    said: list[str] = []
+    slow, quick = alternately(lambda: said.append("a"), lambda: said.append("b"), CPU, calls=3)
+    assert said == ["a", "b"] * 5
+    assert 0 < slow.quickest <= slow.median
+    assert 0 < quick.quickest <= quick.median
+    assert Timing(1.0, 2.0).busy
+    assert not Timing(1.0, 1.2).busy
 
 
 def test_nested_operators_are_one_launch() -> None:
@@ -164,7 +174,7 @@ def made_labs() -> dict:
         "compiled_ms": 1.0,
         "speedup": 2.0,
     }
-    row |= {"first_seconds": 1.0, "pays_after": 1000, "verdict": "as claimed"}
+    row |= {"first_seconds": 1.0, "pays_after": 1000, "verdict": "as claimed", "busy": True}
     kernel = {"name": "cpp_fused__softmax_0", "kind": "c++", "launches": 1, "aten": ["aten._softmax"], "nodes": []}
     broken = {"name": "print", "reasons": ["x"], "broken": 1, "graphs": 2, "mended": 0, "remedy": "none"}
     return {
@@ -194,6 +204,7 @@ def made_kernels() -> dict:
         "profiles": {"eager": profile, "compiled": profile},
         "counts": counts,
         "operators": [],
+        "busy": False,
         "hints": ["a hint"],
     }
 
@@ -207,6 +218,7 @@ def test_the_page_has_pictures_and_nothing_in_it_is_markup_of_another() -> None:
     assert page.count("<svg") == 3
     assert "matrix products: 375" in page  # a title in the picture: milliseconds
     assert "CPU (2 cores)" in page
+    assert page.count("did other work meanwhile") == 1
 
 
 @pytest.mark.slow

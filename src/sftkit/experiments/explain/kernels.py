@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,19 @@ import torch
 from torch._dynamo import utils as dynamo_utils
 from torch.utils import _pytree as pytree
 
-from sftkit.compile.contract import compile_model, undo_compile
+from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, Config
 from sftkit.experiments.explain.private import kernels_in_profile
-from sftkit.experiments.explain.profile import dispatched, profiled
+from sftkit.experiments.explain.profile import Step, alternately, dispatched, profiled
 from sftkit.experiments.explain.subject import Subject
 from sftkit.runtime.progress import working
 from sftkit.runtime.rundir import SUMMARY, compile_dir
+
+CALLS = 5
+"Steps of either way that are timed."
 
 
 def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any]:
@@ -44,11 +47,16 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
     origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
     with working("a step compiled"):
         fast = profiled(step, device, origins)
+        slow, quick = alternately(eagerly(step), step, device, CALLS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
     hints = compile_dir(out, 0) / "perf_hints.txt"
     return {
         "graphs": graphs,
-        "profiles": {"eager": eager, "compiled": fast},
+        "profiles": {
+            "eager": eager | {"seconds": slow.quickest},
+            "compiled": fast | {"seconds": quick.quickest},
+        },
+        "busy": slow.busy or quick.busy,
         "counts": {
             "dispatches": sum(counted.operators.values()),
             "views": counted.views,
@@ -61,6 +69,16 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
         "operators": counted.operators.most_common(),
         "hints": hints.read_text().split("\n\n") if hints.exists() else [],
     }
+
+
+def eagerly(step: Step) -> Step:
+    """A step of compiled modules by the Python of the model."""
+
+    def run() -> None:
+        with run_eagerly():
+            step()
+
+    return run
 
 
 @contextmanager
@@ -86,7 +104,7 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         write()
 
 
-def step_of(subject: Subject) -> Callable[[], object]:
+def step_of(subject: Subject) -> Step:
     """A forward and backward pass; of a recipe with its objective, else from the sum of what the module returns."""
 
     def trained() -> None:

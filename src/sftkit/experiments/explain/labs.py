@@ -120,8 +120,8 @@ def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
 
 
 def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
-    """The kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and one of its own,
-    which reads the products once instead of three times (maximum, sum, quotient)."""
+    """The kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and one of its
+    own."""
     layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
     compile = CompileConfig(debug=("output_code",))
     torch._dynamo.reset()

@@ -18,6 +18,8 @@ STYLES = {
 }
 STYLES |= {"copies and lookups": 5, "idle": 6}
 
+BUSY = "The machine did other work meanwhile: some calls took much longer than the quickest, so these times say little."
+
 
 def render(result: dict[str, Any]) -> str:
     """The whole page, from explain.json."""
@@ -148,6 +150,7 @@ def time(found: dict[str, Any]) -> Html:
         "time",
         "Where a step's time goes",
         el("p", f"Compiled it is {ratio:.2f} times as fast; compiling took {counts['seconds']:.1f} s."),
+        el("p", BUSY, class_="warning") if found["busy"] else None,
         bars(
             rows,
             "A forward and backward pass in milliseconds, by kind of work",
@@ -158,7 +161,7 @@ def time(found: dict[str, Any]) -> Html:
         table(
             ["kernel or operator", "kind", "launches a step", "ms a step"], most, "Compiled: what takes most", text=(1,)
         ),
-        lead="Seconds without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
+        lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
     )
 
 
@@ -227,6 +230,7 @@ def labs(found: dict[str, Any]) -> list[Html]:
             "pays",
             "When does compiling help?",
             bars(compared, "Times as fast as eager; the line across is what is claimed"),
+            el("p", BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
             table(heads, cells),
             lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
         ),
@@ -234,12 +238,19 @@ def labs(found: dict[str, Any]) -> list[Html]:
             "softmax",
             "One softmax kernel",
             table(["kernel", "kind", "launches", "from"], kernels, text=(1, 3)),
-            lead="A linear layer and a softmax. In eager the softmax is an operator of its own; here it is fused with what surrounds it.",
+            lead="A linear layer and a softmax: the product is a call of a library; maximum, exponentials, sum and quotient are one kernel.",
         ),
         section(
             "dispatch",
             "What a linear layer calls",
-            table(["operator", "keys of the input with a kernel of its own; the first runs"], calls, text=(1,)),
+            table(
+                [
+                    "operator",
+                    "keys with a kernel for it, in the order in which they are asked; autocast only where it is on",
+                ],
+                calls,
+                text=(1,),
+            ),
             lead="Each indented line is a call that the one above makes through the dispatcher again.",
         ),
         section(

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sftkit.experiments.explain.profile import finish
+from sftkit.experiments.explain.profile import alternately, finish
 from sftkit.runtime.hardware import device_name
 
-FEWEST, LEAST_SECONDS = 5, 0.3
-"Of each timing: calls, and seconds that they take together."
+CALLS, LEAST_SECONDS = 10, 0.3
+"Of each timing at least: calls, and seconds that they take together."
 
 
 @dataclass(frozen=True)
@@ -127,23 +126,27 @@ KINDS = (
 
 
 def measured(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
-    """A row for each kind: milliseconds in eager and compiled, their ratio, what was claimed, and which of the two is larger."""
+    """A row for each kind: milliseconds in eager and compiled, of the quickest of some calls in turn, their ratio, what
+    was claimed, and which of the two is larger."""
     sizes = SIZES[device.type]
     kind = str(sizes.dtype).removeprefix("torch.")
-    machine = f"{device_name(device)}, {torch.get_num_threads()} threads, {kind}, torch {torch.__version__}"
+    machine = f"{device_name(device)}, {kind}, torch {torch.__version__}"
+    if device.type == "cpu":
+        machine += f", threads: {torch.get_num_threads()}"
     return {"machine": machine, "backend": backend, "rows": [_row(one, sizes, device, backend) for one in KINDS]}
 
 
 def _row(kind: Kind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
     torch._dynamo.reset()
     make: Any = kind.make(sizes, device)
-    eager = seconds(make(lambda function: function), device)
+    plain = make(lambda function: function)
     started = time.perf_counter()
     call = make(lambda function: torch.compile(function, backend=backend, dynamic=False))
     call()
     finish(device)
     first = time.perf_counter() - started
-    compiled = seconds(call, device)
+    slow, quick = alternately(plain, call, device, CALLS, LEAST_SECONDS)
+    eager, compiled = slow.quickest, quick.quickest
     speedup = eager / compiled
     return {
         "name": kind.name,
@@ -154,20 +157,7 @@ def _row(kind: Kind, sizes: Sizes, device: torch.device, backend: str) -> dict[s
         "compiled_ms": 1e3 * compiled,
         "speedup": speedup,
         "first_seconds": first,
+        "busy": slow.busy or quick.busy,
         "pays_after": math.ceil(first / (eager - compiled)) if eager > compiled else None,
         "verdict": "as claimed" if kind.low <= speedup <= kind.high else "less" if speedup < kind.low else "more",
     }
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median of calls, after two that are not counted."""
-    for _ in range(2):
-        call()
-    finish(device)
-    found: list[float] = []
-    while len(found) < FEWEST or sum(found) < LEAST_SECONDS:
-        started = time.perf_counter()
-        call()
-        finish(device)
-        found.append(time.perf_counter() - started)
-    return median(found)

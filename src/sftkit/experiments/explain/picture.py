@@ -9,7 +9,7 @@ from typing import Any
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
 
-WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 110.0, 34.0, 20.0
+WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0
 CSS = """
 svg .part { fill: var(--c); }
 svg .rest { fill: var(--line); }

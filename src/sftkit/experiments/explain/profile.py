@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from sftkit.experiments.explain.kinds import IDLE, KINDS, kind_of_kernel, kind_o
 
 STEPS = 3
 TOP = 12
+BUSY = 1.5
 
 Step = Callable[[], object]
 Origins = Mapping[str, Sequence[str]]
@@ -43,15 +45,36 @@ def dispatched(step: Step) -> Dispatched:
     return counted
 
 
-def seconds_of(step: Step, device: torch.device, steps: int = STEPS) -> float:
-    """The median of some steps, after one that is not counted."""
-    found = []
-    for _ in range(steps + 1):
-        started = time.perf_counter()
-        step()
-        finish(device)
-        found.append(time.perf_counter() - started)
-    return median(found[1:])
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of calls. The quickest is least disturbed by whatever else a machine does."""
+
+    quickest: float
+    median: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether other work took much of the time, so that ratios say little."""
+        return self.median > BUSY * self.quickest
+
+
+def alternately(
+    eager: Step, compiled: Step, device: torch.device, calls: int, least_seconds: float = 0.0
+) -> list[Timing]:
+    """Time two ways of the same in turn, so that what else the machine does disturbs both alike; the first two of each do not
+    count.
+
+    Args:
+        calls, least_seconds: of each way at least.
+    """
+    found: tuple[list[float], list[float]] = [], []
+    while len(found[0]) < calls + 2 or min(map(sum, found)) < least_seconds:
+        for seconds, step in zip(found, (eager, compiled), strict=True):
+            started = time.perf_counter()
+            step()
+            finish(device)
+            seconds.append(time.perf_counter() - started)
+    return [Timing(min(seconds[2:]), median(seconds[2:])) for seconds in found]
 
 
 def finish(device: torch.device) -> None:
@@ -64,10 +87,9 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
     """Profile some steps of something that was run before.
 
     Returns:
-        seconds of a step without the profiler; shares of a step's time under the profiler by kind, which add up to 1;
+        shares of a step's time under the profiler by kind, which add up to 1;
         launches of a step; top: the kernels, or operators, that take most.
     """
-    seconds = seconds_of(step, device)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
         started = time.perf_counter()
@@ -77,7 +99,7 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
         wall = 1e6 * (time.perf_counter() - started)
     events = list(traced.events() or [])
     work = on_device(events) if device.type == "cuda" else on_host(events, origins)
-    return {"seconds": seconds, "shares": shares(work, wall), "launches": round(len(work) / STEPS), "top": top(work)}
+    return {"shares": shares(work, wall), "launches": round(len(work) / STEPS), "top": top(work)}
 
 
 def on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:

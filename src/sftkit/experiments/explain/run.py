@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
     if args.labs:
         quiet_libraries()
         device = start_device()
-        result = facts("labs", device) | {"labs": labs(device, out)}
+        result = facts("Labs of the compiler", device) | {"labs": labs(device, out)}
         return finish(result, out)
     with subject_of(args) as (subject, cfg):
         out.mkdir(parents=True, exist_ok=True)

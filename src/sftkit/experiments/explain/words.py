@@ -57,6 +57,8 @@ def _kernels(found: dict[str, Any]) -> Iterator[str]:
         f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
         f"{counts['launches']:,} launches compiled; {counts['graphs']} graphs, {counts['breaks']} breaks"
     )
+    if found["busy"]:
+        yield "  the machine did other work meanwhile: these times say little"
     for way in ("eager", "compiled"):
         profile = found["profiles"][way]
         shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
@@ -79,5 +81,7 @@ def _labs(found: dict[str, Any]) -> Iterator[str]:
     for row in found["loss"]:
         yield f"  {row['name']}: {row['graphs']} graphs, {row['breaks']} breaks, {row['recompiles']} recompiles"
     yield f"\nwhen does compiling help? {found['pays']['machine']}"
+    if any(row["busy"] for row in found["pays"]["rows"]):
+        yield "  the machine did other work meanwhile: these times say little"
     for row in found["pays"]["rows"]:
-        yield f"  {row['name']:32}  {row['speedup']:5.2f}x  (claimed {row['claim']})"
+        yield f"  {row['name']:34}  {row['speedup']:5.2f}x  (claimed {row['claim']})"
