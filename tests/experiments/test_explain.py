@@ -298,12 +298,13 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert (subject.call.shape, subject.other and subject.other.shape) == ("2 x 32", "2 x 24")
     assert subject.run(subject.call).last_hidden_state.shape == (2, 32, 32)
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
-    assert breaks_of(subject).rows() == []
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
 
 
+@pytest.mark.slow
 def test_the_break_of_a_users_model_is_found_in_its_file(tmp_path: Path) -> None:
+    assert breaks_of(subject_of(recipe(tmp_path), layers=1)).rows() == []
     row = breaks_of(subject_of(recipe(tmp_path, "llama_with_a_break"), layers=1)).rows()[0]
     assert (row["file"], row["code"]) == (__file__, "if x.sum() > 1e9:")
     assert row["seen_by"] == ["explain", "fullgraph", "TORCH_LOGS"]

@@ -20,7 +20,7 @@ DESCRIPTION = """What the compiler makes of a model: where its graph breaks and 
   sftkit explain --labs                                  small experiments on this machine
 
 The model has random weights and is fed random tokens in rows of the recipe's shape: no weights and no data are read. What was
-found is written as a page, explain.html, and as explain.json."""
+found is written as a page, explain.html, and as explain.json. Exit code 1: a graph breaks, or a module is at fault."""
 
 
 def parse() -> Namespace:

@@ -95,19 +95,7 @@ def bisected(rows: list[dict[str, Any]]) -> Html:
                 script if there else "",
             ]
         )
-    trees = [
-        el(
-            "details",
-            el("summary", f"{row['title']}: {len(row['steps'])} modules asked"),
-            table(
-                ["module, compiled by itself", "found"],
-                [[s["module"], s["found"] or "nothing"] for s in row["steps"]],
-                text=(1,),
-            ),
-        )
-        for row in rows
-        if row["module"]
-    ]
+    trees = [_tree(row) for row in rows if row["module"]]
     return section(
         "bisect",
         "The smallest module at fault",
@@ -115,6 +103,16 @@ def bisected(rows: list[dict[str, Any]]) -> Html:
         trees,
         lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the fault.",
     )
+
+
+def _tree(row: dict[str, Any]) -> list[Html]:
+    """What was asked, and the script, both folded."""
+    asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
+    title = f"{row['title']}: {len(asked)} modules asked"
+    parts = [el("details", el("summary", title), table(["module, compiled by itself", "found"], asked, text=(1,)))]
+    if row["text"]:
+        parts.append(el("details", el("summary", f"{row['title']}: the script"), el("pre", row["text"])))
+    return parts
 
 
 def time(found: dict[str, Any]) -> Html:

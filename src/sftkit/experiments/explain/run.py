@@ -116,6 +116,7 @@ def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
         "confirmed": finding.confirmed,
         "steps": [{"module": name, "found": found} for name, found in finding.steps],
         "script": str(script.path) if script and script.path.exists() else None,
+        "text": script.path.read_text() if script and script.path.exists() else None,
         "shows": script.shows if script else None,
         "printed": script.said if script else None,
     }

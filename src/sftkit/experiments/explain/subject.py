@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
@@ -112,18 +112,7 @@ def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
     Raises:
         ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
     """
-    model = cfg.model
-    try:
-        if model.scratch is not None:
-            training = model.train_tokenizer
-            vocabulary = training.vocab_size if training else len(load_tokenizer(model))
-            fields = {"vocab_size": vocabulary, **model.scratch}
-            config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        else:
-            path = resolve(model.path or "")
-            config = trained_part(AutoConfig.from_pretrained(path, **load_options(path, model)))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise offline_help(model.path or "model.scratch", error) from error
+    config = _new_config(cfg.model) if cfg.model.scratch is not None else _config_there(cfg.model)
     text = config.get_text_config()
     if layers is not None:
         if layers > text.num_hidden_layers:
@@ -132,6 +121,24 @@ def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     return config
+
+
+def _new_config(model: ModelConfig) -> PretrainedConfig:
+    training, scratch = model.train_tokenizer, model.scratch or {}
+    vocabulary = training.vocab_size if training else len(load_tokenizer(model))
+    fields = {"vocab_size": vocabulary, **scratch}
+    try:
+        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+
+
+def _config_there(model: ModelConfig) -> PretrainedConfig:
+    path = resolve(model.path or "")
+    try:
+        return trained_part(AutoConfig.from_pretrained(path, **load_options(path, model)))
+    except (OSError, ValueError) as error:
+        raise offline_help(path, error) from error
 
 
 def new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
