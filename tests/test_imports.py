@@ -38,7 +38,21 @@ ROOMS = {
         *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
     ),
     "launch": ("config", "runtime", "models", "preflight"),
-    "experiments": ("config", "runtime", "data", "models", "objectives", "tracking", "reports", "train", "launch"),
+    "experiments": (
+        *(
+            "config",
+            "runtime",
+            "data",
+            "ops",
+            "models",
+            "objectives",
+            "tracking",
+            "reports",
+            "compile",
+            "train",
+            "launch",
+        ),
+    ),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
@@ -52,6 +66,7 @@ TORCH_FREE = (
         "evals/flags.py",
         "experiments/validate/flags.py",
     ),
+    "experiments/explain/flags.py",
     *("data/origin.py", "data/rows.py", "data/readers.py", "data/conversation.py", "data/hub.py", "runtime/hub.py"),
     *(f"runtime/{name}.py" for name in ("files", "killed", "launcher", "lock", "manifest", "oom", "progress")),
     *(f"runtime/{name}.py" for name in ("made_from", "rundir", "script", "signals", "status", "words")),

@@ -30,10 +30,13 @@ USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --ver
   report [RUN]          a page about a run
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
+  explain RECIPE        where the graph breaks, which module is to blame, which kernels come out
   dashboard ...         the wandb workspace of a project
 
 Scripts, recipes and configs of this folder are taken, if there are any, else those that came with sftkit.
 Exit codes: 0 done, 1 failed, 2 a mistake in words, recipe or data, 128 + n ended by signal n."""
+EXPERIMENTS = ("bench", "explain")
+"Words that are modules, not scripts."
 
 
 def main() -> None:
@@ -51,10 +54,10 @@ def main() -> None:
 
 def start(word: str) -> list[str]:
     """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
-    if word == "bench":
-        return ["-m", "sftkit.experiments.bench"]
+    if word in EXPERIMENTS:
+        return ["-m", f"sftkit.experiments.{word}"]
     if word not in SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", "bench", *SCRIPTS], n=1)
+        near = difflib.get_close_matches(word, ["init", *EXPERIMENTS, *SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
         fail(f"sftkit {word}: no such word. {hint}")
     script = f"scripts/{SCRIPTS[word]}"

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from sftkit.reports import details, results, sections
 from sftkit.reports.compare import speed_words
 from sftkit.reports.files import number
-from sftkit.reports.markup import Html, el
+from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import duration, moment, parameters, show
 from sftkit.reports.pieces import badge, said, table
 from sftkit.reports.style import CSS
@@ -30,17 +30,22 @@ _GOOD = {"finished": True, "failed": False, "killed": False}
 
 def render(report: dict[str, Any]) -> str:
     """The whole page, from what `gather` returns."""
+    main = el("main", [build(report) for _, _, build in SECTIONS])
+    return document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
+
+
+def document(title: str, body: Html, more_style: str = "") -> str:
+    """A page that loads nothing and runs nothing."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", http_equiv="Content-Security-Policy", content=POLICY),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="referrer", content="no-referrer"),
-        el("title", f"{report['run']['name']} · training report"),
-        el("style", Html(CSS)),
+        el("title", title),
+        el("style", Html(CSS + more_style)),
     )
-    body = el("body", _header(report), el("main", [build(report) for _, _, build in SECTIONS]), _footer())
-    return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{el('html', head, el('body', body), lang='en')}\n"
 
 
 def _header(report: dict[str, Any]) -> Html:

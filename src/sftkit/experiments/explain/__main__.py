@@ -1,0 +1,17 @@
+"""python -m sftkit.experiments.explain RECIPE [key=value ...] [--bisect] [--kernels], or --labs"""
+
+from sftkit.runtime.script import script
+
+
+def main() -> int:
+    from sftkit.experiments.explain.flags import parse
+
+    args = parse()
+
+    from sftkit.experiments.explain.run import run
+
+    return run(args)
+
+
+if __name__ == "__main__":
+    script(main)

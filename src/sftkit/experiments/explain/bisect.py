@@ -1,0 +1,213 @@
+"""The smallest module that breaks, that is compiled again, or that differs from eager: found from the top down, confirmed from
+the bottom up."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch.utils import _pytree as pytree
+
+from sftkit.compile.switches import compiler_switches
+from sftkit.config.schema import CompileConfig
+from sftkit.experiments.explain.heard import Heard, listening
+from sftkit.experiments.explain.numerics import difference
+from sftkit.experiments.explain.subject import Call, Subject
+
+DISABLED = "torch.compiler.disable"
+"In the reason of a break that leaving a module out of the graph makes."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of the subject, and what it was called with in an eager pass of each of the subject's calls."""
+
+    path: str
+    "as in get_submodule; empty: the whole"
+    module: torch.nn.Module
+    call: Call
+    again: Call
+    other: Call | None
+
+    @property
+    def name(self) -> str:
+        """`layers.0.mlp (GatedMLP)`"""
+        return f"{self.path or 'the whole'} ({type(self.module).__name__})"
+
+    @property
+    def where(self) -> str:
+        """Where its forward is: FILE:LINE."""
+        code = inspect.unwrap(type(self.module).forward).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of each module."""
+
+    name: str
+    title: str
+    ask: Callable[[Part, str], str | None]
+    """(module, backend) -> what was found when it was compiled by itself and called; None: nothing"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to a question."""
+
+    question: str
+    guilty: tuple[Part, ...]
+    "the smallest modules, the one with the fewest parts first; (): nothing was found"
+    said: str
+    "what was found in the first"
+    steps: tuple[tuple[str, str | None], ...]
+    "(module, what was found in it alone), in order"
+    confirmed: bool | None
+    "whether the whole is without fault when these modules alone are left out of the graph; None: there is no whole without them"
+
+
+def breaks(part: Part, backend: str) -> str | None:
+    """The first graph break of one call."""
+    heard = _compiled(part, part.call, None, backend, dynamic=False)
+    found = [one for one in heard.breaks() if DISABLED not in one.kind]
+    return f"{found[0].kind} at {found[0].file}:{found[0].line}: {found[0].code}" if found else None
+
+
+def recompiles_on_values(part: Part, backend: str) -> str | None:
+    """The guard that fails when shapes are the same and values differ."""
+    return next(iter(_compiled(part, part.call, part.again, backend, dynamic=False).recompiles()), None)
+
+
+def recompiles_on_shapes(part: Part, backend: str) -> str | None:
+    """The guard that fails at another shape, although sizes are symbols from the start."""
+    if part.other is None:
+        return None
+    return next(iter(_compiled(part, part.call, part.other, backend, dynamic=True).recompiles()), None)
+
+
+def differs(part: Part, backend: str) -> str | None:
+    """The output or gradient that is farther from eager than its dtype explains."""
+    torch._dynamo.reset()
+    with listening():
+        found = difference(part.module, part.call, torch.compile(part.module, backend=backend, dynamic=False))
+    torch._dynamo.reset()
+    return str(found) if found.beyond else None
+
+
+QUESTIONS = (
+    Question("breaks", "breaks the graph", breaks),
+    Question("values", "is compiled again for other values", recompiles_on_values),
+    Question("shapes", "is compiled again for another shape, with dynamic=True", recompiles_on_shapes),
+    Question("differs", "differs from eager", differs),
+)
+
+
+def bisect(subject: Subject, question: Question, backend: str) -> Finding:
+    """Ask the whole; then its parts, each compiled by itself, down to those whose own parts are without fault; then the whole
+    again with those left out of the graph."""
+    with subject.around():
+        parts = captured(subject)
+        steps: list[tuple[str, str | None]] = []
+        answers: dict[Any, str | None] = {}
+
+        def ask(part: Part, known: bool = True) -> str | None:
+            if part.path not in answers and not (known and _alike(part) in answers):
+                answers[part.path] = answers[_alike(part)] = question.ask(part, backend)
+                steps.append((part.name, answers[part.path]))
+            return answers.get(part.path, answers[_alike(part)])
+
+        def smallest(part: Part) -> list[tuple[Part, str]]:
+            """The smallest in a module that has the fault."""
+            children = children_of(part.path, parts)
+            # Blocks that look alike are asked once, and one by one where none of those has the fault.
+            for known in (True, False):
+                found = [one for child in children if ask(child, known) for one in smallest(child)]
+                if found:
+                    return found
+            return [(part, ask(part) or "")]
+
+        whole = parts[""]
+        if ask(whole) is None:
+            return Finding(question.name, (), "", tuple(steps), None)
+        guilty = sorted(smallest(whole), key=lambda found: len(list(found[0].module.modules())))
+        modules = tuple(part for part, _ in guilty)
+        confirmed = None
+        if whole not in modules:
+            with left_out(modules):
+                confirmed = question.ask(whole, backend) is None
+        return Finding(question.name, modules, guilty[0][1], tuple(steps), confirmed)
+
+
+def captured(subject: Subject) -> dict[str, Part]:
+    """The modules that an eager pass calls, by path, with what each was given at its first call."""
+    calls = [subject.call, subject.again, *([subject.other] if subject.other else [])]
+    seen: list[dict[str, Call]] = [_inputs(subject.module, call) for call in calls]
+    other = seen[2] if subject.other else {}
+    return {
+        path: Part(path, subject.module.get_submodule(path), call, seen[1].get(path, call), other.get(path))
+        for path, call in seen[0].items()
+    }
+
+
+def _inputs(module: torch.nn.Module, call: Call) -> dict[str, Call]:
+    """Path -> arguments of the first call of each module, copied: some are changed in place later."""
+    found: dict[str, Call] = {}
+
+    def hook(path: str) -> Callable[..., None]:
+        def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if path not in found:
+                copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+                found[path] = Call(*copied, shape=call.shape)
+
+        return keep
+
+    with ExitStack() as stack:
+        for path, one in module.named_modules():
+            stack.callback(one.register_forward_pre_hook(hook(path), with_kwargs=True).remove)
+        with torch.no_grad():
+            module(*call.args, **call.kwargs)
+    return found
+
+
+def children_of(path: str, parts: dict[str, Part]) -> list[Part]:
+    """The nearest modules inside one that were called: a list of modules is none."""
+    inside = [name for name in parts if name != path and (not path or name.startswith(f"{path}."))]
+    return [
+        parts[name] for name in inside if not any(name.startswith(f"{other}.") for other in inside if other != name)
+    ]
+
+
+@contextmanager
+def left_out(parts: tuple[Part, ...]) -> Iterator[None]:
+    """Inside, these modules and those that look like them run as plain Python in a graph around them."""
+    with ExitStack() as stack:
+        for part in parts:
+            part.module.forward = torch.compiler.disable(part.module.forward)  # type: ignore[method-assign]
+            stack.callback(part.module.__dict__.pop, "forward")
+        yield
+
+
+def _compiled(part: Part, first: Call, second: Call | None, backend: str, dynamic: bool) -> Heard:
+    """What is heard while a module, compiled by itself, is called: of recompiles those of the second call. In the first, code
+    that several modules share is compiled once for each of them."""
+    torch._dynamo.reset()
+    with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
+        compiled = torch.compile(part.module, backend=backend, dynamic=dynamic)
+        compiled(*first.args, **first.kwargs)
+        heard.messages["recompiles"].clear()
+        if second is not None:
+            compiled(*second.args, **second.kwargs)
+    torch._dynamo.reset()
+    return heard
+
+
+def _alike(part: Part) -> tuple[Any, ...]:
+    """What modules have in common that run the same code on the same shapes."""
+    tensors = pytree.tree_leaves((part.call.args, part.call.kwargs))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return type(part.module), repr(part.module), shapes

@@ -1,0 +1,119 @@
+"""Where and why a graph breaks, by three instruments, each of which sees what another leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.exc import TorchDynamoException
+
+from sftkit.experiments.explain.cases import remedy_of
+from sftkit.experiments.explain.heard import Break, listening, read_message
+from sftkit.experiments.explain.subject import Subject
+
+ADDS = {
+    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no remedy",
+    "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and numbers and "
+    "shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
+    "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; perf_hints come from Inductor "
+    "and stand with the kernels (--kernels)",
+}
+"Instrument -> what it adds to the others, and what it leaves out."
+NONE_KNOWN = "none is known: move the line out of forward"
+FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced piece by piece; mend that first"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one instrument says."""
+
+    instrument: str
+    breaks: tuple[Break, ...]
+    said: str
+    "in a line"
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """What all of them say."""
+
+    seen: tuple[Seen, ...]
+    recompiles: tuple[str, ...]
+    """of the first call (code that several modules share, once for each), of one with other values of the same shapes, and of
+    one with another shape: `other values: forward (FILE:LINE): the guards that failed`"""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up, seen_by."""
+        by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
+        for seen in self.seen:
+            for one in seen.breaks:
+                by_place.setdefault(one.place, []).append((seen.instrument, one))
+        return [_row(found, first=not index) for index, found in enumerate(by_place.values())]
+
+
+def breaks_of(subject: Subject) -> Breaks:
+    """Compile the whole module and call it, once for each instrument; no code is generated (backend eager)."""
+    with listening():  # what they log is heard below
+        explained, full = _explained(subject), _first_error(subject)
+    calls = [("the first call", subject.call), ("other values", subject.again)]
+    calls += [("another shape", subject.other)] if subject.other else []
+    again: list[str] = []
+    torch._dynamo.reset()
+    with listening() as heard, subject.around():
+        compiled = torch.compile(subject.module, backend="eager")
+        for name, call in calls:
+            compiled(*call.args, **call.kwargs)
+            again += [f"{name}: {text}" for text in heard.recompiles()]
+            heard.messages["recompiles"].clear()
+    torch._dynamo.reset()
+    found = heard.breaks()
+    said = f"breaks: {len(found)}, recompiles: {len(again)}, in {len(calls)} calls"
+    return Breaks((explained, full, Seen("TORCH_LOGS", tuple(found), said)), tuple(again))
+
+
+def _explained(subject: Subject) -> Seen:
+    """By torch._dynamo.explain, which resets Dynamo before and after."""
+    with subject.around():
+        output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
+    breaks = [
+        read_message(reason.reason, reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0)
+        for reason in output.break_reasons
+        if reason.user_stack and reason.graph_break
+    ]
+    sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
+    said = f"{output.graph_count} graphs of {sizes} operators, {len(output.out_guards or [])} guards"
+    return Seen("explain", tuple(breaks), said)
+
+
+def _first_error(subject: Subject) -> Seen:
+    """By fullgraph=True, which raises at the first break."""
+    torch._dynamo.reset()
+    try:
+        with subject.around():
+            compiled = torch.compile(subject.module, backend="eager", fullgraph=True)
+            compiled(*subject.call.args, **subject.call.kwargs)
+    except TorchDynamoException as error:
+        found = read_message(str(error))
+        return Seen("fullgraph", (found,), f"raises at the first break: {found.kind}")
+    finally:
+        torch._dynamo.reset()
+    return Seen("fullgraph", (), "passes: the whole module is one graph")
+
+
+def _row(found: list[tuple[str, Break]], first: bool) -> dict[str, Any]:
+    """What the instruments say of one place: that of the most words, the others' kinds beside it."""
+    best = max((one for _, one in found), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
+    best = replace(best, given_up=any(one.given_up for _, one in found))
+    return {
+        "file": best.file,
+        "line": best.line,
+        "code": best.code,
+        "reason": best.kind,
+        "explanation": best.explanation,
+        "remedy": remedy_of(best) or (NONE_KNOWN if first else FOLLOWS),
+        "dynamo_says": list(best.hints),
+        "given_up": best.given_up,
+        "seen_by": list(dict.fromkeys(instrument for instrument, _ in found)),
+    }

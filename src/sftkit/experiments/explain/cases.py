@@ -1,0 +1,199 @@
+"""What breaks graphs, each as a function that does and as one that computes the same and does not. The labs run them all, and
+the remedies that are shown for a user's break are theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sftkit.experiments.explain.heard import Break
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A piece of code that breaks the graph."""
+
+    name: str
+    kinds: tuple[str, ...]
+    "how the reasons begin that Dynamo gives"
+    broken: Function
+    mended: Function
+    remedy: str
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x * 2
+    return x
+
+
+def branchless(x: Tensor) -> Tensor:
+    return torch.where(x.sum() > 0, x * 2, x)
+
+
+def item(x: Tensor) -> Tensor:
+    return x / x.max().item()
+
+
+def no_item(x: Tensor) -> Tensor:
+    return x / x.max()
+
+
+def selected(x: Tensor) -> Tensor:
+    return x[x > 0].sum()
+
+
+def masked(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0.0).sum()
+
+
+def printed(x: Tensor) -> Tensor:
+    y = x * 2
+    print("", end="")
+    return y + 1
+
+
+def silent(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def timed(x: Tensor) -> Tensor:
+    y = x * 2
+    time.sleep(0)
+    return y + 1
+
+
+@torch.compiler.disable
+def by_hand(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def disabled(x: Tensor) -> Tensor:
+    return by_hand(x + 1) + 1
+
+
+def enabled(x: Tensor) -> Tensor:
+    return (x + 1) * 2 + 1
+
+
+def marked(x: Tensor) -> Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y + 1
+
+
+def written(x: Tensor) -> Tensor:
+    y = x * 2
+    with open("/dev/null", "w") as file:
+        file.write("a line")
+    return y + 1
+
+
+CASES = (
+    Case(
+        "a branch on a tensor's value",
+        ("Data-dependent branching",),
+        branch,
+        branchless,
+        "compute both sides and choose with torch.where, or torch.cond for two large ones",
+    ),
+    Case(
+        ".item(), float(tensor), int(tensor)",
+        ("Unsupported Tensor.item()",),
+        item,
+        no_item,
+        "keep the number a tensor: 0-dim tensors take part in arithmetic; read it after the compiled call",
+    ),
+    Case(
+        "a shape that depends on values: x[mask], nonzero, unique",
+        ("Dynamic shape operator", "Dynamic slicing", "Data dependent operator"),
+        selected,
+        masked,
+        "keep the shape: torch.where with the mask instead of x[mask], or choose outside the compiled module",
+    ),
+    Case(
+        "print and other builtins that act on the world: open, input",
+        ("Failed to trace builtin operator",),
+        printed,
+        silent,
+        "do it outside the compiled module, and return what is to be printed",
+    ),
+    Case(
+        "a C function that is not torch's: time, files, other libraries",
+        ("Attempted to call function marked as skipped", "Unsupported function call"),
+        timed,
+        silent,
+        "call it outside, or make an operator of it with torch.library.custom_op, which the graph calls as it is",
+    ),
+    Case(
+        "a context manager that Dynamo does not know: an open file",
+        ("Unsupported context manager",),
+        written,
+        silent,
+        "open it around the compiled module, not in it",
+    ),
+    Case(
+        "torch.compiler.disable",
+        ("Skip calling `torch.compiler.disable()`d function",),
+        disabled,
+        enabled,
+        "take the decorator away, or make an operator of the function with torch.library.custom_op",
+    ),
+    Case(
+        "torch._dynamo.graph_break()",
+        ("Call to `torch._dynamo.graph_break()`",),
+        marked,
+        silent,
+        "take the call away",
+    ),
+)
+
+
+class LossByValue(nn.Module):
+    """The loss function is chosen in Python inside `forward`, by a number that is computed there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        out = self.net(x)
+        loss = F.l1_loss if (out - target).abs().max() > 1.0 else F.mse_loss
+        return loss(out, target)
+
+
+class LossByName(nn.Module):
+    """Chosen by an attribute: Python is asked while the graph is captured, so there is no break, and a guard on the name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+        self.kind = "mse"
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        out = self.net(x)
+        loss = F.l1_loss if self.kind == "l1" else F.mse_loss
+        return loss(out, target)
+
+
+class LossByTensor(LossByValue):
+    """Both are computed and one is taken: one graph, whatever the values."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        out = self.net(x)
+        far = (out - target).abs().max() > 1.0
+        return torch.where(far, F.l1_loss(out, target), F.mse_loss(out, target))
+
+
+def remedy_of(found: Break) -> str:
+    """What to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if anything."""
+    ours = [case.remedy for case in CASES if found.kind.startswith(case.kinds)]
+    return ". ".join(ours or (hint.rstrip(".") for hint in found.hints))

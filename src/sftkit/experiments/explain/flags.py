@@ -1,0 +1,74 @@
+"""The flags of `sftkit explain`. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from sftkit.config.command_line import Parser, path, path_or_id
+from sftkit.config.load import read_config
+from sftkit.config.schema import Config
+
+DESCRIPTION = """What the compiler makes of a model: where its graph breaks and why, which module is to blame, which kernels come out.
+
+  sftkit explain recipes/default/base.yaml               breaks and recompiles, by three instruments
+  sftkit explain recipes/default/base.yaml --bisect      the smallest module that breaks, recompiles or differs, as a script
+  sftkit explain recipes/default/base.yaml --kernels     graph, fused kernels, where a step's time goes
+  sftkit explain my_model.py:example                     the same of what example() returns: (module, args)
+  sftkit explain --labs                                  small experiments on this machine
+
+The model has random weights and is fed random tokens in rows of the recipe's shape: no weights and no data are read. What was
+found is written as a page, explain.html, and as explain.json. Exit code 1: a graph breaks, or a module is at fault."""
+
+
+def parse() -> Namespace:
+    """The words of the command line. Prints problems and exits with code 2 if there are any."""
+    parser = Parser(DESCRIPTION, prog="sftkit explain")
+    parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    parser.add_argument("--layers", type=number, metavar="N", help="the first N blocks of the model only; all")
+    parser.add_argument(
+        "--bisect", action="store_true", help="find the smallest module at fault, and write it as a script"
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="graph, kernels and time of a training step; compiles with Inductor"
+    )
+    parser.add_argument("--labs", action="store_true", help="no recipe: experiments that show how the compiler works")
+    parser.add_argument("--out", type=path, help="a folder (runs/explain/NAME-TIME)")
+    args = parser.parse_intermixed_args()
+    if (args.subject is None) == (not args.labs):
+        parser.error("name a recipe or FILE.py:FUNCTION, or take --labs alone")
+    if args.labs and (args.bisect or args.kernels or args.layers):
+        parser.error("--labs has no recipe, so no --bisect, --kernels or --layers")
+    if is_file(args.subject) and (args.overrides or args.layers):
+        parser.error("key=value words and --layers belong to a recipe")
+    return args
+
+
+def is_file(subject: str | None) -> bool:
+    """Whether the words name a function in a file."""
+    return subject is not None and ".py:" in subject
+
+
+def config_of(args: Namespace) -> Config:
+    """The recipe.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    return read_config(args.subject, args.overrides, world_size=1)
+
+
+def folder_of(args: Namespace) -> Path:
+    """Where the result goes: --out, or a new folder named after recipe and time."""
+    words = Path((args.subject or "labs").replace(".py:", "/")).with_suffix("").parts
+    return args.out or Path("runs/explain") / f"{'-'.join(words[-2:])}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def number(word: str) -> int:
+    """A whole number from 1 on."""
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word}: how many blocks? Take 1 or more")
+    return int(word)

@@ -1,0 +1,159 @@
+"""What torch's own logs say while something runs: graph breaks, recompiles and performance hints, as with
+TORCH_LOGS=graph_breaks,recompiles,perf_hints, but kept instead of printed; and how to read a message of Dynamo's."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sftkit.compile.debug import torch_loggers
+from sftkit.errors import ConfigError
+
+TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
+GIVEN_UP = "Failed to handle graph break gracefully"
+_LAST_PLACE = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+_WRAPPER = re.compile(r"^(?:Encountered graph break when attempting to trace|Failed to handle graph break)[^\n]*\n\s*")
+_EMPTY_HINT = (
+    "Please report",
+    "File an issue",
+    "This graph break is fundamental",
+    "This graph break may have been caused by an earlier",
+    "It may be possible to write Dynamo tracing rules",
+)
+"How hints begin that are no help."
+DATA_DEPENDENT = "Data-dependent branching"
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where the graph ends."""
+
+    file: str
+    line: int
+    kind: str
+    "the first line of what Dynamo says"
+    explanation: str = ""
+    hints: tuple[str, ...] = ()
+    given_up: bool = False
+    "the rest of the function is left to Python, not only this line"
+
+    @property
+    def code(self) -> str:
+        """The line of the source."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.file, self.line
+
+
+class Heard(logging.Handler):
+    """Keeps the records of TORCH_LOGS, by the name of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.messages: dict[str, list[str]] = {name: [] for name in TORCH_LOGS}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (name := artifact(record)) in self.messages:
+            self.messages[name].append(record.getMessage())
+
+    def is_theirs(self, record: logging.LogRecord) -> bool:
+        """Whether the record goes to the terminal as ever."""
+        return artifact(record) not in self.messages
+
+    def breaks(self) -> list[Break]:
+        """Graph breaks, each place and reason once: the log names one again in every graph that is made anew."""
+        found = (read_message(text) for text in self.messages["graph_breaks"])
+        return list({(*one.place, one.kind): one for one in reversed(list(found))}.values())[::-1]
+
+    def recompiles(self) -> list[str]:
+        """`forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""
+        return [recompile_of(text) for text in self.messages["recompiles"]]
+
+
+def artifact(record: logging.LogRecord) -> str:
+    """The name by which TORCH_LOGS turns a record on."""
+    return getattr(logging.getLogger(record.name), "artifact_name", None) or ""
+
+
+@contextmanager
+def listening() -> Iterator[Heard]:
+    """Inside, the logs are kept. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
+
+    Raises:
+        ConfigError: TORCH_LOGS is set, which torch lets win.
+    """
+    if "TORCH_LOGS" in os.environ:
+        raise ConfigError(
+            "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
+        )
+    heard = Heard()
+    torch._logging.set_logs(dynamo=logging.ERROR, graph_breaks=True, recompiles=True, perf_hints=True)
+    loggers = torch_loggers()
+    terminals = [handler for logger in loggers for handler in logger.handlers]
+    for terminal in terminals:
+        terminal.addFilter(heard.is_theirs)
+    for logger in loggers:
+        logger.addHandler(heard)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
+            yield heard
+    finally:
+        for terminal in terminals:
+            terminal.removeFilter(heard.is_theirs)
+        for logger in loggers:
+            logger.removeHandler(heard)
+        torch._logging.set_logs()
+
+
+def read_message(text: str, file: str = "?", line: int = 0) -> Break:
+    """A message of Dynamo's, from a log, an exception or a reason of `torch._dynamo.explain`.
+
+    Args:
+        file, line: the place, where the message does not have it.
+    """
+    first = re.match(r"Graph break(?: \([^)]*\))? in user code at (.*):(\d+)\n(?:Graph Break Reason: )?", text)
+    if first:
+        file, line, text = first[1], int(first[2]), text[first.end() :]
+        text = text.partition("\nUser code traceback:")[0]
+    body, _, user = text.partition("\nfrom user code:")
+    if user and (places := _LAST_PLACE.findall(user)):
+        file, line = places[-1][0], int(places[-1][1])
+    given_up = GIVEN_UP in body
+    while wrapper := _WRAPPER.match(body.lstrip()):
+        body = body.lstrip()[wrapper.end() :]
+    body = body.strip()
+    kind = body.partition("\n")[0].strip() or "unknown"
+    if kind.startswith("generic_jump"):
+        kind = DATA_DEPENDENT
+    explanation = re.search(
+        r"^ *Explanation: (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", body, re.M | re.S
+    )
+    hints = re.findall(r"^ *Hint: (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", body, re.M | re.S)
+    words = (" ".join(hint.split()) for hint in hints)
+    return Break(
+        file,
+        line,
+        kind,
+        " ".join(explanation[1].split()) if explanation else "",
+        tuple(hint for hint in words if not hint.startswith(_EMPTY_HINT)),
+        given_up,
+    )
+
+
+def recompile_of(text: str) -> str:
+    """What a record of the log `recompiles` says: the function, its place, the guards that failed."""
+    function = re.search(r"Recompiling function (\S+) in (.*):(\d+)", text)
+    guards = [guard.partition(" # ")[0].strip() for guard in re.findall(r"^\s*- \d+/\d+: (.*)$", text, re.M)]
+    where = f"{function[1]} ({function[2]}:{function[3]})" if function else "?"
+    return f"{where}: {'; '.join(dict.fromkeys(guards)) or 'unknown guard'}"

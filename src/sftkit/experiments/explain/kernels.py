@@ -1,0 +1,124 @@
+"""The three stages on a model: captured graphs, their operators, the kernels that come out, and where a step's time goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import utils as dynamo_utils
+from torch.utils import _pytree as pytree
+
+from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
+from sftkit.compile.debug import compiler_logs
+from sftkit.compile.switches import compiler_switches
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import CompileConfig, Config
+from sftkit.experiments.explain.private import kernels_in_profile
+from sftkit.experiments.explain.profile import Step, alternately, dispatched, profiled
+from sftkit.experiments.explain.subject import Subject
+from sftkit.runtime.progress import working
+from sftkit.runtime.rundir import SUMMARY, compile_dir
+
+CALLS = 5
+"Steps of either way that are timed."
+
+
+def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any]:
+    """A training step (forward and backward pass) in eager and compiled by Inductor, on this machine.
+
+    Args:
+        cfg: the recipe, whose compile.scope, mode and dynamic are taken; None: the module is compiled whole.
+        out: the compiler's logs go to out/compile, see docs/compile.md.
+    """
+    step, device = step_of(subject), next(subject.module.parameters()).device
+    with working("a step in eager"):
+        step()
+        counted, eager = dispatched(step), profiled(step, device, {})
+    asked = cfg.compile if cfg else CompileConfig()
+    compile = replace(asked, enabled=True, backend="inductor", debug=("graphs", "output_code", "perf_hints"))
+    with working("Inductor writes kernels"), compiled(subject, compile, out) as watch:
+        step()
+    graphs = json.loads((compile_dir(out, 0).parent / SUMMARY).read_text())["graphs"]
+    origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
+    with working("a step compiled"):
+        fast = profiled(step, device, origins)
+        slow, quick = alternately(eagerly(step), step, device, CALLS)
+    undo_compile(subject.trained.model if subject.trained else subject.module)
+    hints = compile_dir(out, 0) / "perf_hints.txt"
+    return {
+        "graphs": graphs,
+        "profiles": {
+            "eager": eager | {"seconds": slow.quickest},
+            "compiled": fast | {"seconds": quick.quickest},
+        },
+        "busy": slow.busy or quick.busy,
+        "counts": {
+            "dispatches": sum(counted.operators.values()),
+            "views": counted.views,
+            "eager_launches": eager["launches"],
+            "launches": fast["launches"],
+            "graphs": int(watch["compile/graphs"]),
+            "breaks": int(watch["compile/graph_breaks"]),
+            "seconds": watch["compile/seconds"],
+        },
+        "operators": counted.operators.most_common(),
+        "hints": hints.read_text().split("\n\n") if hints.exists() else [],
+    }
+
+
+def eagerly(step: Step) -> Step:
+    """A step of compiled modules by the Python of the model."""
+
+    def run() -> None:
+        with run_eagerly():
+            step()
+
+    return run
+
+
+@contextmanager
+def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[dict[str, float]]:
+    """Compile in place as a run of the recipe does; what is run inside is compiled and logged.
+
+    Yields:
+        filled at the end with what CompileWatch.counts says
+    """
+    counts: dict[str, float] = {}
+    torch._dynamo.reset()
+    dynamo_utils.clear_compilation_metrics()  # of what was captured before: the summary lists all that are known
+    if subject.trained is None:
+        subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
+    else:
+        compile_model(subject.trained.model.orig_model, compile)
+    budget = compile.activation_memory_budget or 1.0
+    with compiler_logs(lambda: out, compile, 0) as write, compiler_switches(compile, budget), kernels_in_profile():
+        watch = CompileWatch()
+        yield counts
+        counts |= watch.counts()
+        watch.close()
+        write()
+
+
+def step_of(subject: Subject) -> Step:
+    """A forward and backward pass; of a recipe with its objective, else from the sum of what the module returns."""
+
+    def trained() -> None:
+        assert subject.trained is not None
+        model, batch = subject.trained.model, subject.trained.batch
+        sums = model(batch)
+        (sums.loss / max(model.objective.count(batch), 1)).backward()
+        model.zero_grad(set_to_none=True)
+
+    def plain() -> None:
+        leaves = pytree.tree_leaves(subject.run(subject.call))
+        total = sum(leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        if isinstance(total, torch.Tensor):
+            total.backward()
+        subject.module.zero_grad(set_to_none=True)
+
+    return trained if subject.trained else plain

@@ -1,0 +1,136 @@
+"""Small experiments that show how the compiler works, each run here and now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from sftkit.compile.debug import compiler_logs
+from sftkit.compile.switches import compiler_switches
+from sftkit.config.schema import CompileConfig
+from sftkit.experiments.explain import pays
+from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
+from sftkit.experiments.explain.heard import listening
+from sftkit.experiments.explain.private import dispatch_keys, has_kernel
+from sftkit.runtime.progress import working
+from sftkit.runtime.rundir import SUMMARY, compile_dir
+
+
+def labs(device: torch.device, out: Path) -> dict[str, Any]:
+    """All of them."""
+    with working("what breaks graphs"):
+        found: dict[str, Any] = {"breaks": what_breaks(), "loss": chosen_losses(), "dispatch": dispatch_trace(device)}
+    with working("linear + softmax by Inductor"):
+        found["softmax"] = softmax_kernels(device, out)
+    with working("when does compiling help?"):
+        found["pays"] = pays.measured(device)
+    return found
+
+
+def what_breaks() -> list[dict[str, Any]]:
+    """Breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
+    rows = []
+    for case in CASES:
+        broken, mended = captured(case.broken), captured(case.mended)
+        rows.append(
+            {
+                "name": case.name,
+                "reasons": broken["reasons"],
+                "broken": broken["breaks"],
+                "graphs": broken["graphs"],
+                "mended": mended["breaks"],
+                "remedy": case.remedy,
+            }
+        )
+    return rows
+
+
+def captured(function: Callable[..., Any], *calls: Callable[[], tuple[Any, ...]]) -> dict[str, Any]:
+    """Graphs, breaks with their reasons, and recompiles of some calls; the graphs are run by Python.
+
+    Args:
+        calls: each makes the arguments of one; none: a single call with a tensor [4, 8].
+    """
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with listening() as heard:
+        compiled = torch.compile(function, backend=backend)
+        for make in calls or (lambda: (torch.linspace(-1, 2, 32).reshape(4, 8),),):
+            compiled(*make())
+    torch._dynamo.reset()
+    reasons = [one.kind for one in heard.breaks()]
+    return {"graphs": len(graphs), "breaks": len(reasons), "reasons": reasons, "recompiles": len(heard.recompiles())}
+
+
+def chosen_losses() -> list[dict[str, Any]]:
+    """A loss function chosen in `forward`, in three ways: two calls, of which the second takes the other one."""
+    near = torch.zeros(8, 16), torch.zeros(8, 4)
+    far = torch.zeros(8, 16), torch.full((8, 4), 9.0)
+    rows = []
+    for name, model in (
+        ("by a value computed there", LossByValue()),
+        ("by an attribute", LossByName()),
+        ("both, and torch.where", LossByTensor()),
+    ):
+
+        def second(model: nn.Module = model) -> tuple[torch.Tensor, ...]:
+            if isinstance(model, LossByName):
+                model.kind = "l1"
+            return far
+
+        rows.append({"name": name} | captured(model, lambda: near, second))
+    return rows
+
+
+def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
+    """Each call that a linear layer makes through the dispatcher, with its depth, and the dispatch keys of its input that have a
+    kernel of their own for it: the first of them runs."""
+    layer, x = nn.Linear(8, 4).to(device), torch.randn(2, 3, 8, device=device, requires_grad=True)
+    layer(x)
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        layer(x)
+    keys = dispatch_keys(x)
+    rows = []
+    for event in traced.events() or []:
+        if not event.name.startswith("aten::"):
+            continue
+        depth, parent = 0, event.cpu_parent
+        while parent is not None:
+            depth, parent = depth + parent.name.startswith("aten::"), parent.cpu_parent
+        own = [
+            key
+            for key in [*keys, "CompositeExplicitAutograd", "CompositeImplicitAutograd"]
+            if has_kernel(event.name, key)
+        ]
+        rows.append({"name": event.name, "depth": depth, "keys": own})
+    return rows
+
+
+def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
+    """The kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and one of its
+    own."""
+    layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
+    compile = CompileConfig(debug=("output_code",))
+    torch._dynamo.reset()
+    folder = out / "softmax"
+    with torch.no_grad(), compiler_logs(lambda: folder, compile, 0) as write, compiler_switches(compile):
+        torch.compile(lambda y: F.softmax(layer(y), -1), dynamic=False)(x)
+        write()
+    graphs = json.loads((compile_dir(folder, 0).parent / SUMMARY).read_text())["graphs"]
+    return {
+        "kernels": [kernel for graph in graphs for kernel in graph["kernels"] or []],
+        "code": [f for g in graphs for f in g["files"]],
+    }

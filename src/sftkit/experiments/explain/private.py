@@ -1,0 +1,50 @@
+"""What is used of torch that it does not promise to keep, beside Dynamo's own names, with an error that says so if it is gone."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from sftkit.errors import ConfigError
+
+TRIED = "2.13"
+"The torch that these were tried on."
+
+
+def _needed(owner: Any, name: str, where: str) -> Any:
+    found = getattr(owner, name, None)
+    if found is None:
+        raise ConfigError(
+            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that one, or leave "
+            "--kernels and --labs out"
+        )
+    return found
+
+
+def kernels_in_profile() -> AbstractContextManager[None]:
+    """Inside, generated C++ is made with a mark around each kernel, so that a profile on a CPU shows them by name."""
+    _needed(torch._inductor.config, "cpp", "torch._inductor.config")
+    if not hasattr(torch._inductor.config.cpp, "enable_kernel_profile"):
+        _needed(torch._inductor.config.cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
+    return torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
+
+
+def dispatch_keys(tensor: torch.Tensor) -> list[str]:
+    """The dispatch keys of a tensor, the first that is asked for a kernel first."""
+    keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
+    return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for a dispatch key, or
+    for the alias that AutogradCPU and its kin have in common."""
+    known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")  # some overloads are known to Python alone
+    asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
+    space, _, name = operator.partition("::")
+    overloads = [one for one in getattr(getattr(torch.ops, space), name).overloads() if "out" not in one]
+    names = [operator if overload == "default" else f"{operator}.{overload}" for overload in overloads]
+    keys = (key, "Autograd") if key.startswith("Autograd") else (key,)
+    return any(known(each) and asked(each, one) for each in names for one in keys)

@@ -1,0 +1,154 @@
+"""Where the time of a step goes, and how many operators and kernels it takes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sftkit.experiments.explain.kinds import IDLE, KINDS, kind_of_kernel, kind_of_operator
+
+STEPS = 3
+TOP = 12
+BUSY = 1.5
+
+Step = Callable[[], object]
+Origins = Mapping[str, Sequence[str]]
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what reaches the kernels of a backend: each call of an operator, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.views = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[str(func)] += 1
+        self.views += bool(getattr(func, "is_view", False))
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(step: Step) -> Dispatched:
+    """Run an eager step and count."""
+    with Dispatched() as counted:
+        step()
+    return counted
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of calls. The quickest is least disturbed by whatever else a machine does."""
+
+    quickest: float
+    median: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether other work took much of the time, so that ratios say little."""
+        return self.median > BUSY * self.quickest
+
+
+def alternately(
+    eager: Step, compiled: Step, device: torch.device, calls: int, least_seconds: float = 0.0
+) -> list[Timing]:
+    """Time two ways of the same in turn, so that what else the machine does disturbs both alike; the first two of each do not
+    count.
+
+    Args:
+        calls, least_seconds: of each way at least.
+    """
+    found: tuple[list[float], list[float]] = [], []
+    while len(found[0]) < calls + 2 or min(map(sum, found)) < least_seconds:
+        for seconds, step in zip(found, (eager, compiled), strict=True):
+            started = time.perf_counter()
+            step()
+            finish(device)
+            seconds.append(time.perf_counter() - started)
+    return [Timing(min(seconds[2:]), median(seconds[2:])) for seconds in found]
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, Any]:
+    """Profile some steps of something that was run before.
+
+    Returns:
+        shares of a step's time under the profiler by kind, which add up to 1;
+        launches of a step; top: the kernels, or operators, that take most.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as traced:
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        finish(device)
+        wall = 1e6 * (time.perf_counter() - started)
+    events = list(traced.events() or [])
+    work = on_device(events) if device.type == "cuda" else on_host(events, origins)
+    return {"shares": shares(work, wall), "launches": round(len(work) / STEPS), "top": top(work)}
+
+
+def on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
+    """(name, kind, start, end) of each kernel and copy of a GPU, in microseconds."""
+    return [
+        (event.name, kind_of_kernel(event.name), event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, float, float]]:
+    """The same of a CPU: the outermost operators and kernels that compute, with all inside them."""
+
+    def inside(event: Any) -> bool:
+        parent = event.cpu_parent
+        while parent is not None:
+            if kind_of_operator(parent.name, origins):
+                return True
+            parent = parent.cpu_parent
+        return False
+
+    return [
+        (event.name, kind, event.time_range.start, event.time_range.end)
+        for event in events
+        if (kind := kind_of_operator(event.name, origins)) and not inside(event)
+    ]
+
+
+def shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
+    """Of the wall time (microseconds) by kind, largest kinds of work as KINDS has them; what overlaps counts where it began
+    first, and what is covered by nothing is idle."""
+    spent: dict[str, float] = defaultdict(float)
+    reached = float("-inf")
+    for _, kind, start, end in sorted(work, key=lambda one: one[2]):
+        spent[kind] += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    whole = max(wall, sum(spent.values()))
+    spent[IDLE] = whole - sum(spent.values())
+    return {kind: spent[kind] / whole for kind in KINDS if spent[kind] > 0}
+
+
+def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
+    """name, kind, launches and milliseconds of a step of those that take most."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for name, kind, start, end in work:
+        found[name, kind].append(end - start)
+    most = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
+    return [
+        {"name": name, "kind": kind, "launches": round(len(times) / STEPS, 2), "ms": sum(times) / STEPS / 1e3}
+        for (name, kind), times in most
+    ]

@@ -1,0 +1,224 @@
+"""A fault as a script of its own: the module, its inputs, and what shows the fault. Nothing of a run is needed to run it."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from sftkit.experiments.bench.processes import run_logged
+from sftkit.experiments.explain.bisect import Finding, Part
+from sftkit.experiments.explain.numerics import ALLOWED
+from sftkit.experiments.explain.subject import Call, Subject
+
+SHOWS = 3
+"The exit code of a script that shows its fault."
+MOST_CHARACTERS = 4000
+"Of a tensor that is written into the script; longer ones are drawn at random there."
+TIMEOUT_SECONDS = 600
+
+HEAD = '''"""{title}: {name}
+{where}
+
+{said}
+
+Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 that it is gone.
+"""
+
+import base64
+import sys
+import zlib
+
+import torch
+{imports}
+
+def tensor(text, dtype, *shape):
+    data = bytearray(zlib.decompress(base64.b64decode(text)))
+    return torch.frombuffer(data, dtype=dtype).clone().reshape(shape).to({device!r})
+
+
+def drawn(dtype, low, high, *shape):
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point:
+        return (torch.rand(shape, generator=generator) * (high - low) + low).to({device!r}, dtype)
+    return torch.randint(int(low), int(high) + 1, shape, generator=generator).to({device!r}, dtype)
+
+
+torch.manual_seed(0)
+{source}{attention}{submodule}
+args = {args}
+kwargs = {kwargs}
+'''
+
+BODY = {
+    "breaks": """
+try:
+    with torch._dynamo.error_on_graph_break(True):
+        torch.compile(module, backend={backend!r})(*args, **kwargs)
+except torch._dynamo.exc.TorchDynamoException as error:
+    print(error)
+    sys.exit({code})
+print("no graph break")
+""",
+    "values": """again_args = {again_args}
+again_kwargs = {again_kwargs}
+
+compiled = torch.compile(module, backend={backend!r}, dynamic={dynamic})
+compiled(*args, **kwargs)
+try:
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(*again_args, **again_kwargs)
+except RuntimeError as error:
+    print(error)
+    sys.exit({code})
+print("nothing is compiled again")
+""",
+    "differs": '''
+
+def values(function):
+    """Outputs and gradients."""
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    torch.manual_seed(0)
+    fresh = lambda t: t.detach().clone().requires_grad_(t.is_floating_point())
+    given = tree_map_only(torch.Tensor, fresh, (args, kwargs))
+    outputs = [t for t in tree_leaves(function(*given[0], **given[1])) if isinstance(t, torch.Tensor)]
+    signed = lambda t: (t.float().flatten() * torch.cos(torch.arange(t.numel(), device=t.device).float())).sum()
+    total = sum(signed(t) for t in outputs if t.requires_grad)
+    leaves = [p for p in module.parameters() if p.requires_grad]
+    leaves += [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and t.requires_grad]
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True) if leaves and torch.is_tensor(total) else ()
+    return [t.detach().double() for t in [*outputs, *gradients] if t is not None]
+
+
+torch._inductor.config.fallback_random = True  # the random numbers of eager
+eager, compiled = values(module), values(torch.compile(module, backend={backend!r}, dynamic=False))
+worst = max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in zip(eager, compiled))
+print(f"relative difference {{worst:.2g}}, {allowed:g} is allowed")
+sys.exit(0 if worst <= {allowed!r} else {code})
+''',
+}
+BODY["shapes"] = BODY["values"]
+
+
+class NotWritable(Exception):
+    """An argument of a module that has no text."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A script beside the page."""
+
+    path: Path
+    shows: bool
+    "whether it showed the fault when it was run"
+    said: str
+    "the last line that it printed, or why there is none"
+
+
+def reproduce(subject: Subject, finding: Finding, title: str, backend: str, path: Path) -> Reproduction:
+    """Write the script of the smallest guilty module and run it."""
+    try:
+        text = script_of(subject, finding.guilty[0], finding, title, backend)
+    except NotWritable as error:
+        return Reproduction(path, False, f"no script: it takes a {error}, which cannot be written down")
+    path.write_text(text)
+    log = path.with_suffix(".log")
+    ended = run_logged([sys.executable, str(path.absolute())], log, {}, TIMEOUT_SECONDS)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return Reproduction(path, (ended or "").startswith(f"ended with code {SHOWS}"), lines[0] if lines else ended or "")
+
+
+def script_of(subject: Subject, part: Part, finding: Finding, title: str, backend: str) -> str:
+    """The script of one module."""
+    second = {"values": part.again, "shapes": part.other}.get(finding.question)
+    values = (part.call.args, part.call.kwargs, second)
+    imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
+    attention = ""
+    if any(line.startswith("from sftkit.ops.attention ") for line in imports):
+        imports.append("from sftkit.ops.attention import use_document_attention")
+        attention = "use_document_attention(model)\n"
+    code = {"backend": backend, "code": SHOWS}
+    head = HEAD.format(
+        title=f"A module that {title}",
+        name=part.name,
+        where=part.where,
+        said="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in finding.said.splitlines()),
+        version=torch.__version__,
+        imports="\n".join(imports) + "\n" if imports else "",
+        device=str(_device(part)),
+        source=subject.source,
+        attention=attention,
+        submodule=f"module = module.get_submodule({part.path!r})\n" if part.path else "",
+        args=written(part.call.args),
+        kwargs=written(part.call.kwargs),
+        **code,
+    )
+    more = {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
+    dtypes = [tensor.dtype for tensor in part.module.parameters()] or [torch.float32]
+    return head + BODY[finding.question].format(
+        dynamic=finding.question == "shapes", allowed=max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), **code, **more
+    )
+
+
+def written(value: Any) -> str:
+    """A value as Python that makes it again.
+
+    Raises:
+        NotWritable: an object of a kind that no constructor here makes.
+    """
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value) if value == value else "float('nan')"
+    if isinstance(value, torch.device):
+        return f"torch.{value!r}"
+    if isinstance(value, dict) and type(value) is dict:
+        return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"{type(value).__name__}({', '.join(map(written, value))})"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{written(item)}, ' for item in value)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    raise NotWritable(type(value).__name__)
+
+
+def _tensor(value: torch.Tensor) -> str:
+    """By value if that is short, else drawn between its smallest and largest value; booleans always by value."""
+    plain = value.detach().cpu().contiguous()
+    kind = str(plain.dtype)
+    shape = "".join(f", {size}" for size in plain.shape)
+    data = (
+        base64.b64encode(zlib.compress(plain.flatten().view(torch.uint8).numpy().tobytes(), 9)).decode()
+        if plain.numel()
+        else ""
+    )
+    if plain.numel() and (len(data) <= MOST_CHARACTERS or plain.dtype == torch.bool):
+        return f"tensor({data!r}, {kind}{shape})"
+    finite = plain.double()[plain.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    return f"drawn({kind}, {low!r}, {high!r}{shape})"
+
+
+def _kinds(values: Any) -> set[type]:
+    """The named tuples in arguments: their classes are imported."""
+    if isinstance(values, Call):
+        return _kinds((values.args, values.kwargs))
+    if isinstance(values, dict):
+        return _kinds(list(values.values()))
+    if isinstance(values, tuple | list):
+        own = {type(values)} if hasattr(values, "_fields") else set()
+        return own.union(*map(_kinds, values))
+    return set()
+
+
+def _device(part: Part) -> torch.device:
+    tensors = [*part.module.parameters(), *pytree.tree_leaves((part.call.args, part.call.kwargs))]
+    return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))

@@ -1,0 +1,134 @@
+"""From the flags to explain.json, explain.html and the scripts beside them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftkit.config.schema import Config
+from sftkit.config.terminal import say, visible
+from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
+from sftkit.experiments.explain.breaks import ADDS, breaks_of
+from sftkit.experiments.explain.flags import config_of, folder_of, is_file
+from sftkit.experiments.explain.kernels import kernels_of
+from sftkit.experiments.explain.labs import labs
+from sftkit.experiments.explain.page import render
+from sftkit.experiments.explain.reproduce import Reproduction, reproduce
+from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
+from sftkit.experiments.explain.words import lines_of
+from sftkit.runtime import start as runtime
+from sftkit.runtime.files import replace_shared
+from sftkit.runtime.hardware import device_name
+from sftkit.runtime.progress import working
+from sftkit.runtime.start import quiet_libraries, start_device
+
+DATA, PAGE = "explain.json", "explain.html"
+
+
+def run(args: Namespace) -> int:
+    """Do what the flags ask for; the exit code: 1 where a graph breaks or a module is found guilty.
+
+    Raises:
+        ConfigError: what is wrong with the recipe, the file or the model.
+    """
+    out = folder_of(args)
+    if args.labs:
+        quiet_libraries()
+        device = start_device()
+        result = facts("Labs of the compiler", device) | {"labs": labs(device, out)}
+        return finish(result, out)
+    with subject_of(args) as (subject, cfg):
+        out.mkdir(parents=True, exist_ok=True)
+        result = facts(subject.name, device_of(subject)) | {"shapes": shapes_of(subject), "breaks": broken(subject)}
+        if args.bisect:
+            result["bisect"] = bisected(subject, cfg.compile.backend if cfg else "inductor", out)
+        if args.kernels:
+            result["kernels"] = kernels_of(subject, cfg, out)
+    return finish(result, out)
+
+
+@contextmanager
+def subject_of(args: Namespace) -> Iterator[tuple[Subject, Config | None]]:
+    """The subject that the words name, with its recipe if it has one."""
+    if is_file(args.subject):
+        quiet_libraries()
+        yield of_file(args.subject, start_device()), None
+        return
+    cfg = config_of(args)
+    with closing(runtime.start(cfg.run, cfg.train)) as rt:
+        yield of_recipe(cfg, args.layers, rt), cfg
+
+
+def facts(name: str, device: torch.device) -> dict[str, Any]:
+    """What was looked at, and on what."""
+    return {"name": name, "device": device_name(device), "torch": torch.__version__}
+
+
+def device_of(subject: Subject) -> torch.device:
+    return next((p.device for p in subject.module.parameters()), torch.device("cpu"))
+
+
+def shapes_of(subject: Subject) -> list[str]:
+    return [call.shape for call in (subject.call, subject.other) if call]
+
+
+def broken(subject: Subject) -> dict[str, Any]:
+    """The section on breaks."""
+    with working("capturing graphs"):
+        found = breaks_of(subject)
+    return {
+        "instruments": [{"name": s.instrument, "said": s.said, "adds": ADDS[s.instrument]} for s in found.seen],
+        "rows": found.rows(),
+        "recompiles": list(found.recompiles),
+    }
+
+
+def bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
+    """The section on the smallest modules at fault; differences are looked for with the recipe's backend, all else without
+    generated code."""
+    rows = []
+    for question in QUESTIONS:
+        used = backend if question.name == "differs" else "eager"
+        with working(f"which module {question.title}?"):
+            finding = bisect(subject, question, used)
+            script = (
+                reproduce(subject, finding, question.title, used, out / f"{question.name}.py")
+                if finding.guilty
+                else None
+            )
+        rows.append({"question": question.name, "title": question.title, "backend": used} | _found(finding, script))
+    return rows
+
+
+def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
+    first = finding.guilty[0] if finding.guilty else None
+    return {
+        "module": first.name if first else None,
+        "where": first.where if first else None,
+        "said": finding.said,
+        "others": [part.name for part in finding.guilty[1:]],
+        "confirmed": finding.confirmed,
+        "steps": [{"module": name, "found": found} for name, found in finding.steps],
+        "script": str(script.path) if script and script.path.exists() else None,
+        "text": script.path.read_text() if script and script.path.exists() else None,
+        "shows": script.shows if script else None,
+        "printed": script.said if script else None,
+    }
+
+
+def finish(result: dict[str, Any], out: Path) -> int:
+    """Write the result as data and as a page, and tell it."""
+    out.mkdir(parents=True, exist_ok=True)
+    replace_shared(out / DATA, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    replace_shared(out / PAGE, visible(render(result)))
+    for line in lines_of(result):
+        say(line)
+    say(f"page: {out / PAGE}")
+    at_fault = any(row["module"] for row in result.get("bisect", []))
+    return 1 if at_fault or result.get("breaks", {}).get("rows") else 0

@@ -1,0 +1,263 @@
+"""What is explained: a module with calls of it. The decoder of a recipe's model, or what a function of the user's returns."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from sftkit.config.schema import Config, ModelConfig
+from sftkit.data.collate import Batch, collate, warm_up_batch
+from sftkit.data.pack import Layout, make_layout
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+from sftkit.models.kinds import kind_of
+from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, trained_part
+from sftkit.models.structure import decoder, vocab_size
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.ops.attention import dense_kernels, documents_of, plain_implementation
+from sftkit.ops.attention_choice import choose_backend
+from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
+from sftkit.runtime.start import Runtime
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a module."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shape: str = ""
+    "in words: 8 x 128"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The rest of a recipe's step: what the profile runs."""
+
+    model: ModelWithLoss
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module with calls of it, on the device that it runs on."""
+
+    name: str
+    module: torch.nn.Module
+    call: Call
+    again: Call
+    "the same shapes with other values"
+    other: Call | None
+    "another shape; None: none is known"
+    source: str
+    "Python that makes `module`, for a reproduction"
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    "a context that every call is made in"
+    trained: Trained | None = None
+    "None: not a recipe's"
+
+    def run(self, call: Call) -> Any:
+        """What the module returns, as it is: compiled in place or eager."""
+        with self.around():
+            return self.module(*call.args, **call.kwargs)
+
+
+def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
+    """The decoder of a recipe's model with random weights, and batches of the recipe's shape with random tokens: neither
+    weights nor data are read.
+
+    Args:
+        layers: the first so many blocks only; None: all.
+
+    Raises:
+        ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
+    """
+    config = config_of(cfg, layers)
+    orig_model = new_model(config, cfg, rt)
+    length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
+    if length is None:
+        raise ConfigError(f"data.max_length: {nothing_to_inherit(cfg.model.path)}")
+    layout = make_layout(cfg.data, length, cfg.train, 1, _lengths(length))
+    backend = choose_backend(cfg, orig_model, layout, rt).backend
+    model = ModelWithLoss(orig_model, backend, NextToken(cfg.loss))
+    rows, row_length = layout.shapes[-1]
+    batches = [
+        batch_of(layout, vocab_size(orig_model), rows, row_length, seed=None),
+        batch_of(layout, vocab_size(orig_model), rows, row_length, seed=1),
+        batch_of(layout, vocab_size(orig_model), rows, other_length(layout, row_length), seed=1),
+    ]
+    calls = [_call(batch.to(rt.device), backend) for batch in batches]
+    return Subject(
+        f"{type(orig_model).__name__}, {config.get_text_config().num_hidden_layers} blocks",
+        decoder(orig_model),
+        *calls,
+        source=_source(config, cfg, orig_model),
+        around=dense_kernels if backend == "sdpa" else nullcontext,
+        trained=Trained(model, batches[0].to(rt.device)),
+    )
+
+
+def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
+    """The config of a recipe's model, cut to the first blocks.
+
+    Raises:
+        ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
+    """
+    config = _new_config(cfg.model) if cfg.model.scratch is not None else _config_there(cfg.model)
+    text = config.get_text_config()
+    if layers is not None:
+        if layers > text.num_hidden_layers:
+            raise ConfigError(f"--layers: {layers}, but the model has {text.num_hidden_layers} blocks")
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def _new_config(model: ModelConfig) -> PretrainedConfig:
+    training, scratch = model.train_tokenizer, model.scratch or {}
+    vocabulary = training.vocab_size if training else len(load_tokenizer(model))
+    fields = {"vocab_size": vocabulary, **scratch}
+    try:
+        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+
+
+def _config_there(model: ModelConfig) -> PretrainedConfig:
+    path = resolve(model.path or "")
+    try:
+        return trained_part(AutoConfig.from_pretrained(path, **load_options(path, model)))
+    except (OSError, ValueError) as error:
+        raise offline_help(path, error) from error
+
+
+def new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
+    """The model of a config with random weights in the run's precision, on the device, in training."""
+    torch.manual_seed(cfg.run.seed)
+    orig_model = kind_of(config).auto_class.from_config(
+        config, trust_remote_code=cfg.model.trust_remote_code, **_options(config, cfg, rt.precision)
+    )
+    if cfg.model.gradient_checkpointing:
+        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+    return orig_model.to(rt.device).train()
+
+
+def _options(config: PretrainedConfig, cfg: Config, precision: str) -> dict[str, Any]:
+    return {"dtype": DTYPES[precision], "attn_implementation": plain_implementation(config)}
+
+
+def batch_of(layout: Layout, vocabulary: int, rows: int, row_length: int, seed: int | None) -> Batch:
+    """A batch [rows, row_length] of random tokens.
+
+    Args:
+        seed: None: the warm-up's, with the longest documents; else other tokens, in documents of other lengths.
+    """
+    longest = min(layout.max_doc_length, row_length)
+    slots = layout.max_docs(rows, row_length)
+    if seed is None:
+        return warm_up_batch(rows, row_length, vocabulary, slots, layout.max_doc_length)
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(max(longest // 2, 1), longest + 1, rows).tolist()
+    ids = rng.integers(0, vocabulary, sum(sizes) + rows)
+    recipe = tuple((row,) for row in range(rows))
+    return collate(Examples.of(ids, sizes), recipe, row_length, 0, slots, layout.max_doc_length)
+
+
+def other_length(layout: Layout, row_length: int) -> int:
+    """Of rows: three quarters, a multiple of 8 where there is room."""
+    return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
+
+
+def of_file(words: str, device: torch.device) -> Subject:
+    """What a function in a file returns: (module, args) or (module, args, args of another shape).
+
+    Args:
+        words: FILE.py:FUNCTION; the function takes no arguments.
+
+    Raises:
+        ConfigError: no such function, or it returns something else.
+    """
+    file, _, name = words.rpartition(":")
+    path = Path(file).absolute()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{words}: there is no Python file {file}; name a recipe, or FILE.py:FUNCTION")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    make = getattr(loaded, name, None)
+    if not callable(make):
+        raise ConfigError(f"{words}: {file} has no function {name}")
+    made = make()
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)):
+        raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
+    module = made[0].to(device)
+    call, *more = (Call(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    source = (
+        f'import types\n\nSOURCE = """\\\n{text}"""\n'
+        f"loaded = types.ModuleType({path.stem!r})\n"
+        f"exec(compile(SOURCE, {path.name!r}, 'exec'), loaded.__dict__)\n"
+        f"module = loaded.{name}()[0].to({str(device)!r})\n"
+    )
+    return Subject(words, module, call, _other_values(call), more[0] if more else None, source)
+
+
+def _lengths(max_length: int) -> np.ndarray:
+    """Of made-up documents, which decide the slots and buckets that a recipe leaves to its data: from an eighth to all of
+    max_length."""
+    return np.linspace(max(max_length // 8, 1), max_length, 64).astype(np.int64)
+
+
+def _call(batch: Batch, backend: str) -> Call:
+    rows, columns = batch.shape
+    kwargs = {**batch.inputs, "use_cache": False, "documents": documents_of(batch, backend)}
+    return Call((), kwargs, f"{rows} x {columns}")
+
+
+def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) -> str:
+    """Python that makes the same decoder from its config: by itself, or of code that comes with the model from its folder."""
+    cut = config.get_text_config().num_hidden_layers
+    if cfg.model.trust_remote_code and cfg.model.path:
+        path = str(Path(resolve(cfg.model.path)).absolute())
+        make = f"config = AutoConfig.from_pretrained({path!r}, trust_remote_code=True)\n"
+        make += f"config.get_text_config().num_hidden_layers = {cut}\n"
+    else:
+        fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
+        kind = fields.pop("model_type", config.model_type)
+        make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
+    remote = ", trust_remote_code=True" if cfg.model.trust_remote_code else ""
+    return (
+        f"from transformers import AutoConfig, {kind_of(config).auto_class.__name__}\n\n{make}"
+        f"model = {kind_of(config).auto_class.__name__}.from_config(config, dtype={orig_model.dtype}, "
+        f"attn_implementation={plain_implementation(config)!r}{remote})\n"
+        f"module = model.get_decoder().to({str(orig_model.device)!r}).train()\n"
+    )
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _shapes(args: Any) -> str:
+    found = [tensor for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+    return ", ".join(" x ".join(map(str, tensor.shape)) for tensor in found)
+
+
+def _other_values(call: Call) -> Call:
+    """The same shapes: floats turned round and scaled, whole numbers as they are."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
+
+    change = torch.utils._pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs))
+    return Call(change[0], change[1], call.shape)

@@ -1,0 +1,87 @@
+"""What was found, as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def lines_of(result: dict[str, Any]) -> Iterator[str]:
+    """The whole result."""
+    yield f"{result['name']} on {result['device']}, torch {result['torch']}"
+    if "breaks" in result:
+        yield from _breaks(result["breaks"])
+    for row in result.get("bisect", []):
+        yield from _bisected(row)
+    if "kernels" in result:
+        yield from _kernels(result["kernels"])
+    if "labs" in result:
+        yield from _labs(result["labs"])
+
+
+def _breaks(found: dict[str, Any]) -> Iterator[str]:
+    yield f"\ngraph breaks: {len(found['rows'])}"
+    for row in found["rows"]:
+        yield f"  {row['file']}:{row['line']}: {row['code']}"
+        yield f"    why     {row['reason']}" + ("; the rest of the function runs as Python" if row["given_up"] else "")
+        yield f"    remedy  {row['remedy']}"
+        yield f"    seen by {', '.join(row['seen_by'])}"
+    for one in found["instruments"]:
+        yield f"  {one['name']}: {one['said']}"
+    for text in found["recompiles"]:
+        yield f"  compiled again: {text}"
+
+
+def _bisected(row: dict[str, Any]) -> Iterator[str]:
+    if row["module"] is None:
+        yield f"\nwhich module {row['title']}? none"
+        return
+    yield f"\nwhich module {row['title']}? {row['module']}, {row['where']}"
+    yield f"  {row['said']}"
+    for step in row["steps"]:
+        yield f"    {'fault' if step['found'] else '  ok '}  {step['module']}"
+    if row["others"]:
+        yield f"  and {', '.join(row['others'])}"
+    if row["confirmed"] is not None:
+        without = "without fault" if row["confirmed"] else "still at fault: something else is too"
+        yield f"  the whole with these left out of the graph: {without}"
+    if row["script"]:
+        yield f"  {'shows it' if row['shows'] else 'does not show it by itself'}: python {row['script']}"
+    else:
+        yield f"  {row['printed']}"
+
+
+def _kernels(found: dict[str, Any]) -> Iterator[str]:
+    counts = found["counts"]
+    yield (
+        f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
+        f"{counts['launches']:,} launches compiled; {counts['graphs']} graphs, {counts['breaks']} breaks"
+    )
+    if found["busy"]:
+        yield "  the machine did other work meanwhile: these times say little"
+    for way in ("eager", "compiled"):
+        profile = found["profiles"][way]
+        shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
+        yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
+    for graph in found["graphs"]:
+        kernels = graph["kernels"] or []
+        yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {graph['aten_ops']} ATen operators, {len(kernels)} kernels"
+
+
+def _labs(found: dict[str, Any]) -> Iterator[str]:
+    softmax = found["softmax"]
+    yield f"\nlinear + softmax: {', '.join(k['name'] for k in softmax['kernels'])}"
+    yield "\na linear layer, as the dispatcher sees it:"
+    for call in found["dispatch"]:
+        yield f"  {'  ' * call['depth']}{call['name']}"
+    yield "\nwhat breaks graphs (breaks before and after the remedy)"
+    for row in found["breaks"]:
+        yield f"  {row['broken']} -> {row['mended']}  {row['name']}: {row['remedy']}"
+    yield "\na loss function chosen in forward"
+    for row in found["loss"]:
+        yield f"  {row['name']}: {row['graphs']} graphs, {row['breaks']} breaks, {row['recompiles']} recompiles"
+    yield f"\nwhen does compiling help? {found['pays']['machine']}"
+    if any(row["busy"] for row in found["pays"]["rows"]):
+        yield "  the machine did other work meanwhile: these times say little"
+    for row in found["pays"]["rows"]:
+        yield f"  {row['name']:34}  {row['speedup']:5.2f}x  (claimed {row['claim']})"

@@ -1,0 +1,63 @@
+"""A small net with one fault in its second block, for the tests of `sftkit explain`."""
+
+import torch
+from torch import nn
+
+
+class Gated(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.up, self.down, self.fault, self.calls = nn.Linear(6, 10), nn.Linear(10, 6), fault, 0
+
+    def forward(self, x):
+        h = self.up(x)
+        if self.fault == "breaks" and h.sum() > 1e9:
+            h = h * 2
+        if self.fault == "values":
+            self.calls += 1
+            h = h + self.calls
+        if self.fault == "shapes" and x.shape[0] > 4:
+            h = h * 1.1
+        if self.fault == "differs" and torch.compiler.is_compiling():
+            h = h * 1.01
+        return self.down(h)
+
+
+class Net(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.blocks = nn.ModuleList([Gated(None), Gated(fault)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def made(fault):
+    torch.manual_seed(0)
+    return Net(fault), (torch.randn(5, 6),), (torch.randn(3, 6),)
+
+
+def none():
+    return made(None)
+
+
+def breaks():
+    return made("breaks")
+
+
+def values():
+    return made("values")
+
+
+def shapes():
+    return made("shapes")
+
+
+def differs():
+    return made("differs")
+
+
+def nothing():
+    return 1
