@@ -15,14 +15,14 @@ $(if $(UNKNOWN),$(error unknown: $(UNKNOWN). What can be set, in capitals: \
 RECIPE=recipes/x/y.yaml ARGS="key=value ..." PLAN=benchmarks/x/plan.yaml PYTHON=python3.12 CONSTRAINTS=file.txt))
 
 # What only some targets read would be ignored by the others.
-READ_RECIPE := base mid sft inspect validate
+READ_RECIPE := base mid sft inspect validate explain
 READ_PLAN := bench
 $(foreach name,RECIPE PLAN,$(if $(filter command,$(origin $(name))),\
 $(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error make $(goal) does not read $(name), which is for: $(READ_$(name)). See make help))))
 $(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate
+.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate explain lab
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -85,3 +85,9 @@ validate: install ## does compiling pay, and change nothing? make validate RECIP
 
 bench: install ## measure the training step: make bench PLAN=benchmarks/h200_step/plan.yaml
 	$(PY) -m sftkit.experiments.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)
+
+explain: install ## what the compiler makes of a model: make explain RECIPE=... ARGS=--bisect or --kernels; alone: ARGS=--labs
+	$(PY) -m sftkit.experiments.explain $(RECIPE) $(ARGS)
+
+lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
+	$(PY) benchmarks/lab.py $(ARGS)

@@ -30,7 +30,7 @@ def test_an_unknown_variable_is_refused_with_those_that_there_are(word: str) -> 
     [
         (
             ("smoke", "RECIPE=x"),
-            "make smoke does not read RECIPE, which is for: base mid sft inspect validate. See make help",
+            "make smoke does not read RECIPE, which is for: base mid sft inspect validate explain. See make help",
         ),
         (("chat", "RECIPE=x"), "make chat does not read RECIPE"),
         (("eval", "PLAN=x"), "make eval does not read PLAN, which is for: bench."),

@@ -36,7 +36,6 @@ USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --ver
 Scripts, recipes and configs of this folder are taken, if there are any, else those that came with sftkit.
 Exit codes: 0 done, 1 failed, 2 a mistake in words, recipe or data, 128 + n ended by signal n."""
 EXPERIMENTS = ("bench", "explain")
-"Words that are modules, not scripts."
 
 
 def main() -> None:

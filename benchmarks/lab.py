@@ -1,0 +1,95 @@
+"""The compile lab: run what this machine can of the plans benchmarks/lab_*/plan.yaml, and rebuild the tables of docs/compile_lab.md.
+
+make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
+make lab ARGS="lab_layouts lab_gpt2"          these
+make lab ARGS=--tables                        the tables alone, from the results that are there
+
+Results of a plan lie in results.json beside it, once all its runs have ended: raw, with machine, versions and commit. A table
+on the page is made of them; what has none says that it was not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.command_line import Parser
+from sftkit.config.commands import running
+from sftkit.config.terminal import say
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.jobs import read_jobs
+from sftkit.experiments.bench.report import loss_table, machine_lines, speed_table
+from sftkit.experiments.bench.run import bench
+from sftkit.launch.hardware import find_hardware
+from sftkit.runtime.script import script
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "docs" / "compile_lab.md"
+CPU = "lab_cpu"
+TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    words = Parser((__doc__ or "").partition("\n")[0], prog=running("make lab"))
+    words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(labs())}; all that this machine can")
+    words.add_argument("--tables", action="store_true", help="only rebuild the tables")
+    args = words.parse_args()
+    gpus = find_hardware().gpus
+    if unknown := set(args.labs) - set(labs()):
+        raise ConfigError(f"{', '.join(sorted(unknown))}: no such lab. There are: {', '.join(labs())}")
+    failed = False
+    for lab in () if args.tables else args.labs or [lab for lab in labs() if (lab == CPU) == (gpus == 0)]:
+        failed |= run(lab, max(gpus, 1))
+    PAGE.write_text(rebuilt(PAGE.read_text(), FOLDER))
+    say(f"tables: {PAGE}")
+    return int(failed)
+
+
+def labs() -> list[str]:
+    """The folders that hold a plan."""
+    return sorted(plan.parent.name for plan in FOLDER.glob("lab_*/plan.yaml"))
+
+
+def run(lab: str, processes: int) -> bool:
+    """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
+    plan, out = FOLDER / lab / "plan.yaml", Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
+    jobs = read_jobs(plan, out)
+    fit = [job.name for job in jobs if job.processes.count <= processes]
+    say(
+        f"\n=== {lab}: {len(fit)} of {len(jobs)} runs"
+        + (f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs)))
+    )
+    results = bench(plan, out, fit)
+    shutil.copyfile(out / "results.json", FOLDER / lab / "results.json")
+    return any(row["error"] for row in results["runs"])
+
+
+def rebuilt(page: str, folder: Path) -> str:
+    """The page, with each table made of the results that are there."""
+    return TABLE.sub(lambda found: f"{found[1]}{tables(folder / found[2])}\n{found[3]}", page)
+
+
+def tables(lab: Path) -> str:
+    """Machine, speeds and losses of a lab, and what of its plan was not measured."""
+    names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
+    file = lab / "results.json"
+    if not file.exists():
+        return f"\nNot measured yet: none of the {len(names)} runs of [the plan](../benchmarks/{lab.name}/plan.yaml).\n"
+    results: dict[str, Any] = json.loads(file.read_text())
+    rows = results["runs"]
+    good = {row["name"] for row in rows if not row["error"]}
+    missing = [name for name in names if name not in good]
+    parts = [machine_lines(results["machine"]), speed_table(rows), loss_table(rows)]
+    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
+    parts += [
+        f"Raw: [results.json](../benchmarks/{lab.name}/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."
+    ]
+    return "\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+if __name__ == "__main__":
+    script(main)

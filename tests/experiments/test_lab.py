@@ -1,0 +1,58 @@
+"""The compile lab: its page says what the raw files say."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT
+
+LAB = runpy.run_path(str(ROOT / "benchmarks" / "lab.py"))
+
+
+def test_every_table_of_the_page_is_made_of_the_raw_file_that_it_names() -> None:
+    page = (ROOT / "docs" / "compile_lab.md").read_text()
+    assert LAB["rebuilt"](page, ROOT / "benchmarks") == page
+    assert {lab for _, lab, _ in LAB["TABLE"].findall(page)} == set(LAB["labs"]())
+
+
+def row(name: str, **changes: Any) -> dict[str, Any]:
+    measured: dict[str, Any] = {
+        "name": name, "error": None, "baseline": None, "same_loss_as": None, "world_size": 1, "losses": {"1": 2.0, "2": 1.5},
+        "tok_per_sec": {"median": 1000.0, "min": 990.0, "max": 1010.0}, "target_tok_per_sec": None, "mfu": None,
+        "mfu_of_ceiling": None, "peak_memory_gib": 1.0, "reserved_memory_gib": 1.0, "first_step_seconds": 2.0,
+        "compile": {"recompiles": 0.0}, "data_wait_pct": None, "padding_pct": None,
+    }  # fmt: skip
+    return {**measured, **changes}
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    plan = {
+        "data": {"documents": {"count": 50, "median": 24, "mean": 32, "cap": 64}, "row_length": 128},
+        "steps": {"total": 6, "warm_up": 2, "window": 2},
+        "models": {"tiny": {"model_type": "qwen3"}},
+        "runs": [{"name": name, "model": "tiny"} for name in ("eager", "compiled", "two")],
+    }
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    return tmp_path
+
+
+def test_a_lab_without_results_says_so_and_one_with_some_names_those_that_are_not_measured(lab: Path) -> None:
+    tables: Callable[[Path], str] = LAB["tables"]
+    assert "Not measured yet: none of the 3 runs" in tables(lab)
+    rows = [
+        row("eager"),
+        row("compiled", baseline="eager", same_loss_as="eager", losses={"1": 2.0, "2": 1.25}),
+        row("two", error="out of memory"),
+    ]
+    (lab / "results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
+    text = tables(lab)
+    assert "1.00 x eager" in text
+    assert "2.50e-01 (step 2)" in text
+    assert "Not measured: two." in text
+    assert "| two |" not in text
