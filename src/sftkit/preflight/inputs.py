@@ -38,6 +38,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _any,
     "sft": rows.require_conversation,
+    "caption": rows.require_given,
     None: _any,
 }
 "Stage -> what refuses a row that it cannot learn from."
