@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch, part_of, warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.engine.step import forward_backward
+from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
@@ -38,7 +40,14 @@ def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int
     """This rank's part of the heaviest batch of a shape, on the device."""
     slots = layout.max_docs(rows, row_length)
     return warm_up_batch(
-        rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, part_of(rt.topology, rt.rank)
+        rows,
+        row_length,
+        vocab_size(orig_model),
+        slots,
+        layout.max_doc_length,
+        part_of(rt.topology, rt.rank),
+        layout.docs_per_row,
+        partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length),
     ).to(rt.device)
 
 

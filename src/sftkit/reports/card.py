@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from sftkit.models.auto_classes import CAPTIONS
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import is_part, latest
 from sftkit.reports.files import Rows, dicts, mapping, number
@@ -139,12 +140,16 @@ def _what(report: Report) -> str:
 def _use(auto_class: str | None) -> str:
     if auto_class is None:
         return ""
+    pictures = auto_class == CAPTIONS
     lines = (
-        f"from transformers import {auto_class}, AutoTokenizer",
+        f"from transformers import {auto_class}{', AutoImageProcessor' * pictures}, AutoTokenizer",
         "",
         'path = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(path)",
+        *["processor = AutoImageProcessor.from_pretrained(path)"] * pictures,
         f"model = {auto_class}.from_pretrained(path)",
+        *["pixels = processor(picture, return_tensors='pt').pixel_values"] * pictures,
+        *["print(tokenizer.decode(model.generate(pixels)[0], skip_special_tokens=True))"] * pictures,
     )
     return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
 
