@@ -116,7 +116,7 @@ def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_pa
 
     def again(size=SIZE) -> np.ndarray:
         seen.clear()
-        return np.asarray(images.load(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
+        return np.array(images.load(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
 
     first = again()
     assert seen == names

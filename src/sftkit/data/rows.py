@@ -279,7 +279,7 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
         if not captions or not all(isinstance(caption, str) for caption in captions):
             raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
         if not name.startswith(GENERATED):
-            name = str(Path(where.rpartition(":")[0]).parent / name)
+            name = str(Path(where).parent / name)
             if not Path(name).is_file():
                 raise DataError(f"{where}: {name}: no such picture", reason="picture is missing")
         return Row(where, image=name, captions=tuple(captions))

@@ -89,15 +89,12 @@ def evaluate(
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
             sums += torch.tensor([ids == reference, token_f1(ids, reference), 1.0], dtype=torch.float64)
             if len(shown) < samples:
-                texts = (str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in (reference, ids))
-                shown.append(_sample(examples.given[document], *texts, ended))
+                said, answer = (str(tokenizer.decode(each, skip_special_tokens=True)) for each in (reference, ids))
+                stop = "end_of_turn" if ended else "length"
+                shown.append({"prompt": examples.given[document], "reference": said, "answer": answer, "stop": stop})
         rt.check_stop()
     exact, f1, count = rt.sum(sums.to(rt.device)).tolist()
     return {f"{NAME}/exact_match": exact / count, f"{NAME}/token_f1": f1 / count}, shown
-
-
-def _sample(given: str, reference: str, answer: str, ended: bool) -> dict[str, Any]:
-    return {"prompt": given, "reference": reference, "answer": answer, "stop": "end_of_turn" if ended else "length"}
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

@@ -20,6 +20,7 @@ from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.structure import encoder
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import plain_attention
 
@@ -69,13 +70,13 @@ class VisionToText(EncoderDecoder):
         super().prepare(orig_model, tokenizer)
         # GPT-2 would look for padding in every batch, to warn of it: a wait for the device, and rows here know their padding
         orig_model.config.decoder.pad_token_id = None
-        said = Path(orig_model.name_or_path) / PROCESSOR
-        encoder = orig_model.config.encoder
-        if not hasattr(encoder, "image_mean") and said.is_file():
+        said = Path(str(orig_model.name_or_path)) / PROCESSOR
+        config = orig_model.config.encoder
+        if not hasattr(config, "image_mean") and said.is_file():
             processor = json.loads(said.read_text())
             for name in ("image_mean", "image_std"):
                 if processor.get("do_normalize", True) and processor.get(name) is not None:
-                    setattr(encoder, name, list(processor[name]))
+                    setattr(config, name, list(processor[name]))
         pixels_of(orig_model.config)
 
     def with_inputs(
@@ -122,13 +123,13 @@ class VisionToText(EncoderDecoder):
         try:
             # compiled code knows the shapes of the run, not this one
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_attention(orig_model):
-                return int(orig_model.encoder(pixel_values=empty).last_hidden_state.shape[1])
+                return int(_encoder(orig_model)(pixel_values=empty).last_hidden_state.shape[1])
         finally:
             orig_model.train(was_training)
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
         """All positions of the encoder, in the decoder's size."""
-        encoded = orig_model.encoder(**self.plain_inputs(orig_model, inputs)).last_hidden_state
+        encoded = _encoder(orig_model)(**self.plain_inputs(orig_model, inputs)).last_hidden_state
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
 
@@ -138,22 +139,26 @@ class VisionToText(EncoderDecoder):
         return {PIXELS: normalised(inputs[PIXELS], pixels.mean, pixels.std).to(orig_model.dtype)}
 
 
+def _encoder(orig_model: PreTrainedModel) -> torch.nn.Module:
+    found = encoder(orig_model)
+    assert found is not None
+    return found
+
+
 def pixels_of(config: PretrainedConfig) -> Pixels:
     """What the encoder of a model takes.
 
     Raises:
         ConfigError: its config does not say how large pictures are, or names too few means.
     """
-    encoder = config.encoder
-    size, channels = getattr(encoder, "image_size", None), getattr(encoder, "num_channels", 3)
+    own = config.encoder
+    size, channels = getattr(own, "image_size", None), getattr(own, "num_channels", 3)
     if size is None:
-        raise ConfigError(f"{encoder.model_type} is not supported as an encoder: its config has no image_size")
+        raise ConfigError(f"{own.model_type} is not supported as an encoder: its config has no image_size")
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    mean, std = (tuple(getattr(encoder, name, None) or [MIDDLE] * channels) for name in ("image_mean", "image_std"))
+    mean, std = (tuple(getattr(own, name, None) or [MIDDLE] * channels) for name in ("image_mean", "image_std"))
     if len(mean) != channels or len(std) != channels:
-        raise ConfigError(
-            f"{encoder.model_type}: image_mean and image_std need a number for each of {channels} channels"
-        )
+        raise ConfigError(f"{own.model_type}: image_mean and image_std need a number for each of {channels} channels")
     return Pixels(channels, height, width, mean, std)
 
 
