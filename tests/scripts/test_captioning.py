@@ -54,8 +54,8 @@ def test_a_run_its_files_two_ranks_and_a_resumed_one(tmp_path: Path) -> None:
     code, told = started(tmp_path / "one")
     assert code == 0, told
     rows = json.loads((tmp_path / "one" / "proof.json").read_text())["rows"]
-    assert not [row["name"] for row in rows if row["passed"] is False]
-    assert "Documents in a row do not see each other" in [row["name"] for row in rows if row["passed"]]
+    assert not [row["name"] for row in rows if row["ok"] is False]
+    assert "Documents in a row do not see each other" in [row["name"] for row in rows if row["ok"]]
     logged = lines(tmp_path / "one")
     assert all(line["data/encoded"] > 0 and line["shape/undeclared"] == 0 for line in logged)
     [evaluated] = lines(tmp_path / "one", "evals.jsonl")
