@@ -129,6 +129,11 @@ and the messages of each role in conversations that are learned from, see source
         return f"{self.source_names[int(self.source[i])]} #{i}"
 
     @property
+    def encoded(self) -> bool:
+        """Whether each document has something for an encoder."""
+        return bool(self.given) or self.encoder_inputs is not None
+
+    @property
     def lengths(self) -> np.ndarray:
         """int64 [D]: row positions each document takes. Its last token is only ever a target, so n tokens take n - 1."""
         return np.diff(self.offsets) - 1

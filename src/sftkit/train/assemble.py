@@ -157,8 +157,8 @@ def lay_out(
 ) -> Batches:
     """This rank's share of documents in rows of declared shapes, after those that the checkpoint has taken."""
     earlier = resume.stretches
-    encoded = examples.encoder_inputs is not None
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths, earlier, encoded)
+    lengths, encoded = examples.lengths, examples.encoded
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded)
     part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
     place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
     return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
