@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_layout_of
+from helpers import cpu_runtime, make_layout_of, tiny_llama
 from made_captioners import CAPTIONER, TRANSLATOR, captions, made
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sftkit.compile.contract import compile_model, step_contract
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.loader import Batches
 from sftkit.data.pack import make_layout
@@ -24,7 +26,12 @@ from sftkit.data.types import Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import heaviest
+from sftkit.errors import ConfigError, DataError
+from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
+from sftkit.models.causal import CausalLM
 from sftkit.models.structure import called, count_parameters, encoder, train_flops
+from sftkit.models.text_to_text import TextToText
+from sftkit.models.vision import VisionToText
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import refusal
@@ -229,3 +236,69 @@ def test_an_input_that_several_documents_share_is_kept_once() -> None:
     assert np.array_equal(pixels[1], stored[0])
     assert np.array_equal(pixels[3], stored[2])
     assert not pixels[[2, 4, 5]].any()
+
+
+def test_what_the_encoder_takes_is_part_of_the_memory_plan() -> None:
+    orig_model = made(CAPTIONER)
+    layout = replace(make_layout_of("packed", LENGTHS), docs_per_row=4, encoded=True)
+    shape = shape_of(orig_model)
+    assert shape is not None
+    with_encoder = Setup(shape, layout, "adamw", "bf16", 4096, 1.0, True, False, encoder=encoder_shape_of(orig_model))
+    assert with_encoder.encoder is not None
+    assert (with_encoder.encoder.hidden, with_encoder.encoder.blocks, shape.hidden) == (24, 2, 32)
+    rows = layout.shapes[-1][0]
+    found = replace(with_encoder, encoded_length=10)
+    assert found.encoded == rows * 4 * 10
+    more = estimate(found).activations - estimate(replace(found, layout=replace(layout, docs_per_row=2))).activations
+    kept = kept_elements(replace(found, shape=with_encoder.encoder))
+    assert more == pytest.approx(2 * rows * 2 * 10 * (2 * kept + 2 * 2 * shape.key), rel=0.01)  # 2 bytes, 2 places less
+
+
+def test_texts_for_an_encoder_are_cut_filled_and_kept_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = ["What is the capital of France?", "She sells", "What is the capital of France?"]
+    examples = replace(captions(made(TRANSLATOR), [4, 4, 4]), given=given, encoder_inputs=None)
+    found = TextToText().with_inputs(made(TRANSLATOR), tokenizer, examples, 6, DataConfig(train=())).encoder_inputs
+    assert found is not None
+    ids, mask = found.arrays["encoder_input_ids"], found.arrays["encoder_attention_mask"]
+    assert (ids.shape, mask.shape, found.index.tolist()) == ((2, 6), (2, 6), [0, 1, 0])
+    for i, text in enumerate(given[:2]):
+        assert ids[i][mask[i]].tolist() == tokenizer(text)["input_ids"][:6]
+    with pytest.raises(DataError, match=r"its rows have no text to encode"):
+        TextToText().with_inputs(made(TRANSLATOR), tokenizer, replace(examples, given=()), 6, DataConfig(train=()))
+
+
+def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
+    examples = replace(captions(made(CAPTIONER), [4]), given=["a.png"])
+    with pytest.raises(DataError, match=r"llama has no encoder for a.png: take a model with one"):
+        CausalLM().with_inputs(tiny_llama(), None, examples, 32, DataConfig(train=()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("topology", "train", "refused"),
+    [
+        (
+            Topology(shards=2, sharded=True),
+            TrainConfig(),
+            r"trained as replicas: start it with accelerate_configs/ddp.yaml",
+        ),
+        (Topology(context=2, sharded=True), TrainConfig(), r"not with FSDP2, tensor or context parallelism"),
+        (Topology(), TrainConfig(fp8="rowwise"), r"train.fp8=rowwise: vision-encoder-decoder has an encoder"),
+    ],
+)
+def test_what_is_not_supported_is_refused(topology: Topology, train: TrainConfig, refused: str) -> None:
+    orig_model = made(CAPTIONER)
+    with pytest.raises(ConfigError, match=refused):
+        VisionToText().check(orig_model, topology, train)
+    VisionToText().check(orig_model, Topology(replicas=2), TrainConfig())
+
+
+def test_pictures_are_normalised_as_the_config_says_and_a_checkpoint_says_the_same() -> None:
+    orig_model, kind = made(CAPTIONER), VisionToText()
+    orig_model.config.encoder.image_mean, orig_model.config.encoder.image_std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
+    pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    found = kind.plain_inputs(orig_model, {"pixel_values": pixels})["pixel_values"]
+    mean, std = torch.tensor([0.1, 0.2, 0.3])[:, None, None], torch.tensor([0.5, 0.6, 0.7])[:, None, None]
+    torch.testing.assert_close(found, (pixels / 255 - mean) / std)
+    said = json.loads(kind.files(orig_model)["preprocessor_config.json"])
+    assert (said["image_mean"], said["image_std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
+    assert said["size"] == {"height": 12, "width": 12}
