@@ -93,7 +93,9 @@ def loads_in_transformers(folder: Path) -> None:
     written = orig_model.generate(pixels, max_new_tokens=5)
     assert written[0, 0] == tokenizer.eos_token_id  # this tokenizer has no other token to begin with
     assert len(written[0]) <= 6
-    assert "AutoImageProcessor" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "pipeline_tag: image-to-text" in card
+    assert "AutoImageProcessor" in card
     assert "AutoImageProcessor" not in _use("AutoModelForCausalLM")
 
 
