@@ -25,7 +25,7 @@ from sftkit.data.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
-from sftkit.engine.warmup import heaviest
+from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
 from sftkit.models.causal import CausalLM
@@ -265,6 +265,13 @@ def test_texts_for_an_encoder_are_cut_filled_and_kept_once(tokenizer: PreTrained
         assert ids[i][mask[i]].tolist() == tokenizer(text)["input_ids"][:6]
     with pytest.raises(DataError, match=r"its rows have no text to encode"):
         TextToText().with_inputs(made(TRANSLATOR), tokenizer, replace(examples, given=()), 6, DataConfig(train=()))
+
+
+def test_dropout_of_an_encoder_is_seen() -> None:
+    orig_model = made(CAPTIONER)
+    assert not has_dropout(orig_model)
+    orig_model.config.encoder.attention_probs_dropout_prob = 0.1
+    assert has_dropout(orig_model)
 
 
 def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
