@@ -22,6 +22,7 @@ def main() -> None:
     from sftkit.generation.decode import stream
     from sftkit.generation.introduction import introduction
     from sftkit.generation.repl import Conversation, converse, show
+    from sftkit.models.kinds import check_causal
     from sftkit.models.load import load_model, load_tokenizer
     from sftkit.runtime.start import quiet_libraries, start_device
 
@@ -29,6 +30,7 @@ def main() -> None:
     source = ModelConfig(path=path, chat_template_args=args.template_args)
     tokenizer = load_tokenizer(source)
     orig_model = load_model(source, tokenizer, seed=0).to(start_device())
+    check_causal(orig_model.config, "chat.py")
     answer = partial(stream, orig_model, tokenizer, sampling=args.sampling)
 
     if args.prompt is not None:

@@ -39,8 +39,9 @@ def main() -> None:
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = prepare.load_examples(cfg.data, stage, tokenizer, max_length)
-    layout = make_layout(cfg.data, max_length, cfg.train, flags.topology.row_ranks, examples.lengths)
-    epoch = plan_epoch(examples.lengths, layout, cfg.run.seed, epoch=0)
+    lengths, encoded = examples.lengths, examples.encoded
+    layout = make_layout(cfg.data, max_length, cfg.train, flags.topology.row_ranks, lengths, encoded=encoded)
+    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 
     found = preflight.look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan)

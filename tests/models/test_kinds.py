@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from helpers import tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     PreTrainedModel,
@@ -21,9 +19,9 @@ from transformers import (
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.auto_classes import CAUSAL, auto_class, auto_class_in
+from sftkit.models.auto_classes import CAPTIONS, CAUSAL, TEXT_TO_TEXT, auto_class, auto_class_in
 from sftkit.models.causal import CausalLM
-from sftkit.models.kinds import KINDS, kind_of
+from sftkit.models.kinds import KINDS, check_causal, kind_of
 from sftkit.models.load import load_model
 from sftkit.models.weights import load_model_weights, make_room
 
@@ -39,15 +37,16 @@ def test_a_decoder_is_a_causal_model_by_its_config_and_by_the_files_of_its_check
 def test_every_class_that_a_config_leads_to_has_a_kind_of_that_class() -> None:
     for name, kind in KINDS.items():
         assert kind.auto_class.__name__ == name
-    assert auto_class({"model_type": "llama"}) in KINDS
+    assert auto_class({"model_type": "llama"}) == CAUSAL
+    assert auto_class({"model_type": "t5", "is_encoder_decoder": True}) == TEXT_TO_TEXT
+    assert auto_class({"model_type": "vision-encoder-decoder"}) == CAPTIONS
+    assert {CAUSAL, TEXT_TO_TEXT, CAPTIONS} == KINDS.keys()
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["whole", "sharded"])
-def test_a_model_with_an_encoder_is_refused_with_what_can_be_trained(tmp_path: Path, empty: bool) -> None:
-    T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["is_encoder_decoder"]
-    with pytest.raises(ConfigError, match=r"t5 has an encoder.*AutoModelForCausalLM"):
-        load_model(ModelConfig(path=str(tmp_path)), AutoTokenizer, 0, empty=empty)  # type: ignore[arg-type]
+def test_a_model_with_an_encoder_is_refused_where_a_text_is_continued() -> None:
+    check_causal(tiny_llama().config, "chat.py")
+    with pytest.raises(ConfigError, match=r"t5 has an encoder: chat.py is for models that continue a text"):
+        check_causal(T5Config(), "chat.py")
 
 
 def sees_images(vocab_size: int) -> PreTrainedModel:

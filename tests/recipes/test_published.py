@@ -57,7 +57,8 @@ GPU_GIB = {"80 GB": 79.0, "141 GB": 139.0}
 RECIPES = sorted(
     path
     for path in (ROOT / "recipes").glob("*/*.yaml")
-    if path.parent.name not in ("default", "smoke", "shared")  # those make a model of their own, or name none
+    if path.parent.name
+    not in ("default", "smoke", "shared", "captioning")  # those make a model of their own, or name none
 )
 SFT = [path for path in RECIPES if path.name == "sft.yaml"]
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"

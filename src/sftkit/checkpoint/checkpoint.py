@@ -24,6 +24,7 @@ from sftkit.checkpoint.weight_files import snapshot_weights
 from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.kinds import kind_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
@@ -159,6 +160,7 @@ class Checkpoints:
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,
+            **kind_of(self.orig_model.config).files(self.orig_model),
             RECIPE: self.recipe.encode(),
             f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }

@@ -54,9 +54,19 @@ def run_identity(
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": _digest(str(tokenizer.chat_template).encode()),
-        "data": {"documents": len(examples), "tokens": len(examples.ids), "ids": _sample_digest(examples)},
+        "data": {
+            "documents": len(examples),
+            "tokens": len(examples.ids),
+            "ids": _sample_digest(examples),
+            **_given(examples),
+        },
         "rows": {name: getattr(layout, name) for name in ROWS},
     }
+
+
+def _given(examples: Examples) -> dict[str, str]:
+    """Names of what an encoder reads, in order; nothing where it reads nothing, as in checkpoints of versions without one."""
+    return {"given": _digest("\0".join(examples.given).encode())} if examples.given else {}
 
 
 def _sample_digest(examples: Examples) -> str:

@@ -17,20 +17,21 @@ from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
 from sftkit.compile.refusal import describe, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
-from sftkit.models.structure import decoder_blocks
+from sftkit.models.structure import called, decoder_blocks
 
 log = logging.getLogger(__name__)
 
 
 def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """What the decoder runs besides its blocks and embeddings and has parameters of its own: the final norm, mostly.
+    """What encoder and decoder run besides their blocks and embeddings and has parameters of its own: the final norm, mostly.
 
     Not torch's own modules: they are one operator, and Dynamo does not trace them on their own.
     """
     blocks = set(decoder_blocks(orig_model))
     return [
         child
-        for child in orig_model.get_decoder().children()
+        for part in called(orig_model)
+        for child in part.children()
         if next(child.parameters(), None) is not None
         and not isinstance(child, torch.nn.Embedding)
         and not type(child).__module__.startswith("torch.nn")
@@ -72,7 +73,7 @@ def compile_model(
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
     if scope == "model":
-        return [orig_model.get_decoder()]
+        return [part for part in called(orig_model) if next(part.children(), None) is not None]
     blocks = decoder_blocks(orig_model)
     if not blocks:
         raise ConfigError(

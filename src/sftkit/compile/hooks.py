@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from sftkit.models.structure import decoder
+from sftkit.models.structure import called
 
 KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -61,12 +61,12 @@ class HookWatch:
             for hook in now ^ self._hooks
             if hook.module in inside
         }
-        called = set(decoder(self._model).modules())
+        runs = {module for part in called(self._model) for module in part.modules()}
         uncalled = {
             f"{name or ROOT}: {kind} {UNCALLED}"
             for name, module in self._model.named_modules()
             for field, kind in KINDS.items()
-            if module not in called and not all(map(_of_library, getattr(module, field).values()))
+            if module not in runs and not all(map(_of_library, getattr(module, field).values()))
         }
         return sorted(changed | uncalled)
 

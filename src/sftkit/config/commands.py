@@ -14,6 +14,7 @@ SCRIPTS = {
     "base": "base_train.py",
     "mid": "mid_train.py",
     "sft": "chat_sft.py",
+    "caption": "caption_train.py",
     "chain": "run_chain.py",
     "eval": "evaluate.py",
     "chat": "chat.py",

@@ -18,6 +18,7 @@ from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.paths import unusable
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 
+BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 Problem = tuple[str, str]
 Get = Callable[[str], Any]
 "Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
@@ -124,8 +125,8 @@ def _sources(get: Get) -> Iterator[Problem]:
                     f'"{label}" is already the name of {part}.{first_with[label]}: set another name',
                 )
             if source.path.startswith("builtin:"):
-                if source.path not in ("builtin:docs", "builtin:tasks"):
-                    yield f"{part}.{i}.path", f'"{source.path}" is not one of builtin:docs, builtin:tasks'
+                if source.path not in BUILTIN_SOURCES:
+                    yield f"{part}.{i}.path", f'"{source.path}" is not one of {", ".join(BUILTIN_SOURCES)}'
                 if source.split not in ("train", "heldout"):
                     yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
 

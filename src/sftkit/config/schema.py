@@ -51,7 +51,7 @@ class SourceConfig:
     """One source of rows: a builtin, a local file or folder, or a hub dataset."""
 
     path: FilePath
-    "builtin:docs, builtin:tasks, a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
+    "builtin:docs, builtin:tasks, builtin:pictures (with captions), a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
     name: str | None = None
     "Label in metrics; null: the last part of the path."
     subset: str | None = None

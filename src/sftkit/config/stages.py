@@ -1,11 +1,13 @@
-"""The three stages of training, by name: which script runs each. No torch."""
+"""The stages of training, by name: which script runs each. No torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py"}
-"Name -> file of the script, in the order of the chain."
+CHAIN = ("base", "mid", "sft")
+"Those that follow one another."
+SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py", "caption": "caption_train.py"}
+"Name -> file of the script."
 
 
 def stage_of_script(script: str) -> str | None:

@@ -17,9 +17,22 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.types import Examples, Finding
 from sftkit.runtime.files import own_name
 
-FORMAT = 2
+FORMAT = 3
 DECIDING = (
-    *("demo/builtin", "alike", "answers", "arrow", "chat", "conversation", "findings", "hub", "learned", "readers"),
+    *(
+        "demo/builtin",
+        "demo/pictures",
+        "alike",
+        "answers",
+        "arrow",
+        "caption",
+        "chat",
+        "conversation",
+        "findings",
+        "hub",
+        "learned",
+        "readers",
+    ),
     *("reasoning", "rows", "sources", "spans", "template", "text"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
@@ -56,7 +69,7 @@ def load(folder: Path) -> Examples | None:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
         findings = {name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()}
         names = tuple(meta["source_names"])
-        examples = Examples(**arrays, source_names=names, counts=meta["counts"], findings=findings)
+        examples = Examples(**arrays, source_names=names, counts=meta["counts"], findings=findings, given=meta["given"])
         _check(examples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
@@ -91,6 +104,7 @@ def _write(folder: Path, examples: Examples) -> None:
         np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
     findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
     meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
+    meta["given"] = list(examples.given)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 

@@ -12,10 +12,12 @@ import torch
 
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
-from sftkit.data.types import Examples
+from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
+OF_TOKENS = ("input_ids", "position_ids")
+"The inputs that have a value for each position of a row; others have one for each encoded input."
 TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few sizes, and little is computed in vain
 
 
@@ -65,7 +67,8 @@ class Batch:
 
     inputs: dict[str, torch.Tensor]
     """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and position_ids,
-    int64, restarting at 0 in each document: [B, T], of chunks [B, C]"""
+    int64, restarting at 0 in each document: [B, T], of chunks [B, C]; of models with an encoder also what that is given,
+    [B K, ...]: entry r K + k is that of the k-th document of row r, zeros where there is none"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
@@ -120,6 +123,7 @@ def collate(
     max_docs: int,
     max_doc_length: int,
     part: Part = WHOLE,
+    docs_per_row: int | None = None,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
@@ -127,6 +131,7 @@ def collate(
         max_docs: D, document slots of the batch, those for padding included.
         max_doc_length: also the most that one padding document covers.
         part: what of the rows this process computes; row_length is a multiple of `part.multiple`.
+        docs_per_row: K, encoded inputs of a row, of examples that have any; None: as many as these rows need.
     """
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
@@ -158,6 +163,7 @@ def collate(
         {
             "input_ids": torch.from_numpy(input_ids.reshape(shape)),
             "position_ids": torch.from_numpy(position_ids.reshape(shape)),
+            **_encoder_inputs(examples, docs, row, number_in_row, len(rows), docs_per_row or max(docs_in_row.max(), 1)),
         },
         torch.from_numpy(targets.reshape(shape)),
         torch.from_numpy(doc_ids.reshape(shape)),
@@ -171,15 +177,34 @@ def collate(
     return batch if part.kind == "whole" else _part_of(batch, part)
 
 
+def _encoder_inputs(
+    examples: Examples, docs: np.ndarray, row: np.ndarray, number_in_row: np.ndarray, rows: int, per_row: int
+) -> dict[str, torch.Tensor]:
+    """By argument name, [rows * per_row, ...]; of documents [M], of which each has its row and its number there."""
+    if examples.encoder_inputs is None:
+        return {}
+    at, entries = row * per_row + number_in_row, examples.encoder_inputs.index[docs]
+    assert number_in_row.max(initial=0) < per_row, f"{number_in_row.max() + 1} documents for {per_row} encoded inputs"
+    found = {}
+    for name, array in examples.encoder_inputs.arrays.items():
+        filled = np.zeros((rows * per_row, *array.shape[1:]), array.dtype)
+        filled[at] = array[entries]
+        found[name] = torch.from_numpy(filled)
+    return found
+
+
 def documents(batch: Batch) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
-    of a text alone do, and its targets [L]."""
+    of a text alone do, with what an encoder is given for it [1, ...], and its targets [L]."""
+    encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
             if number < 0:  # padding
                 continue
             own = ids == number
-            inputs = {name: value[row, own][None] for name, value in batch.inputs.items() if name != "position_ids"}
+            inputs = {"input_ids": batch.inputs["input_ids"][row, own][None]}
+            for name, value in encoded.items():
+                inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
             yield inputs, batch.targets[row, own]
 
 
@@ -262,16 +287,28 @@ def _target_index(is_target: np.ndarray) -> np.ndarray:
 
 
 def warm_up_batch(
-    rows: int, row_length: int, vocab_size: int, max_docs: int, max_doc_length: int, part: Part = WHOLE
+    rows: int,
+    row_length: int,
+    vocab_size: int,
+    max_docs: int,
+    max_doc_length: int,
+    part: Part = WHOLE,
+    docs_per_row: int | None = None,
+    made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """The heaviest batch of a declared shape: random tokens, documents as long as allowed, every position a target."""
+    """The heaviest batch of a declared shape: random tokens, documents as long as allowed, every position a target.
+
+    Args:
+        made_up: gives so many documents something to encode.
+    """
     whole, rest = divmod(row_length, max_doc_length)
     row = [max_doc_length] * whole + [rest] * (rest > 0)
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     numbers = np.arange(len(sizes)).reshape(rows, len(row))
     recipe = tuple(map(tuple, numbers.tolist()))
-    return collate(Examples.of(ids, sizes), recipe, row_length, 0, max_docs, max_doc_length, part)
+    examples = Examples.of(ids, sizes, made_up(len(sizes)))
+    return collate(examples, recipe, row_length, 0, max_docs, max_doc_length, part, docs_per_row)
 
 
 def check_part(layout: Layout, part: Part) -> None:

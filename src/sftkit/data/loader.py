@@ -109,7 +109,9 @@ class _Steps(Dataset[StepBatches]):
         for number, rows in enumerate(mine, start=1):
             if own is not None:
                 own.copy_(torch.tensor([os.getpid(), step, number]))
-            yield collate(self.examples, rows, row_length, self.pad_id, max_docs, longest, self.part)
+            yield collate(
+                self.examples, rows, row_length, self.pad_id, max_docs, longest, self.part, self.layout.docs_per_row
+            )
         if own is not None:
             own[1:] = 0
 

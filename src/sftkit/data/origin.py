@@ -17,7 +17,12 @@ from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.errors import ConfigError
 
-BUILTINS = ("docs", "tasks")
+BUILTINS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "docs": ("builtin", lambda text: {"text": text}),
+    "tasks": ("builtin", lambda task: {"messages": task.messages}),
+    "pictures": ("pictures", dict),
+}
+"Builtin -> the module of data/demo that makes it, and how one becomes a row."
 STAND_IN = "a text"
 "In the place of the first row of builtin:docs: to make one takes reading all of Python's library."
 
@@ -67,11 +72,12 @@ def _builtin(source: SourceConfig) -> Origin:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    made = getattr(importlib.import_module("sftkit.data.demo.builtin"), name)
+    module, as_row = BUILTINS[name]
+    made = getattr(importlib.import_module(f"sftkit.data.demo.{module}"), name)
 
     def raw_rows() -> Iterator[RawRow]:
         for i, item in enumerate(made(split)):
-            yield f"{source.path}[{split}]:{i}", {"text": item} if name == "docs" else {"messages": item.messages}
+            yield f"{source.path}[{split}]:{i}", as_row(item)
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
     return Origin(partial(readers.sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library

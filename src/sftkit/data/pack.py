@@ -20,6 +20,7 @@ OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows
 SAMPLE = 100_000  # documents packed on trial, 0.07 s
 NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe says
 PAD_MULTIPLE = 8  # of the row lengths of a dynamic layout, unless the recipe says
+FULL_OF_INPUTS = 0.95  # of the places for encoded inputs that are taken: an encoder costs more than padded positions
 SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own for sizes 0 and 1
 
 
@@ -43,6 +44,8 @@ class Layout:
     "bucketed: rows of max_length whose positions a micro-batch of shorter rows may take, at any number of processes"
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
+    encoded: bool = False
+    "each document has an input for an encoder, for which a row has docs_per_row places"
 
     @property
     def dynamic(self) -> bool:
@@ -136,6 +139,7 @@ def make_layout(
     world_size: int,
     lengths: np.ndarray,
     earlier: Sequence[Stretch] = (),
+    encoded: bool = False,
 ) -> Layout:
     """The layout of a run, from the recipe and the lengths of its training documents.
 
@@ -145,6 +149,7 @@ def make_layout(
     Args:
         earlier: of the checkpoint that is resumed. Buckets are those that the run began with, and their numbers of rows
             change with the global batch only, so that another micro-batch makes no other global batches.
+        encoded: each document has an input for an encoder.
     """
     share = train.global_batch_size // world_size
     micro = largest_divisor(share, train.micro_batch_size)
@@ -160,6 +165,7 @@ def make_layout(
         max_doc_length=max_length,
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
+        encoded=encoded,
     )
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
         plain = replace(plain, budget_rows=earlier[-1].budget_rows)
@@ -199,7 +205,7 @@ def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     return replace(
         plain,
         row_lengths=(row_length,),
-        docs_per_row=_docs_per_row(lengths, row_length),
+        docs_per_row=(_inputs_per_row if plain.encoded else _docs_per_row)(lengths, row_length),
         max_doc_length=min(-(-int(lengths.max()) // 128) * 128, row_length),
     )
 
@@ -215,6 +221,17 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
     while len(pack(lengths, sample, row_length, cap)) > 1.005 * fewest:
         cap *= 2
     return cap
+
+
+def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
+    """The most documents of which each has an encoded input, such that nearly all places for those are taken."""
+    sample = np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]
+    least, most = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
+    while least < most:
+        middle = (least + most + 1) // 2
+        rows = len(pack(lengths, sample, row_length, middle))
+        least, most = (middle, most) if len(sample) >= FULL_OF_INPUTS * rows * middle else (least, middle - 1)
+    return least
 
 
 def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sftkit.data.readers import json_error, loads
@@ -14,7 +15,7 @@ Raw = dict[str, Any]
 
 ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
 instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
-question, answer | text | content; beside any conversation: system, chat_template_kwargs"""
+question, answer | image or file_name with caption, captions or text | text | content; beside any conversation: system, chat_template_kwargs"""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -28,8 +29,14 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 
-WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"}
+WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
+    "nothing for an encoder",
+    "a picture",
+}
 "Reasons to refuse a row for its columns, which rows of one file share, whatever is in them."
+
+GENERATED = "builtin:"
+"What names of pictures begin with that are made and not read."
 
 RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"} | {
     "continue_final_message",
@@ -59,6 +66,7 @@ def convert(raw: Any, where: str) -> Row:
 
 def require_text(row: Row) -> str:
     """The text of a row of base training, or a DataError."""
+    refuse_picture(row)
     if row.text is None:
         raise DataError(
             f"{row.where}: a conversation, but this script learns from plain text. "
@@ -70,6 +78,7 @@ def require_text(row: Row) -> str:
 
 def require_conversation(row: Row) -> list[dict[str, Any]]:
     """The messages of a row of chat SFT, or a DataError."""
+    refuse_picture(row)
     if row.messages is None:
         raise DataError(
             f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
@@ -77,6 +86,27 @@ def require_conversation(row: Row) -> list[dict[str, Any]]:
             reason="text, not a conversation",
         )
     return row.messages
+
+
+def require_given(row: Row) -> tuple[str, Sequence[str]]:
+    """(what an encoder reads, the texts that are learned of it) of a row: a picture and its captions, or a question and its
+    answer; or a DataError."""
+    if row.image is not None:
+        return row.image, row.captions
+    turns = row.messages or []
+    if [turn["role"] for turn in turns] == ["user", "assistant"]:
+        return turns[0]["content"], [turns[1]["content"]]
+    raise DataError(
+        f"{row.where}: neither a picture with captions (image, captions) nor a question with its answer (prompt, completion), "
+        "and this script learns what is said of one. Texts and conversations are for the other stages",
+        reason="nothing for an encoder",
+    )
+
+
+def refuse_picture(row: Row) -> None:
+    """Refuse a row that only a model with an encoder learns from."""
+    if row.image is not None:
+        raise DataError(f"{row.where}: a picture with captions, which are for caption_train.py", reason="a picture")
 
 
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
@@ -240,7 +270,29 @@ def _plain(column: str) -> Callable[[Raw, str], Row]:
     return lambda raw, where: Row(where, text=_text(raw, column, where))
 
 
+def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
+    """A picture, by its file beside that of the row or the name of a generated one, and what it shows, once or several times."""
+
+    def make(raw: Raw, where: str) -> Row:
+        name, said = _text(raw, image, where), raw[text]
+        captions = said if isinstance(said, list) else [said]
+        if not captions or not all(isinstance(caption, str) for caption in captions):
+            raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
+        if not name.startswith(GENERATED):
+            name = str(Path(where).parent / name)
+            if not Path(name).is_file():
+                raise DataError(f"{where}: {name}: no such picture", reason="picture is missing")
+        return Row(where, image=name, captions=tuple(captions))
+
+    return make
+
+
 SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
+    *(
+        ((image, text), _picture(image, text))
+        for image in ("image", "file_name")
+        for text in ("captions", "caption", "text")
+    ),
     (("messages",), _messages),
     (("conversations",), _conversations),
     (("instruction", "output"), _instruction),

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.config.stages import SCRIPTS
+from sftkit.data import caption as captions
 from sftkit.data import chat, text
 from sftkit.data.learned import Targets
 from sftkit.data.types import Tokenized
@@ -45,6 +46,19 @@ def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     return _conversations(chat.tokenize, data, tokenizer, max_length, data.targets or "assistant")
 
 
+def caption(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
+    """What is said of a picture, or of a text, that an encoder reads: every token of it is a target.
+
+    Raises:
+        ConfigError: settings of conversations.
+    """
+    if data.targets not in (None, "all"):
+        raise ConfigError(
+            f"data.targets={data.targets}: caption_train.py learns every token of captions; take the setting out"
+        )
+    return partial(captions.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+
+
 def _conversations(
     tokenize: Callable[..., Tokenized],
     data: DataConfig,
@@ -67,5 +81,6 @@ STAGES: dict[str, tuple[str, OfStage]] = {
     "base": (SCRIPTS["base"], base),
     "mid": (SCRIPTS["mid"], mid),
     "sft": (SCRIPTS["sft"], sft),
+    "caption": (SCRIPTS["caption"], caption),
 }
 "Name -> the script that runs it, and what it learns."

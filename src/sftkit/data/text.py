@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
 from sftkit.data.encode import PIECE, encode
-from sftkit.data.rows import require_text
+from sftkit.data.rows import refuse_picture, require_text
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
 
@@ -39,6 +39,7 @@ def tokenize_any(
     split_turns: bool = True,
 ) -> Tokenized:
     """Text as text, conversations as conversations; mid-training learns every token of both."""
+    refuse_picture(row)
     if row.messages is None:
         return tokenize(row, tokenizer, max_length=max_length)
     return chat.tokenize(

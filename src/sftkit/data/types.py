@@ -22,6 +22,10 @@ class Row:
     "The first so many messages are given, not learned: `prompt` beside `completion`."
     template_args: dict[str, Any] | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
+    image: str | None = None
+    "File of a picture, or the name of a generated one."
+    captions: tuple[str, ...] = ()
+    "What the picture shows, each a document of its own."
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class TokenizedExample:
     "bool [n]"
     num_bytes: int = 0
     "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
+    given: str = ""
+    "What an encoder reads for it: a picture's file, or a text; empty: nothing."
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class EncoderInputs:
+    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may share."""
+
+    arrays: Mapping[str, np.ndarray]
+    "by argument name, [I, ...], memory-mapped where they are large"
+    index: np.ndarray
+    "int64 [D]; document i is given entry index[i]"
+
+
+@dataclass(frozen=True)
 class Examples:
     """All tokenized documents of a set of sources, flat and memory-mappable; D documents, N tokens."""
 
@@ -87,14 +103,19 @@ class Examples:
 and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
     "source name -> why rows were skipped or dropped, and what is odd in others"
+    given: Sequence[str] = ()
+    "of each document what an encoder reads for it, by name; empty: the data is for models without one"
+    encoder_inputs: EncoderInputs | None = None
+    "the same as arrays; None: there is no encoder"
 
     @classmethod
-    def of(cls, ids: np.ndarray, sizes: Sequence[int]) -> Examples:
+    def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
         """Documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
         names = ("made up",)
-        return cls(ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16), names, {})
+        arrays = (ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16))
+        return cls(*arrays, names, {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -106,6 +127,11 @@ and the messages of each role in conversations that are learned from, see source
     def name(self, i: int) -> str:
         """What document i is called in messages."""
         return f"{self.source_names[int(self.source[i])]} #{i}"
+
+    @property
+    def encoded(self) -> bool:
+        """Whether each document has something for an encoder."""
+        return bool(self.given) or self.encoder_inputs is not None
 
     @property
     def lengths(self) -> np.ndarray:

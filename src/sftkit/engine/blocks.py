@@ -134,7 +134,7 @@ class Blocks:
         started = time.perf_counter()
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        check = check_documents(self.model, eager, rt.device)
+        check = check_documents(self.model, eager, rt.device, layout.max_length)
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from sftkit.data.collate import WHOLE, Batch, collate, part_of
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
+from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.runtime.start import Runtime
 
@@ -47,9 +48,8 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> t
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
     recipe = [*recipe, *[()] * rows][:rows]
-    return _micro_batches(
-        orig_model, layout, rt, recipe, row_length, layout.max_docs(rows, row_length), layout.max_doc_length
-    )
+    slots = layout.max_docs(rows, row_length)
+    return _micro_batches(orig_model, layout, rt, recipe, row_length, slots, layout.max_doc_length, layout.docs_per_row)
 
 
 def _micro_batches(
@@ -60,18 +60,20 @@ def _micro_batches(
     row_length: int,
     max_docs: int,
     max_doc_length: int,
+    docs_per_row: int | None = None,
 ) -> tuple[list[Batch], list[Batch]]:
     """(whole micro-batches, this rank's parts of them): random tokens, others for each rank that has other rows, every third
     of them no target."""
     room = min(max_doc_length, row_length // max(map(len, rows)))
     sizes = [min(size, room) for size in SIZES]
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
+    inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
     whole, own = [], []
     for _ in range(min(layout.accumulation, MICRO_BATCHES)):
-        examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes)
+        examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         examples.is_target[2::3] = False
         collated = (
-            collate(examples, tuple(rows), row_length, 0, max_docs, max_doc_length, part)
+            collate(examples, tuple(rows), row_length, 0, max_docs, max_doc_length, part, docs_per_row)
             for part in (WHOLE, part_of(rt.topology, rt.rank))
         )
         batch, part = (each.to(rt.device) for each in collated)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import Batch, collate
+from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import head, logit_softcap, vocab_size
@@ -46,9 +46,14 @@ class DocumentCheck:
     "the same for the document that was replaced"
 
 
-def check_documents(model: ModelWithLoss, backend: str, device: torch.device) -> DocumentCheck:
+def check_documents(
+    model: ModelWithLoss, backend: str, device: torch.device, max_length: int = ROW_LENGTH
+) -> DocumentCheck:
     """Two documents and padding in one row through our forward pass, and each document alone through the model's own,
     must give the same logits; sliding windows are made shorter than the documents for it.
+
+    Args:
+        max_length: data.max_length, to which texts for an encoder are filled.
 
     Raises:
         ConfigError: they do not, or the model does not take our arguments: this architecture does something that our
@@ -62,7 +67,7 @@ def check_documents(model: ModelWithLoss, backend: str, device: torch.device) ->
     orig_model.eval()
     try:
         with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows(orig_model):
-            found = _compare(model, "reference" if backend == "sdpa" else backend, device)
+            found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -79,19 +84,18 @@ def check_documents(model: ModelWithLoss, backend: str, device: torch.device) ->
     return found
 
 
-def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> DocumentCheck:
+def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_length: int) -> DocumentCheck:
     """The reference kernel stands in for sdpa, which takes one document a row."""
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(SIZES) + 2)
-    batch = _batch(ids, (0, 1)).to(device)
+    examples = Examples.of(ids, SIZES, model.kind.made_up_inputs(model.orig_model, len(SIZES), max_length))
+    batch = _batch(examples, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(SIZES)], _plain_logits(model, batch)
     watched, targets = model.objective.watched, model.objective.count(batch)
-    sums = [model.sums(_batch(ids, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
+    sums = [model.sums(_batch(examples, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
     plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(SIZES)]).measured[watched]
 
-    other = batch.inputs["input_ids"].clone()
-    other[:, : SIZES[0]] = (other[:, : SIZES[0]] + 1) % vocab_size(model.orig_model)
-    replaced = replace(batch, inputs={**batch.inputs, "input_ids": other})
+    replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
@@ -104,8 +108,18 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device) -> Docume
     )
 
 
-def _batch(ids: np.ndarray, documents: Sequence[int]) -> Batch:
-    return collate(Examples.of(ids, SIZES), (tuple(documents),), ROW_LENGTH, 0, max_docs=3, max_doc_length=max(SIZES))
+def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
+    """The inputs of a batch, every token of its first document another one, and what is encoded for it."""
+    found = {name: value.clone() for name, value in batch.inputs.items()}
+    ids = found["input_ids"][:, : SIZES[0]]
+    ids.copy_((ids + 1) % vocabulary)
+    for name in found.keys() - set(OF_TOKENS):
+        found[name][0] = found[name][0].flip(-1)
+    return found
+
+
+def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
+    return collate(examples, (tuple(documents),), ROW_LENGTH, 0, max_docs=3, max_doc_length=max(SIZES))
 
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
@@ -117,5 +131,4 @@ def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
 
 def _plain_logits(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
     """Each document alone through transformers' own forward pass: fp32 [1, documents' positions, V]."""
-    documents = batch.inputs["input_ids"][:, : sum(SIZES)].split(SIZES, 1)
-    return torch.cat([model.kind.plain_logits(model.orig_model, {"input_ids": ids}).float() for ids in documents], 1)
+    return torch.cat([model.kind.plain_logits(model.orig_model, inputs).float() for inputs, _ in documents(batch)], 1)

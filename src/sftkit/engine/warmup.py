@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -11,10 +12,12 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch, part_of, warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.engine.step import forward_backward
-from sftkit.models.structure import vocab_size
+from sftkit.models.kinds import kind_of
+from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS
+from sftkit.ops.attention_choice import DROPOUTS
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.wrap import gradient_sync
 from sftkit.runtime.start import Runtime
@@ -23,7 +26,8 @@ from sftkit.runtime.start import Runtime
 def has_dropout(orig_model: PreTrainedModel) -> bool:
     """Whether two training passes of the same batch differ."""
     layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in orig_model.modules())
-    return layers or bool(getattr(orig_model.config.get_text_config(), "attention_dropout", 0.0))
+    parts = [orig_model.config.get_text_config(), getattr(encoder(orig_model), "config", None)]
+    return layers or any(getattr(config, name, 0.0) for config in parts for name in DROPOUTS)
 
 
 def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
@@ -38,7 +42,14 @@ def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int
     """This rank's part of the heaviest batch of a shape, on the device."""
     slots = layout.max_docs(rows, row_length)
     return warm_up_batch(
-        rows, row_length, vocab_size(orig_model), slots, layout.max_doc_length, part_of(rt.topology, rt.rank)
+        rows,
+        row_length,
+        vocab_size(orig_model),
+        slots,
+        layout.max_doc_length,
+        part_of(rt.topology, rt.rank),
+        layout.docs_per_row,
+        partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length),
     ).to(rt.device)
 
 

@@ -17,6 +17,7 @@ from sftkit.data.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.evals.flags import as_source
 from sftkit.evals.scoring import longest_input
+from sftkit.models.kinds import check_causal
 from sftkit.models.load import load_model, load_options
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -37,6 +38,7 @@ VALIDATION_ROWS = 4
 def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """The model on its device, its weights cut over the ranks where the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, rt.topology.sharded)
+    check_causal(orig_model.config, "scripts/evaluate.py")
     config = orig_model.config.get_text_config()
     plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
     whole_rows = rt.topology.context == 1

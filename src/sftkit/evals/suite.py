@@ -19,12 +19,13 @@ from sftkit.data import chat, sources
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import families, harness, results, scoring, tasks
+from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
 from sftkit.evals.task import Choices, Likelihoods, Marks, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.decode import generate
+from sftkit.models.kinds import check_causal
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
 from sftkit.runtime.hardware import environment
@@ -126,6 +127,8 @@ class Suite:
     "what results call the model; None: the run directory"
 
     def __post_init__(self) -> None:
+        if self.config.tasks:
+            check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
         check_room([task for task, _ in self.asked], self.config, self._longest)  # what is wrong with them is said now
 
     @cached_property
@@ -152,7 +155,8 @@ class Suite:
             found = self.run_tasks()
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
                 self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
-            return values | results.values_of([one.result for one in found]), self.samples()
+            captions, written = self.captions()
+            return values | results.values_of([one.result for one in found]) | captions, [*written, *self.samples()]
         finally:
             let_go(self.orig_model)
 
@@ -163,6 +167,23 @@ class Suite:
         documents = sum(map(len, self.validation.values()))
         with working(f"evaluating the loss of {documents:,} documents"):
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
+
+    def captions(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """eval/captions/* of validation documents with something to encode, and the first few; empty without any."""
+        encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
+        if not encoded or self.layout is None:
+            return {}, []
+        with working("describing what is held out"):
+            return captions.evaluate(
+                self.orig_model,
+                self.tokenizer,
+                encoded,
+                self.rt,
+                max_examples=self.config.max_examples,
+                samples=self.config.samples,
+                max_new_tokens=self.config.max_new_tokens or self.layout.max_length,
+                batch_size=self.config.batch_size,
+            )
 
     @cached_property
     def about(self) -> dict[str, Any]:

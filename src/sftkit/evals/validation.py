@@ -54,6 +54,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
                         max_docs,
                         layout.max_doc_length,
                         part_of(rt.topology, rt.rank),
+                        layout.docs_per_row,
                     )
                     nll += model(collated.to(rt.device), backend).measured[model.objective.watched]
     finally:

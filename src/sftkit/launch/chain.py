@@ -12,7 +12,7 @@ from sftkit.config.commands import invocation, shipped
 from sftkit.config.load import read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config
-from sftkit.config.stages import SCRIPTS
+from sftkit.config.stages import CHAIN, SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import inputs_of
@@ -21,7 +21,7 @@ from sftkit.runtime.manifest import digest
 from sftkit.runtime.rundir import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
 from sftkit.runtime.status import read_status
 
-STAGES = {stage: f"scripts/{script}" for stage, script in SCRIPTS.items()}
+STAGES = {stage: f"scripts/{SCRIPTS[stage]}" for stage in CHAIN}
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:

@@ -23,6 +23,7 @@ USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --ver
   init DIR              copy scripts, recipes and Accelerate configs into DIR, to read and to change
   chain FOLDER          base, mid, sft and evaluation of a folder of recipes: sftkit chain recipes/smoke
   base|mid|sft RECIPE   train one stage on the hardware that is there: sftkit sft RECIPE [key=value ...]
+  caption RECIPE        the same of a model with an encoder, which learns to say what it sees
   prepare RECIPE        tokenize the data of a recipe into its cache, before a GPU is used
   inspect RECIPE        what would be learned and dropped, and what it would cost
   eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sftkit.config.optimizers import OPTIMIZERS, WIDTH
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
-from sftkit.models.structure import decoder_blocks, vocab_size
+from sftkit.models.structure import decoder_blocks, encoder, vocab_size
 from sftkit.parallel.fsdp import Sharding
 
 GIB = 2**30
@@ -57,6 +57,15 @@ class Setup:
     topology: Topology = field(default_factory=Topology)
     sharding: Sharding = field(default_factory=Sharding)
     "how a sharded topology gathers weights and exchanges gradients"
+    encoder: Shape | None = None
+    "its sizes; None: the model has none"
+    encoded_length: int = 0
+    "positions of an input of the encoder, for which rows have places"
+
+    @property
+    def encoded(self) -> int:
+        """Positions that the encoder computes in a micro-batch, empty places included."""
+        return max(rows for rows, _ in self.layout.shapes) * self.layout.docs_per_row * self.encoded_length
 
 
 @dataclass(frozen=True)
@@ -85,9 +94,18 @@ class Estimate:
 
 
 def shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """The sizes that the model's config names, None if it lacks one or has several of it."""
-    config = orig_model.config.get_text_config()
+    """The sizes that the model's config names, of one with an encoder those of the decoder; None if it lacks one or has several
+    of it."""
+    return _shape(orig_model, orig_model.config.get_text_config())
 
+
+def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
+    """The sizes of the model's encoder, None if it has none, or one that does not name them."""
+    inner = encoder(orig_model)
+    return _shape(orig_model, inner.config) if isinstance(inner, PreTrainedModel) else None
+
+
+def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | None:
     def size(*names: str, default: int | None = None) -> int | None:
         values = [getattr(config, name, None) for name in names]
         given = [value for value in values if value is not None]
@@ -162,17 +180,31 @@ def estimate(s: Setup) -> Estimate:
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
     last = 0 if buckets and s.layout.accumulation == 1 else gradients  # in the buckets themselves
     head = width * m.vocab * m.hidden
-    block = tokens * _block_bytes_per_token(s) + _mask_bytes(s)
+    block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
         weights,
         _state_bytes(s),
         gradients=buckets + earlier - sums,
         gradient_sums=sums,
-        activations=int(width * tokens * m.blocks * kept_elements(s)),
+        activations=int(width * (tokens * m.blocks * kept_elements(s) + _encoder_elements(s, tokens))),
         transient=int(max(_loss_bytes(s, tokens), head + block)),
     )
     at_end = replace(at_start, gradients=buckets + last, activations=0, transient=int(max(head, block)))
     return max(at_start, at_end, key=lambda moment: moment.total)
+
+
+def _encoder_elements(s: Setup, tokens: int) -> float:
+    """Elements that are kept of an encoder's activations, and of the decoder's attention to them: keys and values of encoded
+    positions in each block, which no budget computes again for less, and queries, outputs and a norm of its own tokens."""
+    if s.encoder is None:
+        return 0.0
+    own = s.encoded * s.encoder.blocks * kept_elements(replace(s, shape=s.encoder))
+    return own + s.shape.blocks * (2 * s.shape.key * s.encoded + (2 * s.shape.query + s.shape.hidden) * tokens)
+
+
+def _encoder_block_bytes(s: Setup) -> float:
+    """Of the backward pass of one block of the encoder."""
+    return 0.0 if s.encoder is None else s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder))
 
 
 def held_bytes(s: Setup) -> int:
@@ -245,4 +277,7 @@ def _block_bytes_per_token(s: Setup) -> float:
 
 def _mask_bytes(s: Setup) -> int:
     """The dense mask of backend reference, bool and as a bias."""
-    return max((1 + WIDTH[s.precision]) * rows * t * t for rows, t in s.layout.shapes) if s.dense_mask else 0
+    if not s.dense_mask:
+        return 0
+    encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # of a row
+    return max((1 + WIDTH[s.precision]) * rows * t * (t + encoded) for rows, t in s.layout.shapes)

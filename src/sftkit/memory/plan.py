@@ -18,7 +18,17 @@ from sftkit.config.schema import Config, OptimConfig
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import GIB, Estimate, Setup, earlier_gradient_width, estimate, held_bytes, shape_of
+from sftkit.memory.estimate import (
+    GIB,
+    Estimate,
+    Setup,
+    earlier_gradient_width,
+    encoder_shape_of,
+    estimate,
+    held_bytes,
+    shape_of,
+)
+from sftkit.models.kinds import kind_of
 from sftkit.ops.dtensor import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import Sharding
@@ -97,6 +107,8 @@ def make_plan(
     if shape is not None:
         chunk, topology = cfg.loss.chunk_tokens, rt.topology
         setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology)
+        length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
+        setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
         setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 CAUSAL = "AutoModelForCausalLM"
+CAPTIONS = "AutoModelForImageTextToText"
+TEXT_TO_TEXT = "AutoModelForSeq2SeqLM"
+VISION = "vision-encoder-decoder"
+"The model_type whose encoder reads pictures."
 
 
-def auto_class(config: Mapping[str, Any]) -> str | None:
-    """Of a model with this config; None: no kind of model in models/kinds.py is trained so."""
-    return None if config.get("is_encoder_decoder") else CAUSAL
+def auto_class(config: Mapping[str, Any]) -> str:
+    """Of a model with this config."""
+    if config.get("model_type") == VISION:
+        return CAPTIONS
+    return TEXT_TO_TEXT if config.get("is_encoder_decoder") else CAUSAL
 
 
 def auto_class_in(folder: Path) -> str:
     """Of the model in a folder, one that a run has written."""
-    found = auto_class(json.loads((folder / "config.json").read_text()))
-    assert found is not None, f"{folder}: no run writes such a model"
-    return found
+    return auto_class(json.loads((folder / "config.json").read_text()))

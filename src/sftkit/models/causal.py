@@ -8,12 +8,17 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import DataConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
+from sftkit.data.types import EncoderInputs, Examples
+from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Head
 from sftkit.models.structure import decoder, head, logit_softcap
+from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 
 
@@ -24,6 +29,52 @@ class CausalLM:
     def auto_class(self) -> Any:
         """See auto_classes.CAUSAL."""
         return getattr(transformers, auto_classes.CAUSAL)
+
+    def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Vocabulary and special ids."""
+        return {**ids_of(tokenizer), **fields}
+
+    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Nothing: all of it is trained."""
+
+    def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
+        """Nothing is refused here."""
+
+    def with_inputs(
+        self,
+        orig_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Examples,
+        max_length: int,
+        data: DataConfig,
+    ) -> Examples:
+        """As they are.
+
+        Raises:
+            DataError: they have something to encode.
+        """
+        if examples.given:
+            raise DataError(
+                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for {examples.given[0][:80]}: "
+                "take a model with one (model.scratch.model_type=vision-encoder-decoder for pictures)"
+            )
+        return examples
+
+    def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
+        """None."""
+        return None
+
+    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
+        """None."""
+        return {}
+
+    def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
+        """0."""
+        return 0
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

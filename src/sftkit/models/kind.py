@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import DataConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
+from sftkit.data.types import EncoderInputs, Examples
 
 
 class Head(NamedTuple):
@@ -30,6 +33,50 @@ class ModelKind(Protocol):
     def auto_class(self) -> Any:
         """The class of transformers that loads such a model from a folder, a hub id or a config."""
 
+    def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The fields of a new model's config, those that follow from the tokenizer filled in."""
+
+    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Set in a model that was just made or loaded what training and generation need. Parameters on which nothing depends
+        are not trained."""
+
+    def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
+        """Refuse what these models cannot do.
+
+        Raises:
+            ConfigError: with what to do instead.
+        """
+
+    def with_inputs(
+        self,
+        orig_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Examples,
+        max_length: int,
+        data: DataConfig,
+    ) -> Examples:
+        """Documents with what an encoder is given for each, made once and kept in data.cache_dir; as they are without one.
+
+        Raises:
+            DataError: they name nothing that could be encoded, or what they name cannot be read.
+        """
+
+    def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
+        """The same for documents that are made up, always the same; None without an encoder.
+
+        Args:
+            length: data.max_length, to which texts for an encoder are filled.
+        """
+
+    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs of an encoder, as batches have them, as transformers' own forward pass and generation take them."""
+
+    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
+        """What a checkpoint of such a model has beside config, weights and tokenizer, by name."""
+
+    def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
+        """S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
+
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
@@ -44,5 +91,5 @@ class ModelKind(Protocol):
         """The output projection, its weights gathered by whoever shards the model."""
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits [1, L, V] of one document's inputs [1, L], by transformers' own forward pass and attention: nothing of
-        ours, so the other side of what is checked."""
+        """Logits [1, L, V] of one document's inputs, tokens [1, L] and what is encoded for it [1, ...], by transformers' own
+        forward pass and attention: nothing of ours, so the other side of what is checked."""

@@ -8,20 +8,29 @@ from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.causal import CausalLM
 from sftkit.models.kind import ModelKind
+from sftkit.models.text_to_text import TextToText
+from sftkit.models.vision import VisionToText
 
-KINDS: dict[str, ModelKind] = {auto_classes.CAUSAL: CausalLM()}
+KINDS: dict[str, ModelKind] = {
+    auto_classes.CAUSAL: CausalLM(),
+    auto_classes.CAPTIONS: VisionToText(),
+    auto_classes.TEXT_TO_TEXT: TextToText(),
+}
 
 
 def kind_of(config: PretrainedConfig) -> ModelKind:
-    """Return the kind of the models with this config.
+    """Return the kind of the models with this config."""
+    return KINDS[auto_classes.auto_class(config.to_dict())]
+
+
+def check_causal(config: PretrainedConfig, what: str) -> None:
+    """Refuse a model with an encoder where only a text is continued.
 
     Raises:
-        ConfigError: they are trained in none of the ways that are known.
+        ConfigError: `what` is done with causal models.
     """
-    name = auto_classes.auto_class(config.to_dict())
-    if name is None:
+    if config.is_encoder_decoder:
         raise ConfigError(
-            f"{config.model_type} has an encoder: decoders of text are trained here, take a model that "
-            f"{' or '.join(KINDS)} loads"
+            f"{config.model_type} has an encoder: {what} is for models that continue a text. Its run measures its captions by "
+            "itself (data.val), and transformers generates with it, see docs/captioning.md"
         )
-    return KINDS[name]

@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
@@ -28,7 +29,8 @@ from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.template import with_arguments
 from sftkit.errors import ConfigError
-from sftkit.models.kinds import kind_of
+from sftkit.models.auto_classes import auto_class
+from sftkit.models.kinds import KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
@@ -211,6 +213,7 @@ def load_model(
         make_rows(orig_model, tokenizer)
     if model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
+    kind_of(orig_model.config).prepare(orig_model, tokenizer)
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         generation.do_sample = True  # what such values mean; transformers refuses to save them without it
@@ -284,15 +287,11 @@ def from_scratch(
     precision: str = "fp32",
 ) -> PreTrainedModel:
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
-    fields = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **fields,
-    }
     torch.manual_seed(seed)
     try:
+        model_type = str(fields["model_type"])
+        encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+        fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
         config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
         attention = plain_implementation(config)
         orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,10 +45,25 @@ def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
 
 
 def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: token ids in, hidden states out."""
+    """What makes hidden states of token ids: the model without its head, and without its encoder."""
     found = orig_model.get_decoder()
+    while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
+        found = inner  # of a decoder that has a head of its own
     assert isinstance(found, torch.nn.Module)
     return found
+
+
+def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
+    """What is looked at by the decoder; None: the model has none."""
+    found = orig_model.get_encoder() if orig_model.config.is_encoder_decoder else None
+    assert found is None or isinstance(found, torch.nn.Module)
+    return found
+
+
+def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that a step calls: the encoder and what fits it to the decoder, where there is one, and the decoder."""
+    first, between = encoder(orig_model), getattr(orig_model, "enc_to_dec_proj", None)
+    return [module for module in (first, between, decoder(orig_model)) if module is not None]
 
 
 def head(orig_model: PreTrainedModel) -> torch.nn.Linear:
@@ -68,7 +85,7 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model, as transformers names them for device placement."""
+    """The repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
     return [module for module in orig_model.modules() if class_name(module) in names]
 
@@ -82,6 +99,8 @@ class ParameterCount:
     "of the blocks and norms; of routed experts only the share that a token visits"
     head: int
     "of the output projection, which may be the input embedding too"
+    encoder: int = 0
+    "of an encoder's blocks and norms, and of what makes keys and values of its positions in the decoder"
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
@@ -96,17 +115,41 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     tables: dict[int, torch.Tensor] = {
         id(p): p for m in orig_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
     }
+    tables |= {id(p): p for p in orig_model.parameters() if is_table(p)}
     tables[id(embedding_of(orig_model))] = embedding_of(orig_model)
     for p in projection:
         tables.pop(id(p), None)  # tied: as the head it is a product
     body = total - in_head - sum(numel[id(p)] for p in tables.values())
+    encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in tables}
+    body -= sum(numel[id(p)] for p in encoding.values())
+    in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
     if experts:
         routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")]
         idle = 1.0 - config.num_experts_per_tok / experts
         body -= int(idle * sum(p.numel() for m in routed for p in m.parameters()))
-    return ParameterCount(total, body, in_head)
+    return ParameterCount(total, body, in_head, in_encoder)
+
+
+CROSS_KEYS = re.compile(
+    r"(crossattention\.c_attn|EncDecAttention\.[kv]|encoder_attn\.[kv]_proj|crossattention\.self\.(key|value))\."
+)
+"Names of what makes keys and values of encoded positions, as architectures have them."
+
+
+def is_table(parameter: torch.Tensor) -> bool:
+    """Whether a parameter that is no embedding is added as it is to each position: [1, positions, H]."""
+    return parameter.ndim == 3 and parameter.shape[0] == 1
+
+
+def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
+    """What is multiplied with the positions of an encoder."""
+    for module in called(orig_model)[:-1]:
+        yield from (p for p in module.parameters() if not is_table(p))
+    for name, parameter in orig_model.named_parameters():
+        if CROSS_KEYS.search(name):
+            yield parameter
 
 
 class AttentionWindow(NamedTuple):
@@ -133,17 +176,27 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
 
 
-def train_flops(orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int) -> float:
+def train_flops(
+    orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int, encoded: int = 0, length: int = 0
+) -> float:
     """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
     token, 6 per parameter of the head and target, 6 x heads x (query head + value head size) per (query, key) pair of a
-    layer (PaLM, appendix B, counted per document and window instead of per row).
+    layer (PaLM, appendix B, counted per document and window instead of per row). What an encoder reads counts by its own
+    positions, as do the keys and values that the decoder makes of them; places without an input are not counted.
 
     Args:
         layer_pairs: pairs that a query may look at, summed over the layers (`attention_windows`, `balance.causal_pairs`).
+        encoded: inputs of an encoder, of `length` positions each.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
     per_pair = 6 * config.num_attention_heads * sizes
-    counted = count_parameters(orig_model)
-    return 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * layer_pairs
+    counted, inner = count_parameters(orig_model), encoder(orig_model)
+    flops = 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * layer_pairs
+    if inner is None:
+        return flops
+    assert isinstance(inner, PreTrainedModel)
+    own = inner.config
+    flops += 6.0 * counted.encoder * encoded * length + float(per_pair) * config.num_hidden_layers * num_tokens * length
+    return flops + 12.0 * own.hidden_size * own.num_hidden_layers * encoded * length**2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data import sources
@@ -16,6 +16,16 @@ SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
 
 # No token crosses these pieces: a word with the space before it, one digit, a run of signs, white space.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Fields of a new model's config that follow from its tokenizer."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
@@ -51,10 +61,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
 
 
 def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
-    """The texts of all rows, and what is said in the conversations."""
+    """The texts of all rows, and what is said in conversations and of pictures."""
     for source in tokenizer_sources:
         for row in sources.read(source, on_bad_row):
             if row.text is not None:
                 yield row.text
             else:
+                yield from row.captions
                 yield from (str(message.get("content") or "") for message in row.messages or ())

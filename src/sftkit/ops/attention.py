@@ -1,7 +1,8 @@
 """Attention that keeps the documents of a row apart: one function registered with transformers, several kernels.
 
 The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
-transformers builds no mask for an attention name of its own, so nothing quadratic exists outside the reference kernel.
+transformers builds no mask for an attention name of its own, so nothing quadratic exists outside the reference kernel. What is
+not causal, an encoder's attention and that of texts to what was encoded for them, gets its boundaries as the mask of its layers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
+from sftkit.ops.cross_attention import see_all
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 
@@ -96,7 +98,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
 @contextmanager
 def implementation(orig_model: PreTrainedModel, name: str) -> Iterator[None]:
     """Inside, the model takes its attention by this name from transformers' registry."""
-    before = orig_model.config._attn_implementation
+    before = _attending(orig_model)[0].config._attn_implementation
     _set_implementation(orig_model, name)
     try:
         yield
@@ -110,8 +112,15 @@ def plain_attention(orig_model: PreTrainedModel) -> AbstractContextManager[None]
 
 
 def plain_implementation(config: PreTrainedConfig) -> str:
-    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out, before 5.23 without a word."""
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out, before 5.23 without a word, and
+    relative positions are part of the scores, too."""
+    text = config.get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", None) or relative_positions(config) else "sdpa"
+
+
+def relative_positions(config: PreTrainedConfig) -> bool:
+    """Whether positions are numbers added to the scores (T5), which kernels that know boundaries do not have."""
+    return bool(getattr(config.get_text_config(), "relative_attention_num_buckets", None))
 
 
 def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
@@ -124,14 +133,25 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     return f"the convolution {convolutions[0]}" if convolutions else None
 
 
+def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The models with a config of their own that a model consists of: itself, or, without the shell, encoder and decoder."""
+    found: dict[int, PreTrainedModel] = {}
+    for module in orig_model.modules():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), module)
+    first, *inner = found.values()
+    return inner if orig_model.config.is_encoder_decoder and inner else [first]
+
+
 def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
-    if orig_model.config._attn_implementation == name:
-        return
-    orig_model.set_attn_implementation(name)
-    if orig_model.config._attn_implementation != name:
-        raise ConfigError(
-            f"{type(orig_model).__name__} is not supported: it does not take its attention from transformers' registry"
-        )
+    for part in _attending(orig_model):
+        if part.config._attn_implementation == name:
+            continue
+        part.set_attn_implementation(name)
+        if part.config._attn_implementation != name:
+            raise ConfigError(
+                f"{type(part).__name__} is not supported: it does not take its attention from transformers' registry"
+            )
 
 
 def attend(
@@ -145,12 +165,15 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal, document-isolated attention as transformers calls it.
+    """Causal, document-isolated attention as transformers calls it; of modules that are not causal what their mask lets see.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
+        attention_mask: of a module that is not causal: bool [B, 1, 1 or T, keys], or what cross_attention.input_boundaries returned.
+        position_bias: [1, H, T, keys], added to the scores: relative positions.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
 
     Returns:
@@ -159,11 +182,15 @@ def attend(
     Raises:
         RuntimeError: called without documents, as generation does outside `plain_attention`.
     """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if not getattr(module, "is_causal", True):
+        return see_all(query, key, value, attention_mask, scale, dropout, position_bias), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if position_bias is not None and documents.mask is None:
+        raise RuntimeError(f"attention backend {documents.backend} knows no relative positions")
     if documents.group is not None:
         key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
@@ -176,7 +203,7 @@ def attend(
     elif documents.blocks is not None:
         out = _flex(query, key, value, documents, scale, sliding_window, softcap)
     elif documents.mask is not None:
-        out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap)
+        out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap, position_bias)
     else:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
@@ -214,13 +241,15 @@ def _reference(
     dropout: float,
     window: int | None,
     softcap: float | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     if window is not None:
         mask = mask & _within(mask.shape[-1], window, mask.device)
     grouped = key.shape[1] < query.shape[1]
     if softcap is None:
+        added = mask if bias is None else bias.masked_fill(~mask, float("-inf"))
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask=added, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2)
     groups = query.shape[1] // key.shape[1]

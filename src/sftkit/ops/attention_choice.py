@@ -16,7 +16,7 @@ from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
-from sftkit.ops.attention import FLEX_BLOCK, dense_kernels, windows
+from sftkit.ops.attention import FLEX_BLOCK, dense_kernels, relative_positions, windows
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
@@ -97,6 +97,8 @@ def refusal(
     softcap = getattr(config, "attn_logit_softcapping", None)
     if backend == "reference":
         return None
+    if relative_positions(orig_model.config):
+        return "has no relative positions, which this model adds to the scores"
     if in_chunks and backend in ("sdpa", "flex"):
         return "attends within whole rows, and context parallelism cuts them"
     if backend == "sdpa":

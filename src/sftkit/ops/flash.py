@@ -1,4 +1,4 @@
-"""Document-isolated causal FlashAttention as one operator: fake, gradient and FLOP formula are registered, so that a
+"""Document-isolated FlashAttention as one operator, causal within a text or from texts to what was encoded for them: fake, gradient and FLOP formula are registered, so that a
 compiled block holds it whole, whatever the documents are, and activation budgets know what it costs."""
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def document_attention(
     scale: float,
     window: int,
     kernel: str,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within each document of a flat batch.
+    """Attention within each document of a flat batch, causal or not.
 
     Args:
         query: bf16 or fp16 [N, H, D]; key, value: [M, KV, D] with H a multiple of KV.
@@ -79,6 +80,7 @@ def document_attention(
         max_length: at least the length of the longest document.
         scale: factor of the scores. window: most keys that a query sees, itself included; 0: all.
         kernel: one of KERNELS.
+        causal: False: each query sees all keys of its document, and there is no window.
 
     Returns:
         (attended values [N, H, D], log-sum-exp fp32 [H, N])
@@ -93,7 +95,7 @@ def document_attention(
             max_seqlen_q=max_length,
             max_seqlen_k=max_length,
             softmax_scale=scale,
-            causal=True,
+            causal=causal,
             window_size_left=window - 1 if window else None,
             return_lse=True,
         )
@@ -107,11 +109,11 @@ def document_attention(
         max_length,
         max_length,
         0.0,
-        True,
+        causal,
         False,
         scale=scale,
         window_size_left=window - 1 if window else -1,
-        window_size_right=0,
+        window_size_right=0 if causal else -1,
     )
     return out, lse
 
@@ -127,6 +129,7 @@ def _(
     scale: float,
     window: int,
     kernel: str,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     positions, heads, _ = query.shape
     out = query.new_empty(positions, heads, value.shape[-1])
@@ -147,6 +150,7 @@ def document_attention_backward(
     scale: float,
     window: int,
     kernel: str,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `document_attention` with respect to query, key and value, in their shapes and dtypes."""
     starts = (cu_seqlens, cu_seqlens_k)
@@ -159,14 +163,14 @@ def document_attention_backward(
             grad,
             lse,
             scale,
-            True,
+            causal,
             window_size_left=window - 1 if window else None,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_length,
             max_seqlen_k=max_length,
         )
-        return _cleared(grads, *starts)
+        return _cleared(grads, *starts, causal)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad,
@@ -180,23 +184,23 @@ def document_attention_backward(
         max_length,
         max_length,
         0.0,
-        True,
+        causal,
         no_dropout,
         torch.empty(0, device=query.device),
         scale=scale,
         window_size_left=window - 1 if window else -1,
-        window_size_right=0,
+        window_size_right=0 if causal else -1,
     )
-    return _cleared(grads, *starts)
+    return _cleared(grads, *starts, causal)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Gradients:
+def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool) -> Gradients:
     """Zeros as the gradients of keys that no query sees: kernels leave the memory of such documents as it was."""
     query, key, value = grads
-    if len(key) == len(query):  # every key has its query
+    if causal and len(key) == len(query):  # every key has its query
         return grads
     document = torch.searchsorted(cu_seqlens_k[1:], torch.arange(len(key), device=key.device), right=True)
     seen = (cu_seqlens.diff() > 0)[document][:, None, None]
@@ -217,6 +221,7 @@ def _(
     scale: float,
     window: int,
     kernel: str,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def contiguous(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(tensor.shape)
@@ -225,7 +230,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel = inputs
+    *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -242,19 +247,33 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
         key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
     starts = (cu_seqlens, cu_seqlens_k)
     grads = document_attention_backward(
-        grad, query, key, value, out, lse, *starts, ctx.max_length, ctx.scale, ctx.window, ctx.kernel
+        grad, query, key, value, out, lse, *starts, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal
     )
     if repeat:
         grads = (grads[0], *(x.unflatten(1, (-1, groups)).sum(2) for x in grads[1:]))
-    return (*grads, None, None, None, None, None, None)
+    return (*grads, None, None, None, None, None, None, None)
 
 
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(query_shape: Sequence[int], value_shape: Sequence[int], max_length: int, window: int) -> int:
-    """FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound."""
+def _pair_flops(
+    query_shape: Sequence[int],
+    value_shape: Sequence[int],
+    starts_k: Sequence[int],
+    max_length: int,
+    window: int,
+    causal: bool,
+) -> int:
+    """FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound. Not causal: of
+    documents with equally many keys.
+
+    Args:
+        starts_k: the shape of cu_seqlens_k.
+    """
     positions, heads, head_dim = query_shape
+    if not causal:
+        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // (starts_k[0] - 1))
     seen = min(window or max_length, max_length)
     return positions * heads * (head_dim + value_shape[-1]) * seen // 2
 
@@ -269,10 +288,11 @@ def _forward_flops(
     max_length: int,
     scale: float,
     window: int,
-    *args: Any,
+    kernel: str,
+    causal: bool = True,
     **kwargs: Any,
 ) -> int:
-    return 2 * _pair_flops(query, value, max_length, window)
+    return 2 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
@@ -288,7 +308,8 @@ def _backward_flops(
     max_length: int,
     scale: float,
     window: int,
-    *args: Any,
+    kernel: str,
+    causal: bool = True,
     **kwargs: Any,
 ) -> int:
-    return 5 * _pair_flops(query, value, max_length, window)
+    return 5 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)

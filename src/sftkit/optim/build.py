@@ -14,7 +14,7 @@ from sftkit.config.commands import install
 from sftkit.config.optimizers import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.models.structure import decoder_blocks
+from sftkit.models.structure import decoder_blocks, is_table
 from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
@@ -68,6 +68,7 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
     """Sort trained parameters by weight decay and, for an optimizer that treats these by themselves, by whether they are
     matrices of a decoder block."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings |= {id(p) for p in model.parameters() if is_table(p)}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
     others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]

@@ -94,7 +94,7 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
     train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was said once
-    return make_layout(data, own.max_length, train, own.world_size, lengths)
+    return make_layout(data, own.max_length, train, own.world_size, lengths, encoded=own.encoded)
 
 
 def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:

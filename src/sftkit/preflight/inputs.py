@@ -53,6 +53,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
+    "caption": rows.require_given,
     None: _readable,
 }
 "Stage -> what refuses a row that it cannot learn from."

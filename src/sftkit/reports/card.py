@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import is_part, latest
 from sftkit.reports.files import Rows, dicts, mapping, number
@@ -18,6 +19,8 @@ from sftkit.reports.numbers import duration, parameters, show
 from sftkit.reports.pieces import columns, said
 
 Report = dict[str, Any]
+PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
+"What the hub calls the use of models that are no plain language models, by the class that loads them."
 _WORDS = {True: "PASS", False: "**FAIL**", None: "not checked"}
 
 
@@ -84,7 +87,7 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
     ]
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES.get(report["run"]["auto_class"], "text-generation"),
         base_model=report["run"]["base_model"],
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
@@ -139,12 +142,16 @@ def _what(report: Report) -> str:
 def _use(auto_class: str | None) -> str:
     if auto_class is None:
         return ""
+    pictures = auto_class == CAPTIONS
     lines = (
-        f"from transformers import {auto_class}, AutoTokenizer",
+        f"from transformers import {auto_class}{', AutoImageProcessor' * pictures}, AutoTokenizer",
         "",
         'path = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(path)",
+        *["processor = AutoImageProcessor.from_pretrained(path)"] * pictures,
         f"model = {auto_class}.from_pretrained(path)",
+        *["pixels = processor(picture, return_tensors='pt').pixel_values"] * pictures,
+        *["print(tokenizer.decode(model.generate(pixels)[0], skip_special_tokens=True))"] * pictures,
     )
     return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
 

@@ -14,6 +14,7 @@ from sftkit.data.balance import causal_pairs
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
+from sftkit.models.kinds import kind_of
 from sftkit.models.structure import attention_windows, train_flops
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Totals
@@ -24,7 +25,7 @@ from sftkit.tracking.progress import Progress
 from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 from sftkit.tracking.window import Window, by_rank, own_values
 
-COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "left_out", "divisor", "skew")
+COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "encoded", "left_out", "divisor", "skew")
 "Of a window, the same on every rank."
 
 
@@ -35,6 +36,9 @@ class Meter:
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
+        encodes = batches.examples.encoder_inputs is not None
+        kind = kind_of(orig_model.config)
+        self._encoder_positions = kind.encoder_positions(orig_model, batches.layout.max_length) if encodes else 0
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         "None: the MFU is unknown"
         if self._peak and self._windows is None:
@@ -51,7 +55,7 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._tokens = self._targets = self._positions = self._pairs = self._left_out = 0
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = self._left_out = 0
         self._own_divisor = self._divisor = 0
         self._wait_seconds = self._paused_seconds = self._earlier_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
@@ -67,11 +71,11 @@ class Meter:
     @property
     def progress(self) -> Progress:
         """Since the start of the run, this window included."""
-        return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds())
+        return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
 
     def axes(self) -> dict[str, float | None]:
         """What the values of this moment can be drawn over; see Progress.axes."""
-        return self.progress.axes(self._orig_model, self._windows is not None)
+        return self.progress.axes(self._orig_model, self._windows is not None, self._encoder_positions)
 
     @property
     def sources(self) -> list[str]:
@@ -98,6 +102,7 @@ class Meter:
         self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
         self._pairs += self._layer_pairs(step_batches)
+        self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
         usable = torch.where(outcome.flags.left_out > 0, 0.0, outcome.sums.vector)
@@ -120,9 +125,11 @@ class Meter:
         means = self._sums.means_of(sums, self._divisor - self._left_out)
         self.planned_targets += self._divisor
         seconds = self._seconds()
-        self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds)
+        self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
         self.total_step_seconds += seconds - self._earlier_seconds
-        flops = train_flops(self._orig_model, self._tokens, self._targets, self._pairs)
+        flops = train_flops(
+            self._orig_model, self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions
+        )
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
         values: dict[str, float | None] = {
@@ -142,11 +149,12 @@ class Meter:
             **memory_counters(self._rt.device),
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
+            **self._encoded_values(seconds),
             **self._source_shares(),
             **left_out_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
-            **self._before.axes(self._orig_model, self._windows is not None),
+            **self._before.axes(self._orig_model, self._windows is not None, self._encoder_positions),
         }
         self._reset()
         return values
@@ -186,9 +194,11 @@ class Meter:
         if window["sums"] != list(self._sums.names):
             return False
         for name in COUNTS:
-            setattr(self, f"_{name}", window[name])
+            setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
         # `read` adds what is in the window.
-        self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -window["seconds"])
+        self._before = self._before.plus(
+            -self._tokens, -self._targets, -self._pairs, -window["seconds"], -self._encoded
+        )
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
         self._earlier_seconds = window["seconds"]
@@ -213,6 +223,12 @@ class Meter:
         waits, peaks, targets = (known[count + i * ranks : count + (i + 1) * ranks] for i in range(3))
         self.seen_targets += round(sum(targets))
         return known[:count], waits, peaks
+
+    def _encoded_values(self, seconds: float) -> dict[str, float | None]:
+        """data/encoded and perf/encoded_per_sec of the window; nothing without an encoder."""
+        if not self._encoder_positions:
+            return {}
+        return {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
 
     def _source_shares(self) -> dict[str, float | None]:
         """data/share/<source> of the window; nothing where there is one source."""

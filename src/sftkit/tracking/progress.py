@@ -26,20 +26,24 @@ class Progress:
     "in steps, without evaluation, checkpoints and warm-up"
     is_whole: bool = True
     "False: it goes on from a checkpoint of an earlier version, which has the tokens alone"
+    encoded: int = 0
+    "inputs of an encoder"
 
-    def plus(self, tokens: int, targets: int, pairs: int, seconds: float) -> Progress:
+    def plus(self, tokens: int, targets: int, pairs: int, seconds: float, encoded: int = 0) -> Progress:
         """Return what it is after so much more."""
-        return Progress(
-            self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds, self.is_whole
-        )
+        counts = (self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds)
+        return Progress(*counts, self.is_whole, self.encoded + encoded)
 
-    def axes(self, orig_model: PreTrainedModel, counts_attention: bool) -> dict[str, float | None]:
+    def axes(
+        self, orig_model: PreTrainedModel, counts_attention: bool, encoder_positions: int = 0
+    ) -> dict[str, float | None]:
         """Return train/tokens, train/flops and train/seconds; None for what is not known.
 
         Args:
             counts_attention: False: of this model not all work is counted.
+            encoder_positions: of an input of its encoder; 0: it has none.
         """
-        flops = train_flops(orig_model, self.tokens, self.targets, self.pairs)
+        flops = train_flops(orig_model, self.tokens, self.targets, self.pairs, self.encoded, encoder_positions)
         return {
             "train/tokens": self.tokens,
             "train/flops": flops if self.is_whole and counts_attention else None,

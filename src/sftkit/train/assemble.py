@@ -6,7 +6,7 @@ Order is kept by construction: each function takes what the one before it return
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
+from sftkit.models.kinds import kind_of
 from sftkit.models.load import inherit, load_model
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
@@ -120,6 +121,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, rt.topology.sharded)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
+    kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
     max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
@@ -139,10 +141,16 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
         ConfigError, DataError: what is wrong with the sources or the layout.
     """
     cfg = run.cfg
-    examples, validation = loader.load_examples(cfg.data, tokenize, run.rt.main_first())
+    with run.rt.main_first():
+        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+        encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
+        examples = encode(examples, start.max_length, cfg.data)
+        validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
     pad_id = int(start.tokenizer.pad_token_id or 0)
     batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective, run.resume)
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, cfg.eval.samples), asked(tokenize))
+    # of what an encoder reads, evaluation itself shows samples
+    shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
+    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), asked(tokenize))
 
 
 def lay_out(
@@ -156,7 +164,8 @@ def lay_out(
 ) -> Batches:
     """This rank's share of documents in rows of declared shapes, after those that the checkpoint has taken."""
     earlier = resume.stretches
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, examples.lengths, earlier)
+    lengths, encoded = examples.lengths, examples.encoded
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded)
     part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
     place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
     return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])

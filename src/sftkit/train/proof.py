@@ -25,7 +25,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
-from sftkit.models.structure import vocab_size
+from sftkit.models.structure import positions, vocab_size
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
@@ -123,13 +123,19 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     is torch's math kernel: which of the others is taken, and what it rounds, is a setting of the process, and a run that
     trains with `sdpa` has another one than a new process.
     """
-    ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(PROBE_LENGTH)]
+    length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
+    ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
     was_training = orig_model.training
     orig_model.eval()
     try:
         with torch.no_grad(), run_eagerly(), sdpa_kernel(SDPBackend.MATH), whole_rows(orig_model):
             batch = torch.tensor([ids], device=orig_model.device)
-            logits = kind_of(orig_model.config).plain_logits(orig_model, {"input_ids": batch})[0].float().cpu()
+            kind = kind_of(orig_model.config)
+            made_up = kind.made_up_inputs(orig_model, 1, length)
+            given = (
+                {} if made_up is None else {n: torch.from_numpy(a).to(batch.device) for n, a in made_up.arrays.items()}
+            )
+            logits = kind.plain_logits(orig_model, {"input_ids": batch, **given})[0].float().cpu()
     finally:
         orig_model.train(was_training)
         let_go(orig_model)

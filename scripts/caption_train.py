@@ -1,0 +1,41 @@
+"""Captioning: teach a model with an encoder to say what it sees. Every token of a caption is a target.
+
+.venv/bin/python -m sftkit.launch scripts/caption_train.py recipes/captioning/caption_smoke.yaml
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/caption_train.py recipes/captioning/caption.yaml train.max_steps=200
+"""
+
+from sftkit.runtime.script import script
+
+
+def main() -> None:
+    from sftkit.config.load import load_config
+    from sftkit.preflight.inputs import inputs_of
+
+    # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
+    cfg = load_config(__doc__, inputs_of("caption"))
+
+    from sftkit.data import stages
+    from sftkit.models.load import base_tokenizer
+    from sftkit.objectives.caption import Caption
+    from sftkit.train import assemble
+
+    with assemble.open_recipe(cfg, "caption") as run:
+        # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
+        tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
+        start = assemble.load_start(run, tokenizer)
+
+        # What we learn from: captions, each with its picture, which is read and resized once. What we minimise: the nats of
+        # each token, given the picture and all tokens before it.
+        tokenize = stages.caption(cfg.data, tokenizer, start.max_length)
+        objective = Caption(cfg.loss)
+        data = assemble.load_data(run, start, tokenize, objective)
+
+        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see engine/blocks.py.
+        engine = assemble.build_engine(run, start, objective, data)
+
+        # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.
+        assemble.run_to_end(run, start, data, engine)
+
+
+if __name__ == "__main__":
+    script(main)

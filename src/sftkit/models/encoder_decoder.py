@@ -1,0 +1,118 @@
+"""What models with an encoder have in common: something is encoded once for each document, whose text then looks at it.
+
+A row of several documents has a place for each one's encoded input; boundaries keep a text from all others (ops.cross_attention).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import Topology
+from sftkit.data.caption import start_id
+from sftkit.data.collate import OF_TOKENS, Batch
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError, DataError
+from sftkit.models.kind import Head
+from sftkit.models.structure import decoder, head, logit_softcap
+from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
+from sftkit.ops.cross_attention import input_boundaries
+
+
+class EncoderDecoder(ABC):
+    """Encode, then decode. See models.kind.ModelKind."""
+
+    @abstractmethod
+    def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """(what the decoder looks at [I, S, H], bool [I, S], False for positions that are filling; None: there are none).
+
+        Args:
+            inputs: of a batch, without its tokens.
+        """
+
+    @abstractmethod
+    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same inputs as transformers' own forward pass and generation take them."""
+
+    def scaled(self, orig_model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """The decoder's hidden states as the head takes them."""
+        return hidden
+
+    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Name the token that texts begin with. What the decoder does not look at, a pooler, is not trained."""
+        start = start_id(tokenizer)
+        for holder in (orig_model.config, orig_model.generation_config):
+            if getattr(holder, "decoder_start_token_id", None) is None:
+                holder.decoder_start_token_id = start
+            if holder.decoder_start_token_id != start:
+                raise ConfigError(
+                    f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
+                    f"(decoder_start_token_id), and those of the tokenizer with {start}: take the model's own tokenizer"
+                )
+        orig_model.config.pad_token_id = tokenizer.pad_token_id
+        pooler = getattr(orig_model.get_encoder(), "pooler", None)
+        if pooler is not None:
+            pooler.requires_grad_(False)
+
+    def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
+        """Replicas in the precision of the run, without shards."""
+        name = orig_model.config.model_type
+        if topology.sharded:
+            raise ConfigError(
+                f"{name} has an encoder and is trained as replicas: start it with accelerate_configs/ddp.yaml or "
+                "single_gpu.yaml, not with FSDP2, tensor or context parallelism"
+            )
+        if train.fp8 is not None:
+            raise ConfigError(
+                f"train.fp8={train.fp8}: {name} has an encoder, which is not trained in float8: set it to null"
+            )
+
+    def hidden_states(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> Tensor:
+        """The decoder's last hidden states; texts of a row see neither each other nor each other's inputs."""
+        given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
+        encoded, visible = self.encode(orig_model, given)
+        rows, (places, length, _) = batch.shape[0], encoded.shape
+        visible = None if visible is None else visible.view(rows, -1)
+        with dense_kernels() if backend == "sdpa" else nullcontext():
+            outputs = decoder(orig_model)(
+                **{name: batch.inputs[name] for name in OF_TOKENS},
+                encoder_hidden_states=encoded.view(rows, places // rows * length, -1),
+                encoder_attention_mask=input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
+                use_cache=False,
+                documents=documents_of(batch, backend, context_group),
+            )
+        return self.scaled(orig_model, outputs.last_hidden_state)
+
+    def head(self, orig_model: PreTrainedModel) -> Head:
+        """The output projection and the soft cap of its logits."""
+        projection = head(orig_model)
+        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
+
+    def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+        """The whole model's."""
+        given = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
+        with plain_attention(orig_model):
+            logits = orig_model(
+                **self.plain_inputs(orig_model, given), decoder_input_ids=inputs["input_ids"], use_cache=False
+            ).logits
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+
+def require_given(examples: Examples, what: str) -> None:
+    """Refuse documents with nothing to encode."""
+    if not examples.given:
+        raise DataError(f"{examples.source_names[0]}: its rows have no {what} to encode, which the model needs")
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Fields of a config that follow from the tokenizer, and the token that texts begin with."""
+    return {"decoder_start_token_id": start_id(tokenizer), "pad_token_id": tokenizer.pad_token_id}

@@ -1,0 +1,170 @@
+"""Models that describe pictures: an encoder of pictures (ViT), a decoder that looks at it (GPT-2), put together by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.config.schema import DataConfig
+from sftkit.data import images
+from sftkit.data.types import EncoderInputs, Examples
+from sftkit.errors import ConfigError
+from sftkit.models import auto_classes
+from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.structure import encoder
+from sftkit.models.tokenizer import ids_of
+from sftkit.ops.attention import plain_attention
+
+PIXELS = "pixel_values"
+PROCESSOR = "preprocessor_config.json"
+"What transformers calls the file of an image processor."
+MIDDLE = 0.5
+"Mean and standard deviation of pixels where neither the model nor its image processor names them, as ViT has it."
+
+
+class Pixels(NamedTuple):
+    """What an encoder takes: sizes, and what pixels in 0..1 are normalised with."""
+
+    channels: int
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class VisionToText(EncoderDecoder):
+    """transformers' VisionEncoderDecoderModel. See models.kind.ModelKind."""
+
+    @property
+    def auto_class(self) -> Any:
+        """See auto_classes.CAPTIONS."""
+        return getattr(transformers, auto_classes.CAPTIONS)
+
+    def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Of the decoder vocabulary and special ids, and that it looks at an encoder.
+
+        Raises:
+            ConfigError: encoder or decoder is missing.
+        """
+        if not all(
+            isinstance(fields.get(part), dict) and "model_type" in fields[part] for part in ("encoder", "decoder")
+        ):
+            raise ConfigError(
+                f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own fields"
+            )
+        decoder = {**ids_of(tokenizer), "is_decoder": True, "add_cross_attention": True, **fields["decoder"]}
+        # transformers takes model_type out of both, so they are copies
+        return {**special_ids(tokenizer), **fields, "encoder": dict(fields["encoder"]), "decoder": decoder}
+
+    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep in the config what pixels are normalised with, where the image processor beside the weights says it."""
+        super().prepare(orig_model, tokenizer)
+        # GPT-2 would look for padding in every batch, to warn of it: a wait for the device, and rows here know their padding
+        orig_model.config.decoder.pad_token_id = None
+        said = Path(str(orig_model.name_or_path)) / PROCESSOR
+        config = orig_model.config.encoder
+        if not hasattr(config, "image_mean") and said.is_file():
+            processor = json.loads(said.read_text())
+            for name in ("image_mean", "image_std"):
+                if processor.get("do_normalize", True) and processor.get(name) is not None:
+                    setattr(config, name, list(processor[name]))
+        pixels_of(orig_model.config)
+
+    def with_inputs(
+        self,
+        orig_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Examples,
+        max_length: int,
+        data: DataConfig,
+    ) -> Examples:
+        """Pictures as uint8 [I, channels, height, width], resized to what the encoder takes."""
+        require_given(examples, "picture")
+        size = pixels_of(orig_model.config)[:3]
+        return replace(examples, encoder_inputs=images.load(examples.given, PIXELS, size, Path(data.cache_dir)))
+
+    def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
+        """Noise."""
+        size = pixels_of(orig_model.config)[:3]
+        noise = np.random.default_rng(1).integers(0, 256, (documents, *size), dtype=np.uint8)
+        return EncoderInputs({PIXELS: noise}, np.arange(documents))
+
+    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
+        """The image processor that other programs prepare pictures with."""
+        pixels = pixels_of(orig_model.config)
+        processor = {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": pixels.height, "width": pixels.width},
+            "resample": images.RESAMPLE,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": pixels.mean,
+            "image_std": pixels.std,
+        }
+        return {PROCESSOR: json.dumps(processor, indent=2).encode()}
+
+    def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
+        """Of a picture: its patches, and what the encoder puts before them."""
+        pixels = pixels_of(orig_model.config)
+        empty = torch.zeros(1, *pixels[:3], dtype=orig_model.dtype, device=orig_model.device)
+        was_training = orig_model.training
+        orig_model.eval()
+        try:
+            # compiled code knows the shapes of the run, not this one
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_attention(orig_model):
+                return int(_encoder(orig_model)(pixel_values=empty).last_hidden_state.shape[1])
+        finally:
+            orig_model.train(was_training)
+
+    def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
+        """All positions of the encoder, in the decoder's size."""
+        encoded = _encoder(orig_model)(**self.plain_inputs(orig_model, inputs)).last_hidden_state
+        projection = getattr(orig_model, "enc_to_dec_proj", None)
+        return (encoded if projection is None else projection(encoded)), None
+
+    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Pixels normalised, on their device, in the precision of the weights. No host sync."""
+        pixels = pixels_of(orig_model.config)
+        return {PIXELS: normalised(inputs[PIXELS], pixels.mean, pixels.std).to(orig_model.dtype)}
+
+
+def _encoder(orig_model: PreTrainedModel) -> torch.nn.Module:
+    found = encoder(orig_model)
+    assert found is not None
+    return found
+
+
+def pixels_of(config: PretrainedConfig) -> Pixels:
+    """What the encoder of a model takes.
+
+    Raises:
+        ConfigError: its config does not say how large pictures are, or names too few means.
+    """
+    own = config.encoder
+    size, channels = getattr(own, "image_size", None), getattr(own, "num_channels", 3)
+    if size is None:
+        raise ConfigError(f"{own.model_type} is not supported as an encoder: its config has no image_size")
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    mean, std = (tuple(getattr(own, name, None) or [MIDDLE] * channels) for name in ("image_mean", "image_std"))
+    if len(mean) != channels or len(std) != channels:
+        raise ConfigError(f"{own.model_type}: image_mean and image_std need a number for each of {channels} channels")
+    return Pixels(channels, height, width, mean, std)
+
+
+def normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(pixels / 255 - mean) / std, fp32 [I, channels, height, width], of uint8. Numbers of the host stay there: no sync."""
+    channels = [
+        pixels[:, i].float().mul(1 / (255 * s)).sub(m / s) for i, (m, s) in enumerate(zip(mean, std, strict=True))
+    ]
+    return torch.stack(channels, 1)

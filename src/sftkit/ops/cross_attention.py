@@ -1,0 +1,78 @@
+"""Attention that is not causal: within what an encoder is given, and from texts to what was encoded for them.
+
+Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of the decoder's layers,
+the one argument that every architecture hands to its cross attention, with fixed shapes whatever the texts are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from sftkit.ops.flash import document_attention
+
+BOUNDED = ("fa4", "varlen")
+"Backends that know boundaries: torch's varlen kernel serves both here, as cross attention is a small part of a step."
+
+
+def input_boundaries(
+    doc_ids: torch.Tensor, inputs: int, length: int, backend: str, visible: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Where each position of a row finds the encoded input of its own document, as the mask that the layers of a decoder hand
+    to attention (with four dimensions transformers passes it on as it is). No host sync.
+
+    Args:
+        doc_ids: int [B, T], number of the document in its row; padding, -1, sees the input of the document before it.
+        inputs: K, of a row; the k-th is that of its k-th document. length: S, positions of an encoded input.
+        visible: bool [B, K S], False for positions of an input that are filling; None: there are none.
+
+    Returns:
+        None: one input a row, all of it seen. For kernels that know boundaries int32 [1, 1, 1, B K + 1], where the queries of
+        each input start in the B T positions; else bool [B, 1, T, K S], True where a query sees a key.
+    """
+    if inputs == 1 and visible is None:
+        return None
+    own = doc_ids.cummax(1).values.clamp(min=0)
+    rows, row_length = own.shape
+    numbers = torch.arange(inputs, device=own.device)
+    if visible is None and backend in BOUNDED:
+        before = (own[:, None, :] < numbers[None, :, None]).sum(-1)  # [B, K]
+        starts = before + row_length * torch.arange(rows, device=own.device)[:, None]
+        return F.pad(starts.flatten(), (0, 1), value=rows * row_length).to(torch.int32)[None, None, None]
+    mask = own[:, :, None] == numbers.repeat_interleave(length)[None, None, :]
+    return (mask if visible is None else mask & visible[:, None, :]).unsqueeze(1)
+
+
+def see_all(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    dropout: float,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention without an order: within what was put in, or from a text to what was encoded for it. [B, T, H, D]"""
+    if mask is not None and mask.dtype == torch.int32:
+        return _see_own(query, key, value, mask.flatten(), scale)
+    if bias is not None:
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+    grouped = key.shape[1] < query.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+
+
+def _see_own(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Each query sees all positions of one encoded input, which have the same length; `starts`: of their queries."""
+    rows, _, row_length, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    count = len(starts) - 1
+    length = len(key) // count
+    starts_k = length * torch.arange(count + 1, dtype=torch.int32, device=key.device)
+    longest = max(row_length, length)
+    out, _ = document_attention(query, key, value, starts, starts_k, longest, scale, 0, "varlen", causal=False)
+    return out.unflatten(0, (rows, row_length))

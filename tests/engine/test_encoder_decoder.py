@@ -1,0 +1,311 @@
+"""Models with an encoder: rows of several documents compute what each document alone does, and none sees another's input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import cpu_runtime, make_layout_of, tiny_llama
+from made_captioners import CAPTIONER, TRANSLATOR, captions, made
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from sftkit.compile.contract import compile_model, step_contract
+from sftkit.compile.switches import compiler_switches
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
+from sftkit.config.topology import Topology
+from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.loader import Batches
+from sftkit.data.pack import make_layout
+from sftkit.data.types import Examples
+from sftkit.engine.self_check import check_documents
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import has_dropout, heaviest
+from sftkit.errors import ConfigError, DataError
+from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
+from sftkit.models.causal import CausalLM
+from sftkit.models.structure import called, count_parameters, encoder, train_flops
+from sftkit.models.text_to_text import TextToText
+from sftkit.models.vision import VisionToText
+from sftkit.objectives.caption import Caption
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention_choice import refusal
+from sftkit.optim.build import build_optimizer, parameter_groups
+
+MODELS: dict[str, dict[str, Any]] = {"ViT and GPT-2": CAPTIONER, "T5": TRANSLATOR}
+LENGTHS = [9, 4, 13, 6, 2, 11]
+ROWS = ((0, 1, 2), (3, 4), (), (5,))
+
+
+def of(fields: dict[str, Any], backend: str = "reference") -> ModelWithLoss:
+    return ModelWithLoss(made(fields), backend, Caption(LossConfig()))
+
+
+def rows_of(
+    examples: Examples, rows: Sequence[tuple[int, ...]], row_length: int = 32, places: int | None = None
+) -> Batch:
+    slots = sum(map(len, rows)) + len(rows)
+    return collate(examples, tuple(rows), row_length, 1, slots, row_length, docs_per_row=places)
+
+
+def gradients(model: ModelWithLoss) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in model.orig_model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("layout", ["packed", "a document a row"])
+def test_losses_and_gradients_are_those_of_each_document_alone_in_plain_transformers(
+    fields: dict[str, Any], layout: str
+) -> None:
+    model = of(fields)
+    examples = captions(model.orig_model, LENGTHS, shared=True)
+    rows = ROWS if layout == "packed" else [(i,) for i in range(len(LENGTHS))]
+    batch = rows_of(examples, rows, places=4 if layout == "packed" else 1)
+    sums = model(batch)
+    sums.loss.backward()
+    ours = gradients(model)
+    plain = torch.zeros(())
+    for inputs, targets in documents(batch):
+        logits = model.kind.plain_logits(model.orig_model, inputs)[0]
+        plain = plain + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    plain.backward()
+    theirs = gradients(model)
+    torch.testing.assert_close(sums.loss, plain)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(
+            ours[name], gradient, msg=lambda text, name=name: f"{name}: {text}", atol=2e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_tokens_and_input_of_one_document_change_no_bit_of_the_others(fields: dict[str, Any]) -> None:
+    model = of(fields)
+    batch = rows_of(captions(model.orig_model, LENGTHS), ROWS, places=4)
+    changed = dict(batch.inputs)
+    ids = changed["input_ids"] = batch.inputs["input_ids"].clone()
+    ids[0, 9:13] = (ids[0, 9:13] + 1) % 64  # the second document of the first row
+    for name in changed.keys() - set(OF_TOKENS):
+        changed[name] = batch.inputs[name].clone()
+        changed[name][1] = changed[name][1].flip(-1)
+    with torch.no_grad():
+        before = model.hidden_states(batch, "reference")
+        after = model.hidden_states(replace(batch, inputs=changed), "reference")
+        alone = dict(batch.inputs, input_ids=batch.inputs["input_ids"])
+        for name in alone.keys() - set(OF_TOKENS):
+            alone[name] = changed[name]
+        looked = model.hidden_states(replace(batch, inputs=alone), "reference")
+    own = torch.zeros_like(batch.doc_ids, dtype=torch.bool)
+    own[0, 9:13] = True
+    real = batch.doc_ids >= 0
+    assert torch.equal(before[real & ~own], after[real & ~own])
+    assert (before[own] != after[own]).any(-1).all()
+    assert (before[own] != looked[own]).any(-1).all()  # also of another input alone
+
+
+def test_before_the_first_step_a_run_finds_the_same() -> None:
+    found = check_documents(of(CAPTIONER), "reference", torch.device("cpu"))
+    assert found.logits_difference < 1e-6
+    assert found.leak == 0.0 < found.changed
+
+
+@pytest.mark.parametrize("kind", ["fixed", "bucketed", "packed", "dynamic"])
+def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_inputs(kind: str) -> None:
+    model = of(CAPTIONER)
+    lengths = (LENGTHS * 12)[:70]
+    examples = captions(model.orig_model, lengths)
+    data = DataConfig(train=(), layout=kind, num_buckets=2 if kind == "bucketed" else None)  # type: ignore[arg-type]
+    train = TrainConfig(global_batch_size=4, micro_batch_size=2)
+    layout = make_layout(data, 32, train, 1, examples.lengths, encoded=True)
+    seen, used, places = set(), 0, 0
+    for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 12):
+        for batch in step.micro_batches:
+            pixels = batch.inputs["pixel_values"]
+            assert layout.declares(*batch.shape)
+            assert len(pixels) == batch.shape[0] * layout.docs_per_row
+            seen.add((batch.shape, len(pixels)))
+            places += len(pixels)
+        used += len(step.document_lengths)
+    if kind != "dynamic":
+        expected = {(shape, shape[0] * layout.docs_per_row) for shape in layout.shapes}
+        assert seen <= expected
+        made_up = heaviest(cpu_runtime(), model.orig_model, layout, *layout.shapes[0])
+        assert len(made_up.inputs["pixel_values"]) == layout.shapes[0][0] * layout.docs_per_row
+    if kind == "packed":
+        assert layout.docs_per_row > 1
+        assert used > 0.8 * places
+
+
+@pytest.mark.parametrize("kind", ["bucketed", "packed"])
+def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(kind: str) -> None:
+    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager")
+    eager, model = of(CAPTIONER), of(CAPTIONER)
+    examples = captions(model.orig_model, LENGTHS * 6)
+    layout = make_layout_of(kind, examples.lengths)
+    layout = replace(layout, docs_per_row=3 if kind == "packed" else 1, encoded=True)
+    with compiler_switches(config, 1.0, False, 8):
+        compile_model(model.orig_model, config)
+        watch = CompileWatch()
+        for shape in layout.shapes:
+            model(heaviest(rt, model.orig_model, layout, *shape)).loss.backward()
+        model.zero_grad()
+        watch.warm_up_done()
+        with step_contract("error", watch.graph_break_reasons()):
+            for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 3):
+                for batch in step.micro_batches:
+                    ours, plain = model(batch), eager(batch)
+                    torch.testing.assert_close(ours.loss, plain.loss)
+                    ours.loss.backward()
+                    plain.loss.backward()
+        counts = watch.counts()
+        watch.close()
+    assert counts["compile/recompiles"] == counts["compile/graph_breaks"] == 0
+    theirs = gradients(eager)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-4, rtol=1e-4)
+
+
+def test_captions_can_be_learned_from_their_pictures() -> None:
+    torch.manual_seed(0)
+    rt, model = cpu_runtime(), of(CAPTIONER)
+    examples = captions(model.orig_model, [5] * 8)
+    examples.ids[examples.offsets[:-1]] = 0  # all begin alike, so what follows is in the picture alone
+    layout = make_layout_of("packed", examples.lengths, batch=2, micro=2)
+    layout = replace(layout, docs_per_row=4, encoded=True)
+    optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
+    losses = []
+    for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 80):
+        outcome = optimizer_step(model, optimizer, model.objective, step, 5e-3, 1.0, rt)
+        losses.append(float(outcome.sums["nll"]) / step.num_targets)
+    assert losses[0] > 3.5
+    assert losses[-1] < 0.1  # without pictures all of them are as likely: ln 8 / 5 = 0.42 at least
+
+
+def test_what_the_encoder_computes_is_counted_by_its_own_positions() -> None:
+    orig_model = made(CAPTIONER)
+    counted = count_parameters(orig_model)
+    vit, gpt2 = encoder(orig_model), orig_model.decoder
+    assert isinstance(vit, PreTrainedModel)
+    assert len(called(orig_model)) == 3
+    tables = vit.embeddings.cls_token.numel() + vit.embeddings.position_embeddings.numel()
+    pooler = sum(p.numel() for p in vit.pooler.parameters())
+    between = sum(p.numel() for p in orig_model.enc_to_dec_proj.parameters())
+    keys = sum(p.numel() for h in gpt2.transformer.h for p in h.crossattention.c_attn.parameters())
+    assert counted.encoder == sum(p.numel() for p in vit.parameters()) - tables - pooler + between + keys
+    everything = gpt2.transformer.wpe.weight.numel() + tables + pooler
+    assert counted.encoder + counted.body + counted.head == counted.total - everything
+    length = 10
+    flops = train_flops(orig_model, 7, 5, 100, encoded=3, length=length) - train_flops(orig_model, 7, 5, 100)
+    assert flops == 6 * counted.encoder * 3 * length + 12 * 32 * 2 * 7 * length + 12 * 24 * 2 * 3 * length**2
+
+
+def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
+    orig_model = made(CAPTIONER)
+    frozen = {name for name, p in orig_model.named_parameters() if not p.requires_grad}
+    assert frozen == {"encoder.pooler.dense.weight", "encoder.pooler.dense.bias"}
+    groups = parameter_groups(orig_model, OptimConfig(name="adamw", weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    embeddings = orig_model.encoder.embeddings
+    assert decay[id(embeddings.position_embeddings)] == decay[id(embeddings.cls_token)] == 0.0
+    assert decay[id(embeddings.patch_embeddings.projection.weight)] == 0.1
+    assert orig_model.decoder.lm_head.weight is orig_model.decoder.transformer.wte.weight
+
+
+def test_kernels_without_relative_positions_are_refused_for_t5() -> None:
+    orig_model, layout = made(TRANSLATOR), make_layout_of("packed", LENGTHS)
+    for backend in ("varlen", "sdpa", "flex"):
+        found = refusal(backend, orig_model, layout, torch.device("cpu"), True)
+        assert found is not None
+        assert "no relative positions" in found
+    assert refusal("reference", orig_model, layout, torch.device("cpu"), True) is None
+
+
+def test_an_input_that_several_documents_share_is_kept_once() -> None:
+    examples = captions(made(CAPTIONER), LENGTHS, shared=True)
+    assert examples.encoder_inputs is not None
+    batch = rows_of(examples, [(0, 1), (4,)], places=3)
+    pixels, stored = batch.inputs["pixel_values"].numpy(), examples.encoder_inputs.arrays["pixel_values"]
+    assert np.array_equal(pixels[0], stored[0])
+    assert np.array_equal(pixels[1], stored[0])
+    assert np.array_equal(pixels[3], stored[2])
+    assert not pixels[[2, 4, 5]].any()
+
+
+def test_what_the_encoder_takes_is_part_of_the_memory_plan() -> None:
+    orig_model = made(CAPTIONER)
+    layout = replace(make_layout_of("packed", LENGTHS), docs_per_row=4, encoded=True)
+    shape = shape_of(orig_model)
+    assert shape is not None
+    with_encoder = Setup(shape, layout, "adamw", "bf16", 4096, 1.0, True, False, encoder=encoder_shape_of(orig_model))
+    assert with_encoder.encoder is not None
+    assert (with_encoder.encoder.hidden, with_encoder.encoder.blocks, shape.hidden) == (24, 2, 32)
+    rows = layout.shapes[-1][0]
+    found = replace(with_encoder, encoded_length=10)
+    assert found.encoded == rows * 4 * 10
+    more = estimate(found).activations - estimate(replace(found, layout=replace(layout, docs_per_row=2))).activations
+    kept = kept_elements(replace(found, shape=with_encoder.encoder))
+    assert more == pytest.approx(2 * rows * 2 * 10 * (2 * kept + 2 * 2 * shape.key), rel=0.01)  # 2 bytes, 2 places less
+
+
+def test_texts_for_an_encoder_are_cut_filled_and_kept_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = ["What is the capital of France?", "She sells", "What is the capital of France?"]
+    examples = replace(captions(made(TRANSLATOR), [4, 4, 4]), given=given, encoder_inputs=None)
+    found = TextToText().with_inputs(made(TRANSLATOR), tokenizer, examples, 6, DataConfig(train=())).encoder_inputs
+    assert found is not None
+    ids, mask = found.arrays["encoder_input_ids"], found.arrays["encoder_attention_mask"]
+    assert (ids.shape, mask.shape, found.index.tolist()) == ((2, 6), (2, 6), [0, 1, 0])
+    for i, text in enumerate(given[:2]):
+        assert ids[i][mask[i]].tolist() == tokenizer(text)["input_ids"][:6]
+    with pytest.raises(DataError, match=r"its rows have no text to encode"):
+        TextToText().with_inputs(made(TRANSLATOR), tokenizer, replace(examples, given=()), 6, DataConfig(train=()))
+
+
+def test_dropout_of_an_encoder_is_seen() -> None:
+    orig_model = made(CAPTIONER)
+    assert not has_dropout(orig_model)
+    orig_model.config.encoder.attention_probs_dropout_prob = 0.1
+    assert has_dropout(orig_model)
+
+
+def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
+    examples = replace(captions(made(CAPTIONER), [4]), given=["a.png"])
+    with pytest.raises(DataError, match=r"llama has no encoder for a.png: take a model with one"):
+        CausalLM().with_inputs(tiny_llama(), None, examples, 32, DataConfig(train=()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("topology", "train", "refused"),
+    [
+        (
+            Topology(shards=2, sharded=True),
+            TrainConfig(),
+            r"trained as replicas: start it with accelerate_configs/ddp.yaml",
+        ),
+        (Topology(context=2, sharded=True), TrainConfig(), r"not with FSDP2, tensor or context parallelism"),
+        (Topology(), TrainConfig(fp8="rowwise"), r"train.fp8=rowwise: vision-encoder-decoder has an encoder"),
+    ],
+)
+def test_what_is_not_supported_is_refused(topology: Topology, train: TrainConfig, refused: str) -> None:
+    orig_model = made(CAPTIONER)
+    with pytest.raises(ConfigError, match=refused):
+        VisionToText().check(orig_model, topology, train)
+    VisionToText().check(orig_model, Topology(replicas=2), TrainConfig())
+
+
+def test_pictures_are_normalised_as_the_config_says_and_a_checkpoint_says_the_same() -> None:
+    orig_model, kind = made(CAPTIONER), VisionToText()
+    orig_model.config.encoder.image_mean, orig_model.config.encoder.image_std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
+    pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    found = kind.plain_inputs(orig_model, {"pixel_values": pixels})["pixel_values"]
+    mean, std = torch.tensor([0.1, 0.2, 0.3])[:, None, None], torch.tensor([0.5, 0.6, 0.7])[:, None, None]
+    torch.testing.assert_close(found, (pixels / 255 - mean) / std)
+    said = json.loads(kind.files(orig_model)["preprocessor_config.json"])
+    assert (said["image_mean"], said["image_std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
+    assert said["size"] == {"height": 12, "width": 12}
