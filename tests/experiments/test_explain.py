@@ -117,6 +117,8 @@ def test_each_instrument_sees_what_another_leaves_out() -> None:
     assert seen['print("", end="")'] == ["explain", "fullgraph", "TORCH_LOGS"]
     assert seen['with open("/dev/null") as file:'] == ["TORCH_LOGS"]
     assert any(row["given_up"] for row in found.rows())
+    logged = found.seen[2].breaks
+    assert [one.line for one in logged] == sorted(one.line for one in logged)  # as they happen, each once
 
 
 def test_what_is_said_to_break_graphs_does_and_its_remedy_does_not() -> None:

@@ -162,7 +162,7 @@ def _inputs(module: torch.nn.Module, call: Call) -> dict[str, Call]:
         def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in found:
                 copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                found[path] = Call(*copied, shape=call.shape)
+                found[path] = Call(copied[0], copied[1], call.shape)
 
         return keep
 

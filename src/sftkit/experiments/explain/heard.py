@@ -72,8 +72,10 @@ class Heard(logging.Handler):
 
     def breaks(self) -> list[Break]:
         """Graph breaks, each place and reason once: the log names one again in every graph that is made anew."""
-        found = (read_message(text) for text in self.messages["graph_breaks"])
-        return list({(*one.place, one.kind): one for one in reversed(list(found))}.values())[::-1]
+        found: dict[tuple[str, int, str], Break] = {}
+        for one in map(read_message, self.messages["graph_breaks"]):
+            found.setdefault((*one.place, one.kind), one)
+        return list(found.values())
 
     def recompiles(self) -> list[str]:
         """`forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""

@@ -64,7 +64,9 @@ def values(module: torch.nn.Module, function: Callable[..., Any], call: Call) ->
         if isinstance(leaf, torch.Tensor)
     }
     found = {name: tensor.detach() for name, tensor in named.items()}
-    leaves = {f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
+    leaves: dict[str, torch.Tensor] = {
+        f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad
+    }
     inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves |= {f"gradient of input {index}": tensor for index, tensor in enumerate(inputs)}
     total = sum((_signed(tensor) for tensor in named.values() if tensor.requires_grad), torch.zeros(()))

@@ -11,6 +11,7 @@ from sftkit.reports.numbers import show
 
 WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0
 CSS = """
+.bars svg { display: block; width: 100%; min-width: 640px; }
 svg .part { fill: var(--c); }
 svg .rest { fill: var(--line); }
 svg .span { stroke: var(--text); stroke-width: 1.6; }
@@ -58,7 +59,7 @@ def bars(rows: Sequence[Bar], label: str, styles: Sequence[tuple[str, int]] = ()
         "figure",
         el("figcaption", label),
         el("div", legend, class_="legend") if legend else None,
-        el("div", drawing, class_="scroll"),
+        el("div", drawing, class_="scroll bars"),
     )
 
 

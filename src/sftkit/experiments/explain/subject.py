@@ -95,11 +95,13 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         batch_of(layout, vocab_size(orig_model), rows, row_length, seed=1),
         batch_of(layout, vocab_size(orig_model), rows, other_length(layout, row_length), seed=1),
     ]
-    calls = [_call(batch.to(rt.device), backend) for batch in batches]
+    call, again, other = (_call(batch.to(rt.device), backend) for batch in batches)
     return Subject(
         f"{type(orig_model).__name__}, {config.get_text_config().num_hidden_layers} blocks",
         decoder(orig_model),
-        *calls,
+        call,
+        again,
+        other,
         source=_source(config, cfg, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
         trained=Trained(model, batches[0].to(rt.device)),
