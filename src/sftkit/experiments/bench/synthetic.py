@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sftkit.data.types import Examples
 from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths, sigma
-from sftkit.models.kinds import kind_of
+from sftkit.models.kinds import check_causal, kind_of
 from sftkit.models.load import DTYPES
 
 
@@ -57,6 +57,7 @@ def new_model(
     fields = dict(fields)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    check_causal(config, "the benchmark, whose data are texts,")
     with torch.device(device):
         model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32

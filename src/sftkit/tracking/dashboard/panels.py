@@ -155,7 +155,7 @@ SECTIONS = (
         "Speed in detail",
         (
             *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
-            *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "host_syncs")),
+            *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
             curve("health/rank_skew_pct"),
         ),
     ),
@@ -171,7 +171,7 @@ SECTIONS = (
     Section(
         "Data",
         (
-            *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "share/<source>")),
+            *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
             *(number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
             number("preflight/warnings_count", "0 is right"),
             *(number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
