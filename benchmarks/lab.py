@@ -4,7 +4,7 @@ make lab                                      without a GPU benchmarks/lab_cpu a
 make lab ARGS="lab_layouts lab_gpt2"          these
 make lab ARGS=--tables                        the tables alone, from the results that are there
 
-Results of a plan lie in results.json beside it, once all its runs have ended: raw, with machine, versions and commit. A table
+Results of a plan lie in results/results.json beside it, once all its runs have ended: raw, with machine, versions and commit. A table
 on the page is made of them; what has none says that it was not measured.
 """
 
@@ -64,7 +64,8 @@ def run(lab: str, processes: int) -> bool:
         + (f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs)))
     )
     results = bench(plan, out, fit)
-    shutil.copyfile(out / "results.json", FOLDER / lab / "results.json")
+    (FOLDER / lab / "results").mkdir(exist_ok=True)
+    shutil.copyfile(out / "results.json", FOLDER / lab / "results" / "results.json")
     return any(row["error"] for row in results["runs"])
 
 
@@ -76,7 +77,7 @@ def rebuilt(page: str, folder: Path) -> str:
 def tables(lab: Path) -> str:
     """Machine, speeds and losses of a lab, and what of its plan was not measured."""
     names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
-    file = lab / "results.json"
+    file = lab / "results" / "results.json"
     if not file.exists():
         return f"\nNot measured yet: none of the {len(names)} runs of [the plan](../benchmarks/{lab.name}/plan.yaml).\n"
     results: dict[str, Any] = json.loads(file.read_text())
@@ -86,7 +87,7 @@ def tables(lab: Path) -> str:
     parts = [machine_lines(results["machine"]), speed_table(rows), loss_table(rows)]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     parts += [
-        f"Raw: [results.json](../benchmarks/{lab.name}/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."
+        f"Raw: [results.json](../benchmarks/{lab.name}/results/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."
     ]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 

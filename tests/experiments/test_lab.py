@@ -50,7 +50,8 @@ def test_a_lab_without_results_says_so_and_one_with_some_names_those_that_are_no
         row("compiled", baseline="eager", same_loss_as="eager", losses={"1": 2.0, "2": 1.25}),
         row("two", error="out of memory"),
     ]
-    (lab / "results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
+    (lab / "results").mkdir()
+    (lab / "results/results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
     text = tables(lab)
     assert "1.00 x eager" in text
     assert "2.50e-01 (step 2)" in text
