@@ -39,19 +39,8 @@ ROOMS = {
     ),
     "launch": ("config", "runtime", "models", "preflight"),
     "experiments": (
-        *(
-            "config",
-            "runtime",
-            "data",
-            "ops",
-            "models",
-            "objectives",
-            "tracking",
-            "reports",
-            "compile",
-            "train",
-            "launch",
-        ),
+        *("config", "runtime", "data", "ops", "models", "objectives", "tracking", "reports", "compile"),
+        *("train", "launch"),
     ),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."

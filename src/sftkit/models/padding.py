@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.errors import ConfigError
 from sftkit.models.structure import TOKEN_ROWS, embedding_of, head, vocab_size
 from sftkit.models.vocabulary import NewRows, new_rows, resize, set_new_rows, vocabulary_of
 
@@ -20,7 +21,15 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
     """Grow embedding and head in place to a multiple of so many rows; config.vocab_size stays that of the tokens.
 
     A model without memory for its weights (on the meta device) gets the zeros with its weights.
+
+    Raises:
+        ConfigError: a model with an encoder, whose vocabulary is that of a model inside it.
     """
+    if orig_model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"model.pad_vocab_to_multiple_of: {type(orig_model).__name__} has an encoder, and only the vocabulary of causal models "
+            "is padded: take the setting out"
+        )
     tokens = vocab_size(orig_model)
     rows = -(-tokens // multiple) * multiple
     if rows == tokens:
