@@ -143,7 +143,7 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
         assert used > 0.8 * places
 
 
-@pytest.mark.parametrize("kind", ["bucketed", "packed"])
+@pytest.mark.parametrize("kind", ["packed", pytest.param("bucketed", marks=pytest.mark.slow)])
 def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(kind: str) -> None:
     rt, config = cpu_runtime(), CompileConfig(backend="aot_eager")
     eager, model = of(CAPTIONER), of(CAPTIONER)
