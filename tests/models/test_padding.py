@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_batch, make_examples, make_layout_of, torchrun
+from made_captioners import CAPTIONER, made
 from test_vocabulary import make_model, plain_tokenizer, run_stage
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -259,3 +260,10 @@ def test_ranks_pad_what_one_process_pads_and_train_and_resume_as_without(tmp_pat
         trained_weights = torch.load(tmp_path / f"{kind} 128.pt")
         for name, value in saved.named_parameters():
             assert torch.equal(value, trained_weights[name][: len(value)]), name
+
+
+def test_a_model_with_an_encoder_is_not_padded_and_told_so() -> None:
+    with pytest.raises(
+        ConfigError, match="VisionEncoderDecoderModel has an encoder, and only the vocabulary of causal"
+    ):
+        pad_vocabulary(made(CAPTIONER), MULTIPLE)
