@@ -53,6 +53,7 @@ SCRIPTS = {
     "base_train.py": ("recipes/smoke/base.yaml",),
     "mid_train.py": ("recipes/smoke/mid.yaml",),
     "chat_sft.py": OF_NO_RUN,
+    "caption_train.py": ("recipes/captioning/caption_smoke.yaml",),
     "inspect_data.py": (RECIPE,),
     "validate_compile.py": (RECIPE,),
     "run_chain.py": ("recipes/smoke",),

@@ -20,6 +20,7 @@ MOST_CPU_SECONDS = 2.0
 WRONG_KEY = ("optim.learning_rate=1", "optim.learning_rate")
 RECIPES = {
     **dict.fromkeys(("base_train.py", "mid_train.py", "chat_sft.py"), "recipes/smoke/sft.yaml"),
+    "caption_train.py": "recipes/captioning/caption_smoke.yaml",
     **dict.fromkeys(("inspect_data.py", "validate_compile.py"), "recipes/smoke/sft.yaml"),
     "run_chain.py": "recipes/smoke",
 }

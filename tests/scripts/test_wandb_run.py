@@ -140,6 +140,7 @@ def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: P
     } == {  # known when a file is written, by then or not
         *("perf/mfu", "perf/host_syncs", "mem/reserved_gib", "mem/alloc_retries", "mem/ooms"),  # there is no GPU
         *("train/objective", "train/token_accuracy", "train/entropy", "data/share/<source>"),  # settings, two sources
+        *("data/encoded", "perf/encoded_per_sec"),  # no encoder
     }
 
 

@@ -184,7 +184,7 @@ class GraphAdamW(AdamW):
         if not self._keeps_gradients:
             return grad
         if param not in self._gradients:
-            self._gradients[param] = torch.empty_like(grad)
+            self._gradients[param] = grad.clone()
         kept = self._gradients[param]
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)
