@@ -11,6 +11,7 @@ on the page is made of them; what has none says that it was not measured.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -56,7 +57,7 @@ def labs() -> list[str]:
 
 def run(lab: str, processes: int) -> bool:
     """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
-    plan, out = FOLDER / lab / "plan.yaml", Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
+    plan, out = Path(os.path.relpath(FOLDER / lab / "plan.yaml")), Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out)
     fit = [job.name for job in jobs if job.processes.count <= processes]
     say(
