@@ -57,10 +57,8 @@ def labs() -> list[str]:
 
 def run(lab: str, processes: int) -> bool:
     """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
-    plan, out = (
-        Path(os.path.relpath(FOLDER / lab / "plan.yaml")),
-        Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}",
-    )
+    plan = Path(os.path.relpath(FOLDER / lab / "plan.yaml"))
+    out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out)
     fit = [job.name for job in jobs if job.processes.count <= processes]
     say(
