@@ -135,21 +135,33 @@ def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) 
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
     files = CompilerFiles(lambda: compile_dir(place(), rank), compile.debug)
-    wanted: dict[str, int | bool] = dict.fromkeys(files.names, True)
-    torch._logging.set_logs(modules=wanted)
-    loggers = torch_loggers()
-    terminals = [handler for logger in loggers for handler in logger.handlers]
-    for terminal in terminals:
-        terminal.addFilter(files.is_theirs)
-    for logger in loggers:
-        logger.addHandler(files)
-    try:
+    with torch_logs_to(files, files.is_theirs, modules=dict.fromkeys(files.names, True)):
         yield lambda: write_summary(rank, files)
+
+
+@contextmanager
+def torch_logs_to(
+    handler: logging.Handler, for_terminal: Callable[[logging.LogRecord], bool], **settings: Any
+) -> Iterator[None]:
+    """Inside, a handler hears torch's logs too, and the terminal only what is for it; then they are as torch has them.
+
+    Args:
+        settings: of torch._logging.set_logs.
+    """
+    torch._logging.set_logs(**settings)
+    loggers = torch_loggers()
+    terminals = [terminal for logger in loggers for terminal in logger.handlers]
+    for terminal in terminals:
+        terminal.addFilter(for_terminal)
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
     finally:
         for terminal in terminals:
-            terminal.removeFilter(files.is_theirs)
+            terminal.removeFilter(for_terminal)
         for logger in loggers:
-            logger.removeHandler(files)
+            logger.removeHandler(handler)
         torch._logging.set_logs()
 
 

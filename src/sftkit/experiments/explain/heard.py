@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
-from sftkit.compile.debug import torch_loggers
+from sftkit.compile.debug import torch_logs_to
 from sftkit.errors import ConfigError
 
 TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
@@ -99,23 +97,10 @@ def listening() -> Iterator[Heard]:
             "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
         )
     heard = Heard()
-    torch._logging.set_logs(dynamo=logging.ERROR, graph_breaks=True, recompiles=True, perf_hints=True)
-    loggers = torch_loggers()
-    terminals = [handler for logger in loggers for handler in logger.handlers]
-    for terminal in terminals:
-        terminal.addFilter(heard.is_theirs)
-    for logger in loggers:
-        logger.addHandler(heard)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
-            yield heard
-    finally:
-        for terminal in terminals:
-            terminal.removeFilter(heard.is_theirs)
-        for logger in loggers:
-            logger.removeHandler(heard)
-        torch._logging.set_logs()
+    wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
+    with torch_logs_to(heard, heard.is_theirs, **wanted), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
+        yield heard
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:
