@@ -17,7 +17,8 @@ from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
-from sftkit.ops.attention import Documents, attend, document_mask, documents_of, flex_blocks, plain_attention
+from sftkit.ops.attention import Documents, attend, document_mask, documents_of, plain_attention
+from sftkit.ops.flex import blocks_of
 
 DOCUMENTS = {
     "one document": [[256]],
@@ -122,7 +123,7 @@ def test_dense_sdpa_equals_a_loop_over_documents_when_rows_hold_one(heads: tuple
 def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -> None:
     doc_ids = make_batch(rows).doc_ids
     touched = document_mask(doc_ids).unflatten(2, (-1, 128)).unflatten(4, (-1, 128)).any(3).any(-1)
-    counts, indices, reverse_counts, reverse_indices = flex_blocks(doc_ids)
+    counts, indices, reverse_counts, reverse_indices = blocks_of(doc_ids)
     for listed, number, wanted in (
         (indices, counts, touched),
         (reverse_indices, reverse_counts, touched.transpose(2, 3)),

@@ -14,19 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
+from sftkit.ops import flex
 from sftkit.ops.cross_attention import see_all
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 
 NAME = "sftkit"
-FLEX_BLOCK = 128
-BEHIND_ROW = -2
-"The document of positions behind the end of a row, where rows are padded for flex."
 DENSE_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -45,7 +42,7 @@ class Documents(NamedTuple):
     "int32 [D+1], starts in the flattened B*T positions; fa4, varlen"
     doc_ids: torch.Tensor | None = None
     "int32 [B, T up to a multiple of 128]; flex"
-    blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    blocks: flex.Blocks | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
     "bool [B, 1, C, T], True where a query sees a key; C = T but for chunks of rows; reference"
@@ -66,8 +63,8 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
-        doc_ids = F.pad(batch.doc_ids, (0, -batch.doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
-        return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex_blocks(doc_ids))
+        doc_ids = flex.whole_blocks(batch.doc_ids)
+        return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
     if backend == "sdpa":
         return Documents(backend, batch.max_doc_length)
     return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
@@ -201,7 +198,8 @@ def attend(
             raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
         out = _flash(query, key, value, documents, scale, sliding_window)
     elif documents.blocks is not None:
-        out = _flex(query, key, value, documents, scale, sliding_window, softcap)
+        assert documents.doc_ids is not None
+        out = flex.attend(query, key, value, documents.doc_ids, documents.blocks, scale, sliding_window, softcap)
     elif documents.mask is not None:
         out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap, position_bias)
     else:
@@ -259,58 +257,6 @@ def _reference(
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def _flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """FlexAttention. The block mask is put together here, from tensors, so that no batch's documents are baked in."""
-    doc_ids, blocks = documents.doc_ids, documents.blocks
-    assert doc_ids is not None
-    assert blocks is not None
-    row_length, whole = query.shape[2], doc_ids.shape[1]
-    if whole > row_length:  # its backward pass reads past the end of rows that are no multiple of the blocks
-        query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
-
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
-        return same if window is None else same & (i - j < window)
-
-    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
-
-    counts, indices, reverse_counts, reverse_indices = blocks
-    block_mask = BlockMask(
-        seq_lengths=(whole, whole),
-        kv_num_blocks=counts,
-        kv_indices=indices,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=reverse_counts,
-        q_indices=reverse_indices,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
-        mask_mod=visible,
-    )
-    out = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else capped,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=key.shape[1] < query.shape[1],
-    )
-    assert isinstance(out, torch.Tensor)
-    return out[:, :, :row_length].transpose(1, 2)
-
-
 def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:
     positions = torch.arange(row_length, device=device)
     return positions[:, None] - positions[None, :] < window
@@ -325,32 +271,6 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     row_length = doc_ids.shape[1]
     causal = torch.ones(row_length, row_length, dtype=torch.bool, device=doc_ids.device).tril()
     return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
-
-
-def flex_blocks(doc_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which 128 x 128 blocks of a document mask are not empty: for each query block a range of key blocks that ends at
-    its own, from the block where its first document starts; and the same seen from the key blocks.
-
-    Args:
-        doc_ids: int [B, T].
-
-    Returns:
-        (counts int32 [B, 1, M], indices int32 [B, 1, M, M]) by query block and by key block, M = ceil(T / 128)
-    """
-    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    new = torch.ones_like(doc_ids, dtype=torch.bool)
-    new[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    starts = torch.where(new, positions, 0).cummax(1).values
-    first = starts[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [B, M]
-    blocks = torch.arange(first.shape[1], device=doc_ids.device)
-    touched = (blocks[None, None, :] >= first[:, :, None]) & (blocks[None, None, :] <= blocks[None, :, None])
-    return (*_listed(touched), *_listed(touched.transpose(1, 2)))
-
-
-def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
-    indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
-    return counts, indices.contiguous()
 
 
 @contextmanager

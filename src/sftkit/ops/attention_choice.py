@@ -16,7 +16,8 @@ from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
-from sftkit.ops.attention import FLEX_BLOCK, dense_kernels, relative_positions, windows
+from sftkit.ops.attention import dense_kernels, relative_positions, windows
+from sftkit.ops.flex import FLEX_BLOCK
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime

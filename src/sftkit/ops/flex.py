@@ -1,0 +1,106 @@
+"""Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+FLEX_BLOCK = 128
+BEHIND_ROW = -2
+"The document of positions behind the end of a row, where rows are padded for flex."
+
+Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def whole_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
+    """Pad int [B, T] to whole blocks with positions behind the row."""
+    return F.pad(doc_ids, (0, -doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
+
+
+def blocks_of(doc_ids: torch.Tensor) -> Blocks:
+    """Which 128 x 128 blocks of a document mask are not empty: for each query block a range of key blocks that ends at
+    its own, from the block where its first document starts; and the same seen from the key blocks.
+
+    Args:
+        doc_ids: int [B, T].
+
+    Returns:
+        (counts int32 [B, 1, M], indices int32 [B, 1, M, M]) by query block and by key block, M = ceil(T / 128)
+    """
+    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    new = torch.ones_like(doc_ids, dtype=torch.bool)
+    new[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    starts = torch.where(new, positions, 0).cummax(1).values
+    first = starts[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [B, M]
+    blocks = torch.arange(first.shape[1], device=doc_ids.device)
+    touched = (blocks[None, None, :] >= first[:, :, None]) & (blocks[None, None, :] <= blocks[None, :, None])
+    return (*_listed(touched), *_listed(touched.transpose(1, 2)))
+
+
+def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
+    indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
+    return counts, indices.contiguous()
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    doc_ids: torch.Tensor,
+    blocks: Blocks,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention within documents. The block mask is put together here, from tensors, so that no batch's documents are
+    baked in.
+
+    Args:
+        query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
+        doc_ids, blocks: of whole_blocks and blocks_of.
+        window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
+
+    Returns:
+        [B, T, H, Dv]
+    """
+    row_length, whole = query.shape[2], doc_ids.shape[1]
+    if whole > row_length:  # its backward pass reads past the end of rows that are no multiple of the blocks
+        query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+        return same if window is None else same & (i - j < window)
+
+    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    counts, indices, reverse_counts, reverse_indices = blocks
+    block_mask = BlockMask(
+        seq_lengths=(whole, whole),
+        kv_num_blocks=counts,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=reverse_counts,
+        q_indices=reverse_indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
+        mask_mod=visible,
+    )
+    out = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out[:, :, :row_length].transpose(1, 2)
