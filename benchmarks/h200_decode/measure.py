@@ -10,14 +10,15 @@ same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the
 
 Every step is timed by itself. `warm_up_seconds` is what the first call took longer than later ones, compiling included;
 `recording_seconds` what the first two steps of a batch took longer than two others; `pays_from_steps` how many steps of a
-batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error behind, and
-none begins after BEGIN_WITHIN seconds. --tiny: two small layers, to try the script.
+batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error behind,
+and all end within ENDS_WITHIN seconds. --tiny: two small layers, to try the script, however long it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -35,9 +36,10 @@ from ways import COMPILE, COMPILED, DEVICE, EAGER, PLAIN, Way
 
 from sftkit.runtime.hardware import environment
 
-BEGIN_WITHIN = 110
-RUNS = 2
-"Later calls of each way that are timed."
+ENDS_WITHIN = 130
+"Seconds for all parts; what is under way then is broken off, what comes after it left out."
+MOST_RUNS, RUN_SECONDS = 3, 2.0
+"Later calls of each way that are timed, and the seconds after which none begins."
 
 
 def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
@@ -45,8 +47,11 @@ def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, li
 
 
 def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict[str, Any]]:
-    """(the texts, what was measured) of a first call and of RUNS later ones."""
-    (texts, first), *later = [written(task, way, rows, new_tokens) for _ in range(1 + RUNS)]
+    """(the texts, what was measured) of a first call and of later ones, the first of which may still record."""
+    (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
+    began = time.perf_counter()
+    while len(later) < MOST_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
+        later.append(written(task, way, rows, new_tokens))
     seconds = sorted(times[-1] - times[0] for _, times in later)
     steps = [np.diff(times).tolist() for _, times in later]
     step = statistics.median(second for run in steps for second in run[3:])
@@ -73,11 +78,11 @@ def jobs(sizes: Sizes) -> list[tuple[str, int, Way, bool]]:
     """(task, rows, way, exact), what may fail or take long last."""
     small = [(name, sizes.exact_rows, way, True) for name in COMPILED for way in PLAIN]
     fast = [(name, rows, way, False) for name in COMPILED for rows in sizes.rows for way in PLAIN]
-    compiled = [
-        (name, sizes.exact_rows if exact else sizes.rows[-1], way, exact)
-        for exact in (False, True) for name, ways in COMPILED.items() for way in ways
-    ]  # fmt: skip
-    return [*small, *fast, *compiled]
+    captions, answers = (
+        [(name, sizes.rows[-1], way, False) for way in COMPILED[name]] for name in ("captions", "answers")
+    )
+    exact = [(name, sizes.exact_rows, COMPILED[name][-1], True) for name in COMPILED]
+    return [*small, *fast, *captions, *exact, *answers]
 
 
 def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -91,8 +96,8 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
         started = time.perf_counter()
         run: dict[str, Any] = {"task": name, "rows": rows, "way": way.name, "exact": exact, "error": None}
         try:
-            if started - began > BEGIN_WITHIN and not sizes.tiny:
-                raise TimeoutError(f"left out: {BEGIN_WITHIN} s were over")
+            if started - began > ENDS_WITHIN and not sizes.tiny:
+                raise TimeoutError(f"left out: {ENDS_WITHIN} s were over")
             if exact:
                 found, _ = written(built(name, exact), way, rows, sizes.exact_tokens)
             else:
@@ -117,6 +122,10 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
     return results
 
 
+def break_off(*_: Any) -> None:
+    raise TimeoutError(f"broken off: {ENDS_WITHIN} s were over")
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("tokenizer")
@@ -132,6 +141,9 @@ def main() -> None:
     def keep(results: dict[str, Any]) -> None:
         args.out.write_text(json.dumps(results, indent=1))
 
+    if not args.tiny:
+        signal.signal(signal.SIGALRM, break_off)
+        signal.alarm(ENDS_WITHIN)
     results = measure(tokenizer, args.questions, sizes, keep)
     print(table(results))
 

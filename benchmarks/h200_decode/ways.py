@@ -70,6 +70,7 @@ COMPILED = {
     "captions": (
         Way("replayed steps, compiled encoder", StaticStep, encoder_compiled=True),
         Way("compiled steps", CompiledStep),
+        Way("compiled steps and encoder", CompiledStep, encoder_compiled=True),
     ),
     "answers": (Way("compiled steps", CompiledStep),),
 }
