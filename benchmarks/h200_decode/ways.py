@@ -44,7 +44,7 @@ class CompiledStep(StaticStep):
         kept = [x for layer in layers for x in (layer.keys, layer.values)]
         # What is written has to stay where it is to be recorded, and what is read would be copied for each replay
         for tensor in (self._tokens, self._at, self._mask, self._positions, self._order, *kept):
-            torch._dynamo.mark_static_address(tensor)
+            torch._dynamo.mark_static_address(tensor, guard=False)  # other addresses, of the next batch: recorded anew
         self._attending = implementation(self._orig_model, NAME)
         self._attending.__enter__()  # until this is let go with its batch: to set it for each step takes milliseconds
 
