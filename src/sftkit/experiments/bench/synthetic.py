@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def new_model(
     """
     torch.manual_seed(seed)
     if tokenizer is None:
-        config = AutoConfig.for_model(**fields)
+        config = AutoConfig.for_model(
+            **deepcopy(fields)
+        )  # a config of two parts takes their fields out of what it is given
         check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
     else:
         config = new_config(fields, tokenizer)
