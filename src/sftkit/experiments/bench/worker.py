@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.found import ANEW
 from sftkit.data.loader import Batches
 from sftkit.data.stages import STAGES
 from sftkit.errors import ConfigError
@@ -148,7 +147,7 @@ def batches_of(
     _, of_stage = STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
     start = Start(orig_model, tokenizer, stage.max_length)
-    return load_data(Run(cfg, stage.name, rt, job.folder, ANEW), start, tokenize, objective).batches
+    return load_data(Run(cfg, stage.name, rt, job.folder), start, tokenize, objective).batches
 
 
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
