@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
-from made_captioners import CAPTIONER, TRANSLATOR, captions, made
+from made_captioners import CAPTIONER, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sftkit.compile.contract import compile_model, step_contract
@@ -28,6 +29,7 @@ from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
+from sftkit.models import vision
 from sftkit.models.causal import CausalLM
 from sftkit.models.structure import called, count_parameters, encoder, train_flops
 from sftkit.models.text_to_text import TextToText
@@ -309,3 +311,57 @@ def test_pictures_are_normalised_as_the_config_says_and_a_checkpoint_says_the_sa
     said = json.loads(kind.files(orig_model)["preprocessor_config.json"])
     assert (said["image_mean"], said["image_std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     assert said["size"] == {"height": 12, "width": 12}
+
+
+@pytest.mark.parametrize(
+    ("said", "of_255"),
+    [
+        ({"image_mean": [0.4] * 3, "image_std": [0.2] * 3}, (255 / 255 - 0.4) / 0.2),
+        ({"do_normalize": False, "image_mean": [0.4] * 3, "image_std": [0.2] * 3}, 1.0),
+        ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3}, 1.0),
+        ({"rescale_factor": 1 / 127.5, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}, 3.0),
+    ],
+    ids=["mean and std", "no normalising", "no rescaling", "other rescaling"],
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config.json", "processor_config.json"])
+def test_pixels_of_a_loaded_model_are_those_of_the_image_processor_beside_it(
+    tmp_path: Path, said: dict[str, Any], of_255: float, nested: bool
+) -> None:
+    name, content = (
+        ("processor_config.json", {"image_processor": said}) if nested else ("preprocessor_config.json", said)
+    )
+    (tmp_path / name).write_text(json.dumps(content))
+    orig_model = beside(tmp_path)
+    white = torch.full((1, 3, 12, 12), 255, dtype=torch.uint8)
+    found = VisionToText().plain_inputs(orig_model, {"pixel_values": white})["pixel_values"]
+    torch.testing.assert_close(found, torch.full_like(found, of_255))
+
+
+def test_the_image_processor_of_a_model_of_the_hub_is_asked_for_at_the_same_commit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def known(_: Any, path: str, **where: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        asked.append((path, where))
+        return {"image_mean": [0.1] * 3, "image_std": [0.2] * 3}, {}
+
+    monkeypatch.setattr(vision, "hub_answers", lambda: True)
+    monkeypatch.setattr(vision.ImageProcessingMixin, "get_image_processor_dict", classmethod(known))
+    assert vision.pixels_of(beside("some/captioner").config).mean == (0.1, 0.1, 0.1)
+    assert asked == [("some/captioner", {"revision": "ab12", "local_files_only": False})]
+    monkeypatch.undo()
+    monkeypatch.setattr(vision, "hub_answers", lambda: False)
+    assert vision.pixels_of(beside("some/captioner").config).mean == (0.5, 0.5, 0.5)
+    assert (
+        "some/captioner: no preprocessor_config.json there, so pixels are normalised with mean and std 0.5"
+        in caplog.text
+    )
+
+
+def beside(path: Path | str) -> PreTrainedModel:
+    """A captioner as if it were loaded from there."""
+    orig_model = made(CAPTIONER)
+    orig_model.name_or_path, orig_model.config._commit_hash = str(path), None if isinstance(path, Path) else "ab12"
+    VisionToText().prepare(orig_model, Words())  # type: ignore[arg-type]
+    return orig_model
