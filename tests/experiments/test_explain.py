@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime
+from helpers import ROOT, cpu_runtime
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -19,10 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
+from sftkit.experiments.explain.bisect import captured as captured_parts
 from sftkit.experiments.explain.breaks import breaks_of
 from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.flags import parse
 from sftkit.experiments.explain.heard import read_message, recompile_of
+from sftkit.experiments.explain.kernels import step_of
 from sftkit.experiments.explain.labs import captured, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
@@ -190,9 +193,27 @@ def test_rounding_is_no_difference_and_one_percent_and_nan_are() -> None:
     assert not difference(layer, call, lambda x: layer(x) * (1 + 1e-6)).beyond
     assert difference(layer, call, lambda x: layer(x) * 1.01).beyond
     assert difference(layer, call, lambda x: layer(x) * float("nan")).beyond
+    assert difference(layer, call, lambda x: layer(x.detach())).name == "gradient of input 0"  # one that is not there
+    assert difference(layer, call, lambda x: layer(x.detach())).beyond
+    assert not difference(Silent(), call, Silent()).beyond
     layer = layer.bfloat16()
     call = Call((torch.randn(3, 4).bfloat16(),))
     assert not difference(layer, call, lambda x: layer(x) * 1.01).beyond
+
+
+class Silent(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+def test_a_script_of_a_difference_sees_nan_and_a_gradient_that_is_not_there() -> None:
+    text = script_of(planted("none"), *alone("none", "differs"))
+    scope: dict[str, Any] = {"torch": torch}
+    exec(text[text.index("def relative") : text.index("torch._inductor.config.fallback")], scope)
+    one, none, lost = torch.ones(3), torch.zeros(()), torch.tensor([1.0, float("nan"), 1.0])
+    assert scope["relative"](one, one) == scope["relative"](lost, lost) == 0.0
+    assert scope["relative"](one, none) == 1.0
+    assert scope["relative"](one, lost) == float("inf")
 
 
 def test_arguments_are_written_so_that_python_makes_them_again() -> None:
@@ -212,12 +233,12 @@ def test_arguments_are_written_so_that_python_makes_them_again() -> None:
         written(object())
 
 
-def alone(name: str) -> tuple:
+def alone(name: str, question: str = "breaks") -> tuple:
     """What script_of takes of a module without a fault."""
     from sftkit.experiments.explain.bisect import captured as inputs
 
     part = inputs(planted(name))["blocks.1"]
-    return part, Finding("breaks", (part,), "", (), None), "breaks", "eager"
+    return part, Finding(question, (part,), "", (), None), question, "eager"
 
 
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
@@ -302,6 +323,26 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
+
+
+CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"
+
+
+def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> None:
+    subject = subject_of(CAPTIONING, "train.micro_batch_size=2", "data.row_length=256")
+    assert subject.trained is not None
+    pictures = subject.trained.batch.inputs["pixel_values"]
+    assert subject.call.kwargs["encoder_hidden_states"].shape == (
+        2,
+        len(pictures) // 2 * 37,
+        64,
+    )  # 36 patches and one more
+    assert "h.1.crossattention.c_attn" in captured_parts(subject)
+    step_of(subject)()
+    scope: dict[str, Any] = {"torch": torch}
+    exec(subject.source, scope)
+    assert type(scope["module"]) is type(subject.module)
+    assert scope["module"].state_dict().keys() == subject.module.state_dict().keys()
 
 
 @pytest.mark.slow
