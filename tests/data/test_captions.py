@@ -15,7 +15,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data import caption, images, sources, stages
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.pack import make_layout, pack
-from sftkit.data.rows import require_conversation, require_text
+from sftkit.data.rows import convert, require_conversation, require_given, require_text
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts
@@ -197,6 +197,14 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture"):
         images.load([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
+    folder_of(data, [])
+    row = convert({"file_name": "a.png", "text": "Noise."}, f"{data}/captions.jsonl:1")
+    with pytest.raises(DataError, match=r"captions.jsonl:1: a picture with captions, which are for caption_train.py"):
+        require_text(row)
+    named = convert({"file_name": "main.py", "text": "print()"}, f"{data}/code.jsonl:1")  # of a corpus of texts
+    assert require_text(named) == "print()"
+    with pytest.raises(DataError, match=r"code.jsonl:1: .*/main.py: no such picture"):
+        require_given(named)
     row = Row("x:1", image="a.png", captions=("Noise.",))
     for refuse in (require_text, require_conversation):
         with pytest.raises(DataError, match=r"x:1: a picture with captions, which are for caption_train.py"):

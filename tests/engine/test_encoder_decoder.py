@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from helpers import cpu_runtime, make_layout_of, tiny_llama
 from made_captioners import CAPTIONER, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from sftkit.checkpoint.compatibility import check_identity, run_identity
 from sftkit.compile.contract import compile_model, step_contract
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -23,7 +25,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.loader import Batches
 from sftkit.data.pack import make_layout
-from sftkit.data.types import Examples
+from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
@@ -208,6 +210,20 @@ def test_what_the_encoder_computes_is_counted_by_its_own_positions() -> None:
     assert flops == 6 * counted.encoder * 3 * length + 12 * 32 * 2 * 7 * length + 12 * 24 * 2 * 3 * length**2
 
 
+def test_an_embedding_that_a_translator_shares_counts_as_its_head_alone_and_heads_may_be_wider_than_the_model() -> None:
+    orig_model = made({**TRANSLATOR, "d_kv": 24})  # 2 heads of 24, hidden size 32
+    counted = count_parameters(orig_model)
+    assert orig_model.lm_head.weight is orig_model.shared.weight
+    relative = {n for n, m in orig_model.named_modules() if n.endswith("relative_attention_bias")}
+    sizes = {n: p.numel() for n, p in orig_model.named_parameters() if n.rpartition(".")[0] not in relative}
+    looked = sum(size for n, size in sizes.items() if re.search(r"EncDecAttention\.[kv]\.", n))
+    assert counted.head == orig_model.shared.weight.numel()
+    assert counted.encoder == looked + sum(size for n, size in sizes.items() if n.startswith("encoder."))
+    assert counted.body + counted.encoder + counted.head == sum(sizes.values())
+    more = train_flops(orig_model, 0, 0, 0, encoded=3, length=10)
+    assert more == 6 * counted.encoder * 3 * 10 + 12 * 2 * 24 * 2 * 3 * 10**2
+
+
 def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
     orig_model = made(CAPTIONER)
     frozen = {name for name, p in orig_model.named_parameters() if not p.requires_grad}
@@ -365,3 +381,18 @@ def beside(path: Path | str) -> PreTrainedModel:
     orig_model.name_or_path, orig_model.config._commit_hash = str(path), None if isinstance(path, Path) else "ab12"
     VisionToText().prepare(orig_model, Words())  # type: ignore[arg-type]
     return orig_model
+
+
+def test_another_picture_under_the_same_name_is_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
+    orig_model = made(CAPTIONER)
+    examples = replace(captions(orig_model, LENGTHS), given=[f"{i}.png" for i in range(len(LENGTHS))])
+    assert examples.encoder_inputs is not None
+    pixels = examples.encoder_inputs.arrays["pixel_values"].copy()
+    pixels[3] = 255 - pixels[3]
+    changed = replace(examples, encoder_inputs=EncoderInputs({"pixel_values": pixels}, examples.encoder_inputs.index))
+    layout = make_layout_of("packed", LENGTHS)
+    there, same, here = (run_identity(orig_model, tokenizer, one, layout) for one in (examples, examples, changed))
+    there = json.loads(json.dumps(there))
+    check_identity(there, same, "step-000002")
+    with pytest.raises(ConfigError, match=r"step-000002: the checkpoint belongs to another .*\n.*data.encoded"):
+        check_identity(there, here, "step-000002")
