@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,19 @@ def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monke
 
     monkeypatch.setattr(images.ImageOps, "exif_transpose", broken)
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture: broken PNG file"):
+        images.read(str(tmp_path / "a.png"), SIZE)
+
+
+def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is_refused(
+    tmp_path: Path, monkeypatch
+) -> None:
+    folder_of(tmp_path, [])  # 40 x 60
+    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images.read(str(tmp_path / "a.png"), SIZE).shape == SIZE
+    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1100)
+    with pytest.raises(DataError, match=r"a.png: .* \(2400 pixels\) exceeds limit of 2200 pixels"):
         images.read(str(tmp_path / "a.png"), SIZE)
 
 

@@ -40,6 +40,7 @@ ASKED = {question.name: question for question in QUESTIONS}
 @pytest.fixture(autouse=True)
 def _dynamo_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # which `run` sets for good
     yield
     torch._dynamo.reset()
 
@@ -258,6 +259,16 @@ def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_p
     made.path.write_text(script.replace(f'self.fault == "{name}"', "False"))
     done = subprocess.run([sys.executable, made.path.name], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_profile_on_a_cpu_says_nothing_of_its_own() -> None:
+    code = (
+        "import torch; from sftkit.experiments.explain.private import quiet_profiler; quiet_profiler()\n"
+        "from sftkit.experiments.explain.labs import dispatch_trace; dispatch_trace(torch.device('cpu'))"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert "USDT" not in done.stderr + done.stdout
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def read(name: str, size: Size) -> np.ndarray:
         return picture(name, size)
     channels, height, width = size
     try:
-        with Image.open(name) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large one; twice as large is an error
+            image = Image.open(name)
+        with image:
             if image.mode.startswith(DEEP):
                 raise ValueError(f"mode {image.mode} has more than 8 bits a channel: save it with 8")
             upright = ImageOps.exif_transpose(image)
@@ -66,7 +70,8 @@ def read(name: str, size: Size) -> np.ndarray:
     except (
         Exception
     ) as error:  # of broken files Pillow's readers raise whatever they meet: SyntaxError, struct.error, ...
-        raise DataError(f"{name}: cannot be read as a picture: {error}", reason="not a picture") from error
+        why = str(error).rstrip(".")
+        raise DataError(f"{name}: cannot be read as a picture: {why}", reason="not a picture") from error
     pixels = np.asarray(whole)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 

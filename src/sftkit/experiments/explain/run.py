@@ -19,6 +19,7 @@ from sftkit.experiments.explain.flags import config_of, folder_of, is_file
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
+from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
 from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
 from sftkit.experiments.explain.words import lines_of
@@ -38,6 +39,7 @@ def run(args: Namespace) -> int:
         ConfigError: what is wrong with the recipe, the file or the model.
     """
     out = folder_of(args)
+    quiet_profiler()
     if args.labs:
         quiet_libraries()
         device = start_device()
