@@ -29,8 +29,9 @@ from sftkit.experiments.explain.kernels import step_of
 from sftkit.experiments.explain.labs import captured, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
-from sftkit.experiments.explain.run import run
+from sftkit.experiments.explain.run import _found, run
 from sftkit.experiments.explain.subject import Call, Subject, of_file, of_recipe
+from sftkit.experiments.explain.words import lines_of
 
 FAULTS = Path(__file__).parent / "planted_faults.py"
 CPU = torch.device("cpu")
@@ -164,6 +165,16 @@ def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
     assert asked["blocks.0 (Gated)"] is asked["blocks.1.up (Linear)"] is None
     assert finding.guilty[0].where == f"{FAULTS}:{line_of(str(FAULTS), 'def forward')}"
     assert bisect(planted("none"), ASKED[name], "eager").guilty == ()
+
+
+def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
+    parts = captured_parts(planted("breaks"))
+    finding = Finding("breaks", (parts["blocks.1"], parts["blocks.0"]), "said", (("blocks.1 (Gated)", "said"),), True)
+    found = _found(finding, None)
+    assert (found["others"], found["alike"]) == ([], ["blocks.0 (Gated)"])
+    row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
+    said = "\n".join(lines_of({"name": "x", "device": "CPU", "torch": "2", "bisect": [row]}))
+    assert "not asked, as they look like it: blocks.0 (Gated)" in said
 
 
 def test_a_fault_in_the_last_of_modules_that_look_alike_is_found() -> None:

@@ -110,11 +110,13 @@ def bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
 
 def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
+    others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {
         "module": first.name if first else None,
         "where": first.where if first else None,
         "said": finding.said,
-        "others": [part.name for part in finding.guilty[1:]],
+        "others": [name for name in others if name in asked],
+        "alike": [name for name in others if name not in asked],
         "confirmed": finding.confirmed,
         "steps": [{"module": name, "found": found} for name, found in finding.steps],
         "script": str(script.path) if script and script.path.exists() else None,
