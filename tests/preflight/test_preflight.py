@@ -511,6 +511,13 @@ def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(widt
     assert "64x128, 32x256" in own[-1]
 
 
+def test_a_preview_says_what_the_encoder_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+    examples = replace(make_examples([4, 4]), given=["cats/a.png", "b" * 50 + "c" * 50])
+    short, long = map(inspection.preview_title, inspection.previews(examples, tokenizer, 2))
+    assert short.startswith("test, document 0, of cats/a.png: 4 tokens")
+    assert f"of {'b' * 40}...{'c' * 40}: " in long
+
+
 def test_previews_are_spread_over_the_data_and_hold_each_token_once(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
