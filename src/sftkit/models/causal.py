@@ -76,14 +76,18 @@ class CausalLM:
         """0."""
         return 0
 
+    def decoder_inputs(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> dict[str, Any]:
+        """Tokens and where their documents are."""
+        return {**batch.inputs, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
         """The decoder's last hidden states; documents of a row do not see each other."""
         with dense_kernels() if backend == "sdpa" else nullcontext():
-            outputs = decoder(orig_model)(
-                **batch.inputs, use_cache=False, documents=documents_of(batch, backend, context_group)
-            )
+            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         hidden = outputs.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
         return hidden

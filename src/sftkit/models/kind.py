@@ -88,6 +88,11 @@ class ModelKind(Protocol):
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
 
+    def decoder_inputs(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> dict[str, Any]:
+        """Arguments of the decoder for a batch; what it looks at is encoded for it. See hidden_states."""
+
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:

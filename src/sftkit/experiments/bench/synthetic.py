@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.data.types import Examples
 from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths, sigma
 from sftkit.models.kinds import check_causal, kind_of
-from sftkit.models.load import DTYPES, new_config
+from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.vocabulary import check_rows
 from sftkit.ops.attention import plain_implementation
 
@@ -73,7 +73,7 @@ def new_model(
         )  # a config of two parts takes their fields out of what it is given
         check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
     else:
-        config = new_config(fields, tokenizer)
+        config = scratch_config(fields, tokenizer)
     attention = attention or plain_implementation(config)
     with torch.device(device):
         model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
