@@ -20,7 +20,7 @@ from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
 from sftkit.config.paths import expanded
 from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
-from sftkit.config.schema import Config, source_label
+from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
@@ -136,7 +136,7 @@ def _resolve(
     dropped = _drop_secrets(tree, problems)
     cfg = _validate(tree, str(recipe), dropped, problems)
     if world_size is None:
-        world_size = _row_ranks(problems)
+        world_size = _row_ranks(TrainConfig() if cfg is None else cfg.train, problems)
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
         keys = _keys(key)
         place = tree.nearest(keys).place
@@ -157,11 +157,11 @@ def _report(problems: list[str]) -> ConfigError:
     return ConfigError("\n".join(lines[:MOST_PROBLEMS] + more))
 
 
-def _row_ranks(problems: list[str]) -> int:
+def _row_ranks(train: TrainConfig, problems: list[str]) -> int:
     """Processes of this launch, or groups of them, that have rows of their own."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        return read_topology(os.environ, processes).row_ranks
+        return read_topology(os.environ, processes, stages_of(train)).row_ranks
     except ConfigError as error:
         problems.append(str(error))
         return 1
