@@ -47,7 +47,7 @@ def compile_model(
 
     Args:
         dynamic_layout: row lengths vary freely: one graph with symbolic sizes, or a symbolic row length.
-        sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
+        sharded: no process has all weights at once, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
@@ -64,7 +64,7 @@ def compile_model(
             compile_part(part.module, part.compile, dynamic_layout)
         return len(parts)
     if sharded and compile.scope == "model":
-        log.info("compile.scope: block, because sharded weights are gathered block by block")
+        log.info("compile.scope: block, because no process has all weights at once")
     modules = _compiled_parts(orig_model, "block" if sharded else compile.scope)
     for module in modules:
         compile_part(module, compile, dynamic_layout)

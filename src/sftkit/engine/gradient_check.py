@@ -116,6 +116,8 @@ class _Sides:
         self.blocks = block_of(model.orig_model)
         tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
         self.places = places_of(model.orig_model, self.named, tokens)
+        self.names = rt.united(list(self.places))
+        "of all ranks: a stage has places in its own parameters only"
 
     def compare(self, whole: list[Batch], own: list[Batch]) -> Difference:
         """
@@ -231,11 +233,13 @@ class _Sides:
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Difference:
         """Over all ranks, which find the same."""
-        sums = []
+        sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
+        rows = {name: row for row, name in enumerate(self.names)}
         for name, places in self.places.items():
             a, b = ours[name], plain[name]
-            sums.append(torch.stack([(a - b).square().sum(), b.square().sum(), (a * b).sum()]) * places.each)
-        return largest(dict(zip(self.places, self.rt.sum(torch.stack(sums)).tolist(), strict=True)), self.blocks)
+            found = torch.stack([(a - b).square().sum(), b.square().sum(), (a * b).sum()])
+            sums[rows[name]] = found * places.each
+        return largest(dict(zip(self.names, self.rt.sum(sums).tolist(), strict=True)), self.blocks)
 
 
 def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
