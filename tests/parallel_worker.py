@@ -88,6 +88,7 @@ FOUR_RANKS = {
     "mistral fsdp2 x tensor": ("mistral", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "qwen2 fsdp2 x tensor": ("qwen2", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "llama fsdp2 x context": ("llama", Topology(shards=2, context=2, sharded=True), Sharding(False, False), "adamw"),
+    "deep pipeline, interleaved": ("deep", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "deep pipeline of 4": ("deep", Topology(stages=4), Sharding(), "adamw"),
     "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
@@ -112,7 +113,7 @@ def train(
     sharding: Sharding,
     optim: str,
     backend: str = "eager",
-    schedule: str = "1f1b",
+    schedule: str = "",
 ) -> dict[str, Any]:
     """A few compiled steps, a validation and a greedy answer."""
     torch._dynamo.reset()
@@ -121,7 +122,7 @@ def train(
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     compile = CompileConfig(backend=backend, fullgraph=True)
     modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
-    wrapped = distribute(model, None, sharding, rt, schedule)
+    wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule or "1f1b"))  # type: ignore[arg-type]
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
     with whole_weights(orig_model):
         check_documents(model, "reference", rt.device)
@@ -168,7 +169,9 @@ def main(out: str, *names: str) -> None:
     for name in names:
         model, rt.topology, sharding, optim = CASES[rt.world_size][name]
         backend = "eager" if name in FORWARD_GRAPHS_ONLY else "aot_eager"
-        results[name] = train(rt, model, sharding, optim, backend, "gpipe" if "gpipe" in name else "1f1b")
+        results[name] = train(
+            rt, model, sharding, optim, backend, name.partition(", ")[2] if "pipeline" in name else ""
+        )
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

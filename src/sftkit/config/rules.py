@@ -214,7 +214,11 @@ def _engine(get: Get) -> Iterator[Problem]:
 
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
-        for key, default in {"train.pipeline_stages": None, "train.pipeline_schedule": "1f1b"}.items():
+        for key, default in {
+            "train.pipeline_stages": None,
+            "train.pipeline_schedule": "1f1b",
+            "train.pipeline_layers": None,
+        }.items():
             if get(key) != default:
                 yield key, f"only goes with train.engine pipeline, not {get('train.engine')}"
         return
@@ -237,12 +241,20 @@ def _pipeline(get: Get) -> Iterator[Problem]:
 def _enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
     """`world_size`: of processes with rows of their own; each takes a step in this many pieces of one size."""
     stages, rows = get("train.pipeline_stages"), get("train.global_batch_size") // world_size
-    if get("train.engine") != "pipeline" or get("train.pipeline_schedule") == "gpipe" or not rows:
+    schedule = get("train.pipeline_schedule")
+    if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     most = get("train.micro_batch_size")
     count = min(rows // size for size in range(1, min(most, rows) + 1) if rows % size == 0)
     stages = stages or int(os.environ.get("WORLD_SIZE", "1"))
-    if count < stages:
+    if schedule == "interleaved":
+        if count % max(1, count // stages):
+            yield (
+                "train.micro_batch_size",
+                f"{most} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
+                f"of one size for {stages} processes: choose it so that they are a multiple of {stages}",
+            )
+    elif count < stages:
         yield (
             "train.micro_batch_size",
             f"{most} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "

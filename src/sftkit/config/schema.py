@@ -207,8 +207,10 @@ class TrainConfig:
     "How a step is computed. blocks: packed, compiled, sharded; pipeline: the same with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
     pipeline_stages: Positive | None = None
     "engine pipeline: processes that the layers are spread over; the others hold copies or shards of theirs. null: all of them."
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    "engine pipeline: in which order a stage takes micro-batches. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first."
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits half as long and sends twice as much."
+    pipeline_layers: tuple[Positive, ...] | None = None
+    "engine pipeline: layers of each stage, in order; null: by the work in them, head and loss counted. The warm-up measures what they take, and says what would be more even."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"

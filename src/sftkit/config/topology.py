@@ -130,11 +130,12 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
     return topology
 
 
-def topology_of(config_file: Path, processes: int | None = None) -> Topology:
+def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:
     """The topology of a launch with this accelerate config.
 
     Args:
         processes: None: the file's num_processes.
+        stages: as of read_topology.
 
     Raises:
         ConfigError: no accelerate config, or what read_topology raises.
@@ -151,7 +152,7 @@ def topology_of(config_file: Path, processes: int | None = None) -> Topology:
         ) from None
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
-    return read_topology(environ, number)
+    return read_topology(environ, number, stages)
 
 
 def _refuse(environ: Mapping[str, str]) -> None:

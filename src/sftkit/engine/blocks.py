@@ -40,6 +40,8 @@ from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.parallel.balance import describe_seconds
+from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
@@ -86,7 +88,7 @@ def build(
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
         wrapped = distribute(
-            model, source, plan.sharding, rt, cfg.train.pipeline_schedule
+            model, source, plan.sharding, rt, cfg.train
         )  # after compile: what is sharded is hooked around graphs
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
@@ -158,6 +160,8 @@ class Blocks:
                 same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled, allowed)
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
+        if isinstance(self._wrapped, Pipelined):
+            say(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
             say(compare(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
@@ -179,6 +183,15 @@ class Blocks:
         batch = heaviest(self._rt, orig_model, self._layout, *shape)
         with whole_weights(orig_model):
             return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
+
+    def _stage_seconds(self, pipelined: Pipelined) -> str:
+        """What the stages of a pipeline take, for the console."""
+        batch = heaviest(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            seconds = pipelined.seconds(batch, self.model.objective.count(batch))
+        places = self._rt.topology.stages
+        return describe_seconds(pipelined.layout.layers, seconds, self._layout.accumulation, places)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """What the warm-up built, for the console."""

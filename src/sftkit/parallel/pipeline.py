@@ -7,6 +7,7 @@ divisor of the global batch, bf16 gradients add up in fp32, and what several ran
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,21 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.data.collate import Batch
-from sftkit.models.structure import decoder_blocks, embedding_of
+from sftkit.models.structure import embedding_of
 from sftkit.models.weights import load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import Stage, Stages, check_pipeline, cut_layers, even_layers
+from sftkit.parallel.stages import Stage, Stages, cut_layers
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
-SCHEDULES: dict[str, Callable[..., Any]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+TIMES = 3
 FEW = 3
 "Micro-batches from which bf16 gradients add up in fp32: two of them make one rounding, with or without."
 
@@ -84,6 +90,27 @@ class Pipelined(torch.nn.Module):
             totals.add_(each)
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
+    def seconds(self, batch: Batch, divisor: int) -> list[float]:
+        """What each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
+        times, on every rank; every rank calls it. Gradients are dropped."""
+        found = torch.zeros(len(self.layout.layers), dtype=torch.float64, device=next(self.held()).device)
+        weight = embedding_of(self.model.orig_model)
+        for stage in self.stages:
+            given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=found.device)
+            best = float("inf")
+            for _ in range(TIMES):
+                stage.begin([batch], 1.0 / max(divisor, 1))
+                _wait_for(found.device)
+                started = time.perf_counter()
+                out = stage(given.detach().requires_grad_())
+                out.backward(torch.ones_like(out))
+                _wait_for(found.device)
+                best = min(best, time.perf_counter() - started)
+                self.model.zero_grad(set_to_none=True)
+            found[stage.number] = best
+        dist.all_reduce(found, group=self.layout.group)
+        return found.tolist()
+
     @contextmanager
     def exchanging(self, exchanges: bool) -> Iterator[None]:
         """Inside, ranks that hold the same layers add their gradients up, or keep them to themselves."""
@@ -98,7 +125,8 @@ class Pipelined(torch.nn.Module):
         key = (*batch.shape, count)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
-            made = SCHEDULES[self._schedule](stages[0], count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            what = stages if self._schedule == "interleaved" else stages[0]
+            made = SCHEDULES[self._schedule](what, count, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[key] = made
         return self._schedules[key]
 
@@ -143,6 +171,11 @@ class Pipelined(torch.nn.Module):
             p.grad = total.to(p.dtype)
 
 
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _ends_group(stages: Stages) -> dist.ProcessGroup | None:
     """The first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
     found = None
@@ -153,20 +186,18 @@ def _ends_group(stages: Stages) -> dist.ProcessGroup | None:
     return found
 
 
-def into_stages(model: ModelWithLoss, source: ModelConfig | None, schedule: str, rt: Runtime) -> Pipelined:
+def into_stages(
+    model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
+) -> Pipelined:
     """The model in place cut into stages, each on its rank; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
-
-    Raises:
-        ConfigError: the model has no such stages.
+        layers: of each stage (balance.layers_of_stages).
     """
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
-    check_pipeline(orig_model, rt.topology.stages)
     empty = any(p.is_meta for p in orig_model.parameters())
-    layers = even_layers(len(decoder_blocks(orig_model)), rt.topology.stages)
     stages = cut_layers(orig_model, layers, rt.topology, rt.device)
     if empty:
         assert source is not None

@@ -19,43 +19,11 @@ from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
-from sftkit.errors import ConfigError
 from sftkit.models.causal import decoded
 from sftkit.models.stages import Stages, stages_of
-from sftkit.models.structure import attention_windows, decoder, decoder_blocks, embedding_module, head
+from sftkit.models.structure import decoder, decoder_blocks, embedding_module, head
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose decoder is an embedding, layers that are alike, and a norm."
-
-
-def check_pipeline(orig_model: PreTrainedModel, stages: int) -> None:
-    """Refuse a model that has no stages.
-
-    Raises:
-        ConfigError: another architecture, layers that are not alike, or fewer layers than stages.
-    """
-    config, blocks = orig_model.config.get_text_config(), decoder_blocks(orig_model)
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, {', '.join(MODEL_TYPES)} can: take "
-            "train.engine=blocks with accelerate_configs/fsdp2.yaml"
-        )
-    if len(attention_windows(orig_model) or ()) != 1:
-        raise ConfigError(
-            "train.engine=pipeline: some layers of this model have a sliding window and some have none, and transformers "
-            "counts layers from the first one it has: take train.engine=blocks"
-        )
-    if stages > len(blocks):
-        raise ConfigError(
-            f"train.pipeline_stages={stages} is more than the {len(blocks)} layers of the model: take {len(blocks)} or fewer"
-        )
-
-
-def even_layers(count: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as they come, the first ones with more: the last has the head."""
-    return tuple(count // stages + (stage < count % stages) for stage in range(stages))
 
 
 def cut_layers(

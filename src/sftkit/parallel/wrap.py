@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from sftkit.config.schema import ModelConfig
+from sftkit.config.schema import ModelConfig, TrainConfig
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.parallel.pipeline import Pipelined, into_stages
 from sftkit.runtime.progress import working
@@ -20,19 +21,21 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def distribute(
-    model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime, schedule: str = "1f1b"
+    model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime, train: TrainConfig | None = None
 ) -> torch.nn.Module:
     """Weights on the device, shared out as the launcher asks; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
-        schedule: of a pipeline.
+        train: of a pipeline: its layers and schedule; None: the defaults.
 
     Returns:
         what the train step calls; `model.orig_model` stays the same object.
     """
     if rt.topology.stages > 1:
-        return into_stages(model, source, schedule, rt)
+        train = train or TrainConfig()
+        layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
+        return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
         return replicate(model, rt)
     empty = any(p.is_meta for p in model.parameters())
