@@ -136,7 +136,7 @@ class Stage(torch.nn.Module):
             inputs["inputs_embeds"] = given
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.last:
-            return hidden
+            return hidden.contiguous()  # what is sent, and what torch 2.11 asks for
         sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
         return torch.stack([sums.loss * self._scale])
