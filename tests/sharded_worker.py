@@ -53,6 +53,7 @@ TOPOLOGIES = {
     "context": Topology(context=2, sharded=True),
     "pipeline": Topology(stages=2),
     "pipeline x ddp": Topology(stages=2, replicas=2),
+    "pipeline x fsdp2": Topology(stages=2, shards=2, sharded=True),
     "hsdp": Topology(replicas=2, shards=2, sharded=True),
     "fsdp2 x tensor": Topology(shards=2, tensor=2, sharded=True),
     "fsdp2 x context": Topology(shards=2, context=2, sharded=True),

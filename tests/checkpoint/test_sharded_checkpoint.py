@@ -126,7 +126,7 @@ def test_two_ranks_resume_in_every_other_way(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topologies_did(folder: Path) -> None:
-    four = ("fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x context", "pipeline x ddp")
+    four = ("fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x context", "pipeline x ddp", "pipeline x fsdp2")
     save: list[Case] = [("llama", topology, "fp32") for topology in four]
     save += [("qwen3", topology, "bf16") for topology in four] + [("qwen3", "fsdp2 x tensor", "bf16", "muon")]
     resume = [
@@ -135,6 +135,7 @@ def test_four_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topolo
         ("llama", "fsdp2 of 4", "fsdp2 x tensor"),
         ("llama", "hsdp", "pipeline x ddp"),
         ("llama", "pipeline x ddp", "fsdp2 of 4"),
+        ("llama", "fsdp2 x tensor", "pipeline x fsdp2"),
     ]
     check(folder, 4, save, resume)
     check(folder, 2, [], [("llama", "fsdp2 of 4", "fsdp2"), ("llama", "fsdp2 x tensor", "tensor")])

@@ -61,8 +61,8 @@ def test_the_recipe_says_of_how_many_stages(stages: int | None, topology: Topolo
 def test_stages_that_do_not_divide_the_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.pipeline_stages=3 does not divide the 4 processes"):
         read_topology({}, 4, 3)
-    with pytest.raises(ConfigError, match=r"not with shards of them"):
-        read_topology(FSDP2, 4, 2)
+    with pytest.raises(ConfigError, match=r"not with tp_size or cp_size"):
+        read_topology(mesh(tp=2), 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,11 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def trained(recipe: Path, name: str, *words: str, ranks: int = 1) -> Path:
+def trained(recipe: Path, name: str, *words: str, ranks: int = 1, **env: str) -> Path:
     """The run directory of a run that has ended well."""
     folder = recipe.parent / name
     own = [f"run.dir={folder}", f"data.cache_dir={recipe.parent}/cache", *words]
-    done = preloaded.run(["scripts/chat_sft.py", str(recipe), *own], ranks, ENV)
+    done = preloaded.run(["scripts/chat_sft.py", str(recipe), *own], ranks, ENV | env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (folder / "log").write_text(done.stdout)
     return folder
@@ -100,3 +100,18 @@ def test_a_pipeline_is_the_run_of_one_process_and_each_goes_on_from_the_other(re
         assert f"step {SAVED}," in (going_on / "log").read_text()
         for ours, theirs in zip(metrics(going_on)[-2:], metrics(alone)[SAVED:], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_four_processes_are_two_stages_in_shards(recipe: Path) -> None:
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    words = (*PIPELINE, "train.pipeline_stages=2", "train.global_batch_size=8")
+    alone = trained(recipe, "alone", "train.global_batch_size=8")
+    piped = trained(recipe, "piped", *words, ranks=4, **sharded)
+    assert "pipeline of 2 stages x fsdp2, 2 shards" in (piped / "log").read_text()
+    for ours, theirs in zip(metrics(piped), metrics(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert evaluation(piped)["val/loss"] == pytest.approx(evaluation(alone)["val/loss"], rel=1e-5)
+    proof = json.loads((piped / PROOF).read_text())
+    assert [row["name"] for row in proof["rows"] if row["ok"] is False] == []
+    assert verify_checkpoint(piped / f"step-{STEPS:06d}", proof["logits"]).ok

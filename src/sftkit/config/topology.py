@@ -96,9 +96,9 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
             "--num_processes"
         )
     found = replace(_of_a_stage(environ, world_size // stages), stages=stages)
-    if stages > 1 and found.sharded:
+    if stages > 1 and found.parts > 1:
         raise ConfigError(
-            "train.engine=pipeline goes with copies of the stages, not with shards of them: take accelerate_configs/pp.yaml"
+            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1"
         )
     return found
 

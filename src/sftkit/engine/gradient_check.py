@@ -27,10 +27,12 @@ from sftkit.engine.gradient_samples import Difference, block_of, largest, own_pa
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import gradients
 from sftkit.engine.warmup import has_dropout
+from sftkit.models.stages import stages_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.parallel.fsdp import fsdp_modules, let_go, plain_backward
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.tensor import whole_rows
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
@@ -145,7 +147,7 @@ class _Sides:
         targets = sum(self.model.objective.count(batch) for batch in whole)
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
-            targets = round(float(self.rt.sum(count)) / self.rt.topology.parts)
+            targets = round(float(self.rt.sum(count)) / (self.rt.topology.parts * self.rt.topology.stages))
         return targets
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
@@ -167,6 +169,7 @@ class _Sides:
             gradient_sync(self.wrapped, True, self.rt)
         exchanged = same_rows(self.rt)
         with ExitStack() as stack:
+            stack.enter_context(whole_weights(orig_model))
             sums = {} if exchanged else stack.enter_context(self._heard())
             for inside in (
                 run_eagerly(),
@@ -187,9 +190,17 @@ class _Sides:
             return found
         self.model.zero_grad(set_to_none=True)
         if topology.sharded:
-            whole = self.rt.sum(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
+            whole = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
             sums = dict(zip(sums, whole, strict=True))
         return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.places.items()}
+
+    def _over_alike(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the ranks that have places in the same parameters."""
+        stages = stages_of(self.model.orig_model)
+        if stages is None:
+            return self.rt.sum(values)
+        torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
+        return values
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:
@@ -209,7 +220,7 @@ class _Sides:
 
         handles, heard = [], set[str]()
         orig_model = self.model.orig_model
-        for piece in [None, *fsdp_modules(orig_model)]:
+        for piece in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
             if piece is not None:
                 piece.unshard()  # from then on the module has the whole weights, the same objects each time
             for name, p in orig_model.named_parameters():

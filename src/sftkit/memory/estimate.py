@@ -276,6 +276,13 @@ def _staged(s: Setup, place: int) -> Estimate:
     head = width * m.vocab * m.hidden
     states = _state_bytes(alone)
     earlier = 0 if sums or count == 1 else gradients
+    if (
+        s.topology.sharded
+    ):  # weights are gathered for the step, gradients of the micro-batches whole and fp32 until its end
+        pieces = s.topology.shards
+        states, gradients = states // pieces, gradients // pieces
+        weights, sums = weights + weights // pieces, 4 * shape.parameters if count > 1 else 0
+        earlier = 0
     at_start = Estimate(weights, states, earlier, sums, hidden, int(max(loss, block + (head if first or last else 0))))
     at_end = replace(at_start, gradients=gradients, activations=width * received, transient=int(block))
     evaluating = Estimate(width * m.parameters, states, 0, 0, width * received, int(_loss_bytes(s, tokens)))

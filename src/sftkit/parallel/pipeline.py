@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
@@ -25,7 +27,7 @@ from sftkit.models.weights import load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import Stage, Stages, cut_layers
+from sftkit.parallel.stages import Stage, Stages, cut_layers, fill_with_memory, shard_stage
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
@@ -42,19 +44,19 @@ FEW = 3
 class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
-    def __init__(self, model: ModelWithLoss, stages: Stages, schedule: str) -> None:
+    def __init__(self, model: ModelWithLoss, layout: Stages, stages: list[Stage], schedule: str) -> None:
+        """`stages`: of this rank, where they are sharded at all sharded."""
         super().__init__()
-        self.model, self.layout = model, stages
-        self.stages = [Stage(model, stages.layers, number) for number in stages.own]
+        self.model, self.layout, self.stages = model, layout, stages
         self.exchanges = True
         "whether gradients are added up over ranks that hold the same layers"
         self._schedule = schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._ends = _ends_group(stages)
+        self._ends = _ends_group(layout)
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
         for p in self.held():
-            if p.requires_grad and p.dtype != torch.float32:
+            if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(self._take)
 
     def held(self) -> Iterator[torch.nn.Parameter]:
@@ -166,7 +168,7 @@ class Pipelined(torch.nn.Module):
             assert total is not None, f"{name} has no gradient"
             if len(self.layout.holders[name]) > 1:
                 dist.all_reduce(local(total), group=self._ends)
-            if self.exchanges and self.layout.mesh.size(1) > 1:
+            if self.exchanges and self.layout.mesh.size(1) > 1 and not isinstance(p, DTensor):
                 dist.all_reduce(total, group=self.layout.mesh.get_group("alike"))
             p.grad = total.to(p.dtype)
 
@@ -186,6 +188,15 @@ def _ends_group(stages: Stages) -> dist.ProcessGroup | None:
     return found
 
 
+def _shards(rt: Runtime) -> DeviceMesh:
+    """What the weights of a stage are cut over; every rank calls it."""
+    t = rt.topology
+    whole = init_device_mesh(
+        rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=("stages", "replicas", "shards")
+    )
+    return whole["shards"] if t.replicas == 1 else whole["replicas", "shards"]
+
+
 def into_stages(
     model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
@@ -198,10 +209,18 @@ def into_stages(
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
-    stages = cut_layers(orig_model, layers, rt.topology, rt.device)
+    layout = cut_layers(orig_model, layers, rt.topology, rt.device)
+    stages = [Stage(model, layers, number) for number in layout.own]
+    if rt.topology.sharded:
+        mesh = _shards(rt)
+        for stage in stages:
+            shard_stage(stage, mesh, rt.precision)
+            if empty:
+                fill_with_memory(stage, rt.device)
+        orig_model.tie_weights()
     if empty:
         assert source is not None
         with working(f"reading the weights of {source.path}"):
             load_model_weights(orig_model, source)
     rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
-    return Pipelined(model, stages, schedule)
+    return Pipelined(model, layout, stages, schedule)

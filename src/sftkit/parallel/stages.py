@@ -8,13 +8,16 @@ head at once is on both, and the gradients of the two are added up.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
@@ -29,12 +32,13 @@ from sftkit.objectives.sums import Totals
 def cut_layers(
     orig_model: PreTrainedModel, layers: tuple[int, ...], topology: Topology, device: torch.device
 ) -> Stages:
-    """Leave this rank the weights of its stage, on the device; every rank calls it.
+    """Leave this rank the weights of its stages, on the device; every rank calls it.
 
-    Weights that were on the meta device get memory, those of other stages lose it.
+    Weights that were on the meta device get memory, but those that will be sharded; those of other stages lose it.
     """
     sizes = (topology.stages, topology.stage_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
+    later = topology.sharded  # what has no memory gets it in pieces
     stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages))
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
@@ -45,14 +49,16 @@ def cut_layers(
         for name, p in module._parameters.items():
             if p is not None:
                 if id(p) not in made:
-                    made[id(p)] = _placed(p, stages.holds(names[id(p)]), device)
+                    made[id(p)] = _placed(p, stages.holds(names[id(p)]), device, later)
                 module._parameters[name] = made[id(p)]
     return stages
 
 
-def _placed(p: torch.nn.Parameter, held: bool, device: torch.device) -> torch.nn.Parameter:
+def _placed(p: torch.nn.Parameter, held: bool, device: torch.device, later: bool) -> torch.nn.Parameter:
     if not held:
         return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+    if later and p.is_meta:
+        return p
     value = torch.empty_like(p, device=device) if p.is_meta else p.data.to(device)
     return torch.nn.Parameter(value, requires_grad=p.requires_grad)
 
@@ -77,26 +83,37 @@ def whole_weights(orig_model: torch.nn.Module) -> Iterator[None]:
     if stages is None or stages.whole:
         yield
         return
+    gathered = {id(p): _gathered(p, name, stages) for name, p in orig_model.named_parameters()}
     given = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
     ]
-    received: dict[int, torch.nn.Parameter] = {}
-    for full_name, p in orig_model.named_parameters():
-        owner = dist.get_global_rank(stages.group, stages.holders[full_name][0])
-        device = torch.device(stages.mesh.device_type)
-        value = torch.empty_like(p, device=device) if p.is_meta else p.detach()
-        dist.broadcast(value, src=owner, group=stages.group)
-        if p.is_meta:
-            received[id(p)] = torch.nn.Parameter(value, requires_grad=False)
+    sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
     stages.whole = True
     try:
         for module, name, p in given:
-            module._parameters[name] = received.get(id(p), p)
+            module._parameters[name] = gathered[id(p)]
+        for module in sharded:  # nothing is left for FSDP to gather
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
         stages.whole = False
         for module, name, p in given:
             module._parameters[name] = p
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _gathered(p: torch.nn.Parameter, name: str, stages: Stages) -> torch.nn.Parameter:
+    """A parameter, whole: this rank's own where it is, else a copy; every rank calls it."""
+    if isinstance(p, DTensor):
+        value = p.full_tensor().detach()
+    else:
+        value = torch.empty_like(p, device=stages.mesh.device_type) if p.is_meta else p.detach()
+    dist.broadcast(value, src=dist.get_global_rank(stages.group, stages.holders[name][0]), group=stages.group)
+    if not p.is_meta and not isinstance(p, DTensor):
+        return p
+    return torch.nn.Parameter(value, requires_grad=p.requires_grad)
 
 
 class Stage(torch.nn.Module):
@@ -112,11 +129,20 @@ class Stage(torch.nn.Module):
         self.number, self.first, self.last = number, number == 0, number == len(layers) - 1
         self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], self.last)
         self.head = head(orig_model) if self.last else None
+        tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
+        self.tied = embedding_module(orig_model) if tied and not self.first else None
+        "what has the head's weight too, so that sharding finds it"
         self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
         self._batches: list[Batch] = []
         self._scale = 1.0
         self.totals: list[Totals] = []
         "of each micro-batch, in the last stage"
+
+    def blocks(self) -> Iterator[torch.nn.Module]:
+        """Its layers."""
+        layers = self.decoder.layers
+        assert isinstance(layers, torch.nn.ModuleList)
+        return iter(layers)
 
     def begin(self, batches: list[Batch], scale: float) -> None:
         """Take the micro-batches of a step; the loss is multiplied by `scale`."""
@@ -154,3 +180,31 @@ def _part(whole: torch.nn.Module, first: int, count: int, last: bool) -> torch.n
     if not last:
         part.norm = torch.nn.Identity()
     return part
+
+
+def shard_stage(stage: Stage, mesh: DeviceMesh, precision: str) -> None:
+    """Cut the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients exchanged once,
+    summed in fp32, as torch's schedules do it.
+
+    Args:
+        mesh: [shards] or [replicas, shards].
+        precision: of the weights.
+    """
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False
+    )
+    for block in stage.blocks():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for piece in stage.modules():
+        if isinstance(piece, FSDPModule):
+            piece.set_gradient_divide_factor(1.0)
+            piece.set_force_sum_reduction_for_comms(True)
+
+
+def fill_with_memory(stage: Stage, device: torch.device) -> None:
+    """Memory for pieces of weights that are on the meta device; buffers stay as they are."""
+    buffers = {id(module): dict(module._buffers) for module in stage.modules()}
+    stage.to_empty(device=device)
+    for module in stage.modules():
+        module._buffers.update(buffers[id(module)])
