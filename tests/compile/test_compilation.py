@@ -152,6 +152,7 @@ def test_the_blocks_and_the_final_norm_of_a_family_are_found(
     assert small_modules(orig_model) == ([] if norm is None else [getattr(decoder, norm)])
 
 
+@pytest.mark.slow
 def test_a_smaller_activation_budget_keeps_fewer_activations_and_the_gradients_of_eager() -> None:
     eager = tiny_llama()
     run(eager)

@@ -143,15 +143,30 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
         assert used > 0.8 * places
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("bucketed", marks=pytest.mark.slow)])
-def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(kind: str) -> None:
-    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager")
+MARKED: dict[str, Any] = {"dynamic": "marked", "scope": "model", "fullgraph": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("packed", {}),
+        pytest.param("bucketed", {}, marks=pytest.mark.slow),
+        (
+            "dynamic",
+            MARKED,
+        ),  # the row length of texts; pictures have one size, which the encoder compares with its config
+    ],
+)
+def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(
+    kind: str, settings: dict[str, Any]
+) -> None:
+    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager", **settings)
     eager, model = of(CAPTIONER), of(CAPTIONER)
     examples = captions(model.orig_model, LENGTHS * 6)
     layout = make_layout_of(kind, examples.lengths)
     layout = replace(layout, docs_per_row=3 if kind == "packed" else 1, encoded=True)
-    with compiler_switches(config, 1.0, False, 8):
-        compile_model(model.orig_model, config)
+    with compiler_switches(config, 1.0, layout.dynamic, 8):
+        compile_model(model.orig_model, config, layout.dynamic)
         watch = CompileWatch()
         for shape in layout.shapes:
             model(heaviest(rt, model.orig_model, layout, *shape)).loss.backward()

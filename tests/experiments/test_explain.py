@@ -220,6 +220,7 @@ def alone(name: str) -> tuple:
     return part, Finding("breaks", (part,), "", (), None), "breaks", "eager"
 
 
+@pytest.mark.slow
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
     """In a folder of its own, from which nothing of the run is seen."""
     made = reproduce(planted("breaks"), found("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")

@@ -16,7 +16,7 @@ from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
-from sftkit.models.kind import Head
+from sftkit.models.kind import Continuation, Head
 from sftkit.models.structure import decoder, head, logit_softcap
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
@@ -101,6 +101,10 @@ class CausalLM:
         """The output projection and the soft cap of its logits."""
         projection = head(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
+
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """The model itself."""
+        return Continuation(orig_model, {})
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """The whole model's, which caps them itself."""

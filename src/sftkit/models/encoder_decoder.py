@@ -19,7 +19,7 @@ from sftkit.data.caption import start_id
 from sftkit.data.collate import OF_TOKENS, Batch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.kind import Head
+from sftkit.models.kind import Continuation, Head
 from sftkit.models.structure import decoder, head, logit_softcap
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
@@ -35,6 +35,10 @@ class EncoderDecoder(ABC):
         Args:
             inputs: of a batch, without its tokens.
         """
+
+    @abstractmethod
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """What writes texts token by token. See models.kind.ModelKind."""
 
     @abstractmethod
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -280,6 +280,15 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
     return orig_model
 
 
+def new_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The config of a new model; its vocabulary and special ids come from the tokenizer."""
+    model_type = str(fields["model_type"])
+    encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+    fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
+    config: PretrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    return config
+
+
 def from_scratch(
     fields: dict[str, object],
     tokenizer: PreTrainedTokenizerBase,
@@ -289,10 +298,7 @@ def from_scratch(
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
     torch.manual_seed(seed)
     try:
-        model_type = str(fields["model_type"])
-        encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
-        config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+        config = new_config(fields, tokenizer)
         attention = plain_implementation(config)
         orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, TypeError, AttributeError) as error:

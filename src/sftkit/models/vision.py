@@ -20,6 +20,7 @@ from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.kind import Continuation
 from sftkit.models.structure import encoder
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import plain_attention
@@ -132,6 +133,12 @@ class VisionToText(EncoderDecoder):
         encoded = _encoder(orig_model)(**self.plain_inputs(orig_model, inputs)).last_hidden_state
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
+
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """The decoder with its head."""
+        decoder = orig_model.decoder
+        assert isinstance(decoder, PreTrainedModel)
+        return Continuation(decoder, {"encoder_hidden_states": self.encode(orig_model, inputs)[0]})
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Pixels normalised, on their device, in the precision of the weights. No host sync."""
