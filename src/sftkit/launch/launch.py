@@ -1,6 +1,7 @@
 """Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
 .venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
+.venv/bin/python -m sftkit.launch --demo    what processes of a group do together, shown on two of them
 """
 
 from __future__ import annotations
@@ -241,6 +242,12 @@ def _signals():
             signal.signal(signum, handler)
 
 
+def demo() -> int:
+    """Run parallel/primer.py on two processes, without a GPU. Returns the exit code."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
+    return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
+
+
 def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
@@ -250,6 +257,8 @@ def main() -> int:
             )
         )
         return 0
+    if words == ["--demo"]:
+        return demo()
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

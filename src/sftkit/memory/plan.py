@@ -145,7 +145,7 @@ def _check_room(s: Setup, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    pieces = s.topology.world_size // s.topology.replicas if s.topology.sharded else 1
+    pieces = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in _optimizer(s) if held_bytes(after) <= total_bytes]
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * pieces // total_bytes)} such GPUs or more")
     raise ConfigError(
@@ -365,7 +365,8 @@ def _more_shards(s: Setup) -> list[Option]:
         s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
     )
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
-    return [(f"accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
+    engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
+    return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
 
 
 def _chunk(s: Setup) -> list[Option]:
