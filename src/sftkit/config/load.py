@@ -65,14 +65,21 @@ def read_command_line(
 
 
 def read_config(
-    recipe: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, more: Sequence[Rule] = ()
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | Callable[[TrainConfig], int] | None = None,
+    more: Sequence[Rule] = (),
 ) -> Config:
     """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1).
+
+    Args:
+        world_size: those that have rows of their own; a function where that depends on the recipe (stages of a pipeline).
 
     Raises:
         ConfigError: all problems together, those that further rules find too.
     """
-    return _resolve(recipe, overrides, None if world_size is None else lambda _: world_size, more)[0]
+    row_ranks = (lambda _: world_size) if isinstance(world_size, int) else world_size
+    return _resolve(recipe, overrides, row_ranks, more)[0]
 
 
 def to_yaml(cfg: Config) -> str:

@@ -150,7 +150,7 @@ def memory_text(found: dict[str, Any]) -> str:
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
     stages = " + ".join(
-        f"{stage['layers']} layers, {stage['flops_share']:.0%} of the work, {preflight.size_text(stage['estimated_gib'])}"
+        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work, {preflight.size_text(stage['estimated_gib'])}"
         for stage in memory["stages"]
     )
     return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
