@@ -33,7 +33,8 @@ class Unusable(Exception):
 
 def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterator[Problem]:
     """All problems between settings, and those that further rules find."""
-    rules: list[Rule] = [*_RULES, functools.partial(_batch_divides, world_size=world_size), *more]
+    of_ranks = (functools.partial(rule, world_size=world_size) for rule in (_batch_divides, _enough_micro_batches))
+    rules: list[Rule] = [*_RULES, *of_ranks, *more]
     for rule in rules:
         try:
             yield from rule(get)
@@ -211,6 +212,56 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
 
 
+def _pipeline(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "pipeline":
+        for key, default in {
+            "train.pipeline_stages": None,
+            "train.pipeline_schedule": "1f1b",
+            "train.pipeline_layers": None,
+        }.items():
+            if get(key) != default:
+                yield key, f"only goes with train.engine pipeline, not {get('train.engine')}"
+        return
+    if get("data.layout") in ("bucketed", "dynamic"):
+        yield (
+            "train.engine",
+            f"pipeline sends hidden states of one shape from stage to stage, and rows of data.layout {get('data.layout')} have "
+            "several: take packed or fixed",
+        )
+    if get("train.fp8") is not None:
+        yield "train.fp8", "does not go with train.engine pipeline: its scales are not exchanged between stages"
+    if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
+        yield (
+            "train.engine",
+            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take compile.mode "
+            "default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
+        )
+
+
+def _enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
+    """`world_size`: of processes with rows of their own; each takes a step in this many pieces of one size."""
+    stages, rows = get("train.pipeline_stages"), get("train.global_batch_size") // world_size
+    schedule = get("train.pipeline_schedule")
+    if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
+        return
+    most = get("train.micro_batch_size")
+    count = min(rows // size for size in range(1, min(most, rows) + 1) if rows % size == 0)
+    stages = stages or int(os.environ.get("WORLD_SIZE", "1"))
+    if schedule == "interleaved":
+        if count % max(1, count // stages):
+            yield (
+                "train.micro_batch_size",
+                f"{most} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
+                f"of one size for {stages} processes: choose it so that they are a multiple of {stages}",
+            )
+    elif count < stages:
+        yield (
+            "train.micro_batch_size",
+            f"{most} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "
+            f"needs {stages} or more: set {max(rows // stages, 1)} or less, or a larger train.global_batch_size",
+        )
+
+
 def _compiled_only(get: Get) -> Iterator[Problem]:
     debug = get("compile.debug")
     if get("compile.enabled"):
@@ -371,6 +422,7 @@ _RULES = (
     _attention,
     _precision,
     _engine,
+    _pipeline,
     _compiled_only,
     _implementation,
     _schedule,
