@@ -14,6 +14,7 @@ from typing import Any
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
+from sftkit.config.graph_passes import problems
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.paths import unusable
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
@@ -211,6 +212,28 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
 
 
+def _graph(get: Get) -> Iterator[Problem]:
+    passes = get("graph.passes")
+    yield from (("graph.passes", problem) for problem in problems(passes))
+    if get("train.engine") != "graph":
+        for key in ("graph.passes", "graph.dump"):
+            if get(key):
+                yield key, f"only goes with train.engine graph, not {get('train.engine')}"
+        return
+    if get("data.layout") == "dynamic":
+        yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
+    if get("attention.backend") == "flex":
+        yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
+    for key in ("graph.passes", "graph.dump"):
+        if get(key) and not get("compile.enabled"):
+            yield key, "only goes with compile.enabled true: without it no graph is captured"
+    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+        if get(key):
+            yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
+
+
 def _compiled_only(get: Get) -> Iterator[Problem]:
     debug = get("compile.debug")
     if get("compile.enabled"):
@@ -371,6 +394,7 @@ _RULES = (
     _attention,
     _precision,
     _engine,
+    _graph,
     _compiled_only,
     _implementation,
     _schedule,

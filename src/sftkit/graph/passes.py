@@ -1,0 +1,61 @@
+"""The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from sftkit.config.graph_passes import PASSES, Pass
+from sftkit.graph.graphs import Counts, counts_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph at one point of its way."""
+
+    graph: str
+    "joint, forward or backward"
+    after: str
+    "the pass that it comes from: captured, split, or a name of graph.passes"
+    counts: Counts
+    text: str
+
+
+@dataclass
+class Passes:
+    """Applies the passes that a recipe names; one object for each graph that is captured."""
+
+    names: Sequence[str]
+    stages: list[Stage] = field(default_factory=list)
+    "what the graphs were like, in order"
+
+    def on_joint(self, graph: GraphModule) -> None:
+        """Change the captured graph, in place."""
+        self._record("joint", "captured", graph)
+        for spec in self._at("joint"):
+            _function(spec)(graph)
+            graph.recompile()
+            self._record("joint", spec.name, graph)
+
+    def on_forward(self, graph: GraphModule, examples: Sequence[Any]) -> None:
+        """Change the forward half, in place."""
+        self._record("forward", "split", graph)
+
+    def on_backward(self, graph: GraphModule, examples: Sequence[Any]) -> None:
+        """Change the backward half, in place."""
+        self._record("backward", "split", graph)
+
+    def _at(self, stage: str) -> list[Pass]:
+        return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
+
+    def _record(self, name: str, after: str, graph: GraphModule) -> None:
+        self.stages.append(Stage(name, after, counts_of(graph), graph.print_readable(print_output=False)))
+
+
+def _function(spec: Pass) -> Any:
+    module, _, name = spec.fn.partition(":")
+    return getattr(importlib.import_module(module), name)
