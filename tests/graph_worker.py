@@ -59,7 +59,16 @@ def tiny_qwen3() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
-MODELS = {"llama": partial(tiny_llama, layers=1), "deep llama": tiny_llama, "qwen3": tiny_qwen3}
+def bf16_llama() -> PreTrainedModel:
+    return tiny_llama(layers=1).to(torch.bfloat16)
+
+
+MODELS = {
+    "llama": partial(tiny_llama, layers=1),
+    "deep llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "bf16 llama": bf16_llama,
+}
 
 
 def config(engine: str, passes: Sequence[str] = (), compiled: bool = True, precision: str = "fp32") -> Config:
@@ -132,7 +141,9 @@ def main(out: str, *cases: str) -> None:
     for case in cases:
         model, how, *passes = (part.strip() for part in case.split(";"))
         names = passes[0].split(",") if passes else ()
-        results[case] = train(rt, model, config("graph", names, compiled=how == "graph"))
+        precision = "bf16" if model.startswith("bf16") else "fp32"
+        rt = replace(rt, precision=precision)
+        results[case] = train(rt, model, config("graph", names, compiled=how == "graph", precision=precision))
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

@@ -65,7 +65,10 @@ train: {max_steps: 2, engine: graph}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["graph.passes=[reshard_after_foward]"], 'graph.passes: "reshard_after_foward" is not one of .*Did you mean "reshard_after_forward"'),
+        (
+            ["graph.passes=[reshard_after_foward]"],
+            'graph.passes: "reshard_after_foward" is not one of .*Did you mean "reshard_after_forward"',
+        ),
         (["train.engine=blocks", "graph.dump=true"], "graph.dump: only goes with train.engine graph, not blocks"),
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),

@@ -6,19 +6,28 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from graph_worker import MODELS, config, made, train
-from helpers import cpu_runtime, make_batch, make_examples, torchrun
+from graph_worker import MODELS, config, train
+from helpers import cpu_runtime, torchrun
 
 from sftkit.config.topology import Topology
-from sftkit.errors import ConfigError, RecompileError
-from sftkit.graph.engine import GraphEngine, check_topology
+from sftkit.errors import ConfigError
+from sftkit.graph.engine import check_topology
 
-EAGER, JOINT = "llama; eager", "llama; graph"
-TWO = (EAGER, JOINT, "qwen3; graph; reshard_after_forward")
+BLOCKS = "reshard_after_forward,block_bucketing"
+TWO = (f"llama; graph; {BLOCKS}", "qwen3; graph")
+SLOW_TWO = (
+    "llama; eager",
+    "qwen3; eager",
+    f"deep llama; graph; {BLOCKS}",
+    "deep llama; graph; reshard_after_forward,auto_bucketing",
+    f"qwen3; graph; {BLOCKS}",
+    "bf16 llama; graph; reshard_after_forward",
+)
 CHECKS = {
     "Same logits as the plain model",
     "Loss equals plain cross entropy",
@@ -68,14 +77,60 @@ def test_one_process_by_its_graph_computes_what_it_does_eagerly() -> None:
     assert [stage["counts"]["collectives"] for stage in found["stages"]] == [{}, {}, {}]
 
 
-@pytest.mark.parametrize("case", TWO)
+@pytest.mark.parametrize("case", [*TWO, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_TWO[:-1])])
 def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
-    found = ranks(2, *TWO)[case]
-    model = case.partition(";")[0]
+    found = ranks(2, *(TWO if case in TWO else SLOW_TWO))[case]
+    model, how, *_ = case.split("; ")
     same(found, alone(model))
     assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
-    if case == EAGER:
+    if how == "graph":
+        check_proved(found)
+    else:
         assert found["checks"]["Same gradients as the plain model"] is True
         assert found["stages"] == []
-    else:
-        check_proved(found)
+
+
+def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Of each graph of a case, after each pass."""
+    return {f"{stage['graph']} {stage['after']}": stage["counts"]["collectives"] for stage in found[case]["stages"]}
+
+
+def test_passes_change_how_often_ranks_exchange_as_they_say() -> None:
+    of_blocks, plain = (collectives(case, ranks(2, *TWO)) for case in TWO)
+    # Of a block 9 weights, norms among them, and at the ends the embedding, and the final norm with the head.
+    assert of_blocks["joint captured"] == {"all-gather": 12, "reduce-scatter": 12}
+    assert of_blocks["forward split"] == {"all-gather": 12}
+    assert of_blocks["forward block_bucketing"] == {"all-gather": 3}
+    assert of_blocks["backward split"] == {"reduce-scatter": 12, "all-gather": 10}  # not the embedding, not the head
+    assert of_blocks["backward block_bucketing"] == {"all-gather": 2, "reduce-scatter": 3}
+    assert plain["backward split"].keys() == {"reduce-scatter"}, "without resharding nothing is gathered again"
+
+
+@pytest.mark.slow
+def test_automatic_bucketing_merges_what_fits_a_bucket() -> None:
+    found = collectives("deep llama; graph; reshard_after_forward,auto_bucketing", ranks(2, *SLOW_TWO))
+    assert found["forward auto_bucketing"]["all-gather"] < found["forward split"]["all-gather"]
+    assert found["backward auto_bucketing"]["reduce-scatter"] < found["backward split"]["reduce-scatter"]
+
+
+@pytest.mark.slow
+def test_bf16_gradients_are_summed_in_fp32() -> None:
+    found = ranks(2, *SLOW_TWO)["bf16 llama; graph; reshard_after_forward"]
+    assert found["checks"]["Same gradients as the plain model"] is True
+    text = next(stage["text"] for stage in found["stages"] if stage["graph"] == "joint")
+    reductions = [line for line in text.splitlines() if "reduce_scatter_tensor" in line]
+    assert len(reductions) == 12
+    assert all(': "f32[' in line for line in reductions)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        (Topology(replicas=2), r"shards weights over its 2 processes, and ddp keeps.*fsdp2\.yaml or hsdp\.yaml"),
+        (Topology(tensor=2, sharded=True), r"no tensor or context parallelism yet.*tp_size and cp_size to 1"),
+    ],
+)
+def test_processes_that_it_has_no_sharding_for_are_refused(topology: Topology, message: str) -> None:
+    rt: Any = SimpleNamespace(topology=topology, world_size=2)
+    with pytest.raises(ConfigError, match=message):
+        check_topology(rt)

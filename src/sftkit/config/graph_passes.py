@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint",)
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split."""
+STAGES = ("joint", "split")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,20 @@ PASSES = {
             stage="joint",
             fn="sftkit.graph.joint_passes:reshard_after_forward",
             summary="weights are gathered again in the backward pass and not kept for it",
+        ),
+        Pass(
+            name="auto_bucketing",
+            stage="split",
+            fn="sftkit.graph.overlap:auto_bucketing",
+            summary="collectives are merged and moved to where an estimate of times hides them behind compute",
+            conflicts=("block_bucketing",),
+        ),
+        Pass(
+            name="block_bucketing",
+            stage="split",
+            fn="sftkit.graph.overlap:block_bucketing",
+            summary="those of a decoder block are merged, and gathered while the block before it computes",
+            conflicts=("auto_bucketing",),
         ),
     )
 }

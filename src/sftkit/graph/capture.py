@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from sftkit.data.collate import Batch
 from sftkit.graph import compat
+from sftkit.graph.buckets import buckets_of, mark_buckets
 from sftkit.graph.passes import Passes
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
@@ -90,10 +91,10 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     with ExitStack() as stack:
         stack.enter_context(loss_as_operator())
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()))
+        mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
-        run = compat.compile_joint(
-            joint, compat.default_partition(), _half(passes.on_forward), _half(passes.on_backward)
-        )
+        halves = _half("forward", passes), _half("backward", passes)
+        run = compat.compile_joint(joint, compat.default_partition(), *halves)
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = {
         **dict(traced.named_parameters(remove_duplicate=False)),
@@ -103,9 +104,9 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     return Graph(run, state, traced.measured, time.perf_counter() - started)
 
 
-def _half(apply: Callable[[GraphModule, Sequence[Any]], None]) -> compat.Compiler:
-    def compile_half(graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
-        apply(graph, examples)
+def _half(name: str, passes: Passes) -> compat.Compiler:
+    def compile_half(graph: GraphModule, _: Sequence[Any]) -> compat.Boxed:
+        passes.on_half(name, graph)
         return compat.boxed(graph)
 
     return compile_half

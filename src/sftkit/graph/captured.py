@@ -11,6 +11,7 @@ import torch
 
 from sftkit.data.collate import Batch
 from sftkit.errors import RecompileError
+from sftkit.graph.buckets import buckets_of
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes import Passes, Stage
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -38,7 +39,7 @@ class CapturedModel(torch.nn.Module):
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
-        passes = Passes(self._passes)
+        passes = Passes(self._passes, list(dict.fromkeys(buckets_of(self.model.orig_model).values())))
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[batch.shape] = passes.stages
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from sftkit.errors import ConfigError
 
@@ -67,6 +69,65 @@ def compile_joint(
     """
     compile_ = private("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
     return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)  # type: ignore[no-any-return]
+
+
+def parameter_of(node: Node) -> str | None:
+    """Return the name of the parameter that an input of a captured graph is, or is the local piece of; None of any other."""
+    found = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
+    return found.group(1) if found else None
+
+
+def gradients_of(graph: GraphModule) -> dict[str, Node]:
+    """Return the nodes of a captured graph that are gradients of parameters, or their local pieces, by the parameter's name."""
+    (output,) = graph.graph.find_nodes(op="output")
+    found: dict[str, Node] = {}
+    for node, description in zip(output.args[0], output.meta["desc"], strict=True):
+        named = re.search(r"GradAOTOutput\(grad_of=ParamAOTInput\(target='([^']+)'\)", repr(description))
+        if named and isinstance(node, Node) and node.op != "placeholder":  # not the mesh of a DTensor
+            found[named.group(1)] = node
+    return found
+
+
+def overlap_collectives(graph: GraphModule, estimate: Callable[[Node, int | None], float | None]) -> None:
+    """Merge and move the collectives of a graph, in place, so that compute hides them.
+
+    Args:
+        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own estimate.
+    """
+    schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
+    options = accepted(schedule, compute_estimator="analytical")
+    with _without_gpu():
+        schedule(graph, collective_bucketing=True, custom_runtime_estimation=estimate, **options)
+
+
+def bucket_collectives(graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None]) -> None:
+    """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used."""
+    bucket = private("torch._inductor.fx_passes.overlap_manual_scheduling", "manual_overlap_bucketing")
+
+    def stack_of(node: Node) -> list[tuple[str, type]]:
+        name = bucket_of(node)
+        return [] if name is None else [(name, torch.nn.Module)]
+
+    with _without_gpu():
+        bucket(graph, list(plan), insert_overlap_deps=False, module_stack_fn=stack_of)
+
+
+@contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Inside, the schedulers do not ask for a GPU's bandwidth or speed on a machine that has none, where they fail."""
+    scheduling = "torch._inductor.fx_passes.overlap_scheduling"
+    stand_ins: dict[tuple[str, str], Callable[..., float]] = {
+        ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13
+        (scheduling, "get_gpu_dram_gbps"): lambda: 10.0,
+        (scheduling, "estimate_runtime_analytical"): lambda node: 0.0,  # torch 2.11
+    }
+    with ExitStack() as stack:
+        for (module, name), value in stand_ins.items() if not torch.cuda.is_available() else ():
+            where = sys.modules.get(module)
+            if where is not None and hasattr(where, name):
+                stack.callback(setattr, where, name, getattr(where, name))
+                setattr(where, name, value)
+        yield
 
 
 def default_partition() -> Callable[..., Any]:

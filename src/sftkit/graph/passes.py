@@ -30,6 +30,8 @@ class Passes:
     """Applies the passes that a recipe names; one object for each graph that is captured."""
 
     names: Sequence[str]
+    buckets: Sequence[str]
+    "what weights are bucketed by, in the order in which they are used"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
 
@@ -41,13 +43,13 @@ class Passes:
             graph.recompile()
             self._record("joint", spec.name, graph)
 
-    def on_forward(self, graph: GraphModule, examples: Sequence[Any]) -> None:
-        """Change the forward half, in place."""
-        self._record("forward", "split", graph)
-
-    def on_backward(self, graph: GraphModule, examples: Sequence[Any]) -> None:
-        """Change the backward half, in place."""
-        self._record("backward", "split", graph)
+    def on_half(self, half: str, graph: GraphModule) -> None:
+        """Change the forward or the backward half, in place."""
+        self._record(half, "split", graph)
+        for spec in self._at("split"):
+            _function(spec)(graph, self.buckets)
+            graph.recompile()
+            self._record(half, spec.name, graph)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
