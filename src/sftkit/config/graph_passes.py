@@ -9,8 +9,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint", "split")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half."""
+STAGES = ("joint", "split", "codegen")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half; codegen: what
+makes code of a half, in place of an operator after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,21 @@ PASSES = {
             stage="split",
             fn="sftkit.graph.overlap:auto_bucketing",
             summary="collectives are merged and moved to where an estimate of times hides them behind compute",
-            conflicts=("block_bucketing",),
+            conflicts=("block_bucketing", "full_inductor"),
         ),
         Pass(
             name="block_bucketing",
             stage="split",
             fn="sftkit.graph.overlap:block_bucketing",
             summary="those of a decoder block are merged, and gathered while the block before it computes",
-            conflicts=("auto_bucketing",),
+            conflicts=("auto_bucketing", "full_inductor"),
+        ),
+        Pass(
+            name="full_inductor",
+            stage="codegen",
+            fn="sftkit.graph.codegen:full_inductor",
+            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
+            conflicts=("auto_bucketing", "block_bucketing"),
         ),
     )
 }

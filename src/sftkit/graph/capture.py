@@ -90,11 +90,11 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     started, traced = time.perf_counter(), _Traced(model, batch)
     with ExitStack() as stack:
         stack.enter_context(loss_as_operator())
-        joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()))
+        joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), passes.for_inductor)
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
         halves = _half("forward", passes), _half("backward", passes)
-        run = compat.compile_joint(joint, compat.default_partition(), *halves)
+        run = compat.compile_joint(joint, compat.partition(passes.for_inductor), *halves)
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = {
         **dict(traced.named_parameters(remove_duplicate=False)),
@@ -105,8 +105,8 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
 
 
 def _half(name: str, passes: Passes) -> compat.Compiler:
-    def compile_half(graph: GraphModule, _: Sequence[Any]) -> compat.Boxed:
+    def compile_half(graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
         passes.on_half(name, graph)
-        return compat.boxed(graph)
+        return passes.compile_half(name, graph, examples)
 
     return compile_half

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -46,17 +47,19 @@ def accepted(fn: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Tensor]) -> Any:
+def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Tensor], for_inductor: bool) -> Any:
     """Trace the module's forward pass and the backward pass of its outputs as one functional graph, with fake tensors.
 
     Args:
         stack: holds what must stay in force until `compile_joint`.
+        for_inductor: operators are decomposed into those that Inductor knows.
 
     Returns:
         torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first inputs.
     """
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
-    return export(stack, module, tuple(inputs))
+    table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
+    return export(stack, module, tuple(inputs), decompositions=table)
 
 
 def compile_joint(
@@ -130,9 +133,30 @@ def _without_gpu() -> Iterator[None]:
         yield
 
 
-def default_partition() -> Callable[..., Any]:
-    """Return the split that keeps for the backward pass what eager execution would."""
-    return private("torch._functorch.partitioners", "default_partition")  # type: ignore[no-any-return]
+def partition(for_inductor: bool) -> Callable[..., Any]:
+    """Return the split of a joint graph: what eager execution would keep for the backward pass, or for Inductor the least that
+    torch's activation memory budget asks for."""
+    default = private("torch._functorch.partitioners", "default_partition")
+    least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
+    if not for_inductor:
+        return default  # type: ignore[no-any-return]
+    simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
+
+    def simplified(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        simplify(graph)
+        # torch 2.13 has the mesh of a DTensor among the inputs, and would have to know its size.
+        known = {"unsafe_treat_script_objects_as_zero_size": True}
+        config = torch._functorch.config
+        with config.patch({name: value for name, value in known.items() if hasattr(config, name)}):
+            return least(graph, inputs, **options, compiler="inductor")
+
+    return simplified
+
+
+def by_inductor(graph: GraphModule, examples: Sequence[Any], is_backward: bool) -> Boxed:
+    """Return the graph compiled by Inductor."""
+    compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
+    return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
 
 
 def boxed(graph: GraphModule) -> Boxed:

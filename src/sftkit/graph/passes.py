@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sftkit.config.graph_passes import PASSES, Pass
+from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of
 
 
@@ -50,6 +51,17 @@ class Passes:
             _function(spec)(graph, self.buckets)
             graph.recompile()
             self._record(half, spec.name, graph)
+
+    @property
+    def for_inductor(self) -> bool:
+        """Whether the graphs are Inductor's as a whole: captured in its operators, and split as it wants."""
+        return "full_inductor" in self.names
+
+    def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
+        """What runs the forward or the backward half."""
+        for spec in self._at("codegen"):
+            return _function(spec)(graph, examples, half)  # type: ignore[no-any-return]
+        return compat.boxed(graph)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
