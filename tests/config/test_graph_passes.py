@@ -74,6 +74,7 @@ train: {max_steps: 2, engine: graph}
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
         (["attention.backend=flex"], "attention.backend: flex does not go with train.engine graph"),
+        (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: train.memory says so"),
         (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
         (
             ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],

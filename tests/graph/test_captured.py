@@ -121,3 +121,22 @@ def test_arguments_that_this_torch_lacks_are_left_out() -> None:
     assert compat.accepted(of_2_11, collective_bucketing=True, bucket_mode="custom_ops") == {
         "collective_bucketing": True
     }
+
+
+def test_a_budget_of_activations_keeps_less_for_the_backward_pass_and_computes_the_same() -> None:
+    model = ModelWithLoss(MODELS["llama"](), "reference", NextToken(LossConfig()))
+    kept = {}
+    for budget in (1.0, 0.1):
+        captured = CapturedModel(model, (), saves_memory=budget < 1.0)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            captured.capture(batch_of())
+        captured(batch_of()).loss.backward()
+        kept[budget] = (
+            {stage.graph: stage.counts.nodes for stage in captured.stages[2, 32]},
+            [p.grad.clone() for p in model.parameters()],
+        )
+        model.zero_grad(set_to_none=True)
+    (all_kept, expected), (few_kept, found) = kept[1.0], kept[0.1]
+    assert few_kept["backward"] > all_kept["backward"] + 20, "what is not kept is computed again"
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours - plain).norm() <= 1e-5 * plain.norm()

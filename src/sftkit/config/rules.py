@@ -226,6 +226,8 @@ def _graph(get: Get) -> Iterator[Problem]:
         yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
+    if get("model.gradient_checkpointing"):
+        yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
     for key in ("graph.passes", "graph.dump"):
         if get(key) and not get("compile.enabled"):
             yield key, "only goes with compile.enabled true: without it no graph is captured"

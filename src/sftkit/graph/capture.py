@@ -94,7 +94,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
         halves = _half("forward", passes), _half("backward", passes)
-        run = compat.compile_joint(joint, compat.partition(passes.for_inductor), *halves)
+        run = compat.compile_joint(joint, compat.partition(passes.for_inductor, passes.saves_memory), *halves)
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = {
         **dict(traced.named_parameters(remove_duplicate=False)),

@@ -25,9 +25,14 @@ OnRecompile = Literal["error", "warn", "eager"]
 class CapturedModel(torch.nn.Module):
     """Sums of a batch by the graph of its shape. A shape without one runs eagerly, but inside `contract` as that says."""
 
-    def __init__(self, model: ModelWithLoss, passes: Sequence[str]) -> None:
+    def __init__(self, model: ModelWithLoss, passes: Sequence[str], saves_memory: bool = False) -> None:
+        """
+        Args:
+            passes: names of graph.passes, in order.
+            saves_memory: see Passes.
+        """
         super().__init__()
-        self.model, self._passes = model, passes
+        self.model, self._passes, self._saves_memory = model, passes, saves_memory
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
         self.stages: dict[tuple[int, int], list[Stage]] = {}
@@ -39,7 +44,8 @@ class CapturedModel(torch.nn.Module):
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
-        passes = Passes(self._passes, list(dict.fromkeys(buckets_of(self.model.orig_model).values())))
+        buckets = dict.fromkeys(buckets_of(self.model.orig_model).values())
+        passes = Passes(self._passes, list(buckets), self._saves_memory)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[batch.shape] = passes.stages
 

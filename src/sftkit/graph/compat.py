@@ -133,24 +133,30 @@ def _without_gpu() -> Iterator[None]:
         yield
 
 
-def partition(for_inductor: bool) -> Callable[..., Any]:
-    """Return the split of a joint graph: what eager execution would keep for the backward pass, or for Inductor the least that
-    torch's activation memory budget asks for."""
+def partition(for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
+    """Return the split of a joint graph: what eager execution would keep for the backward pass, or the least that torch's
+    activation memory budget asks for.
+
+    Args:
+        for_inductor: what is cheap when it is fused is computed again.
+        saves_memory: the budget is asked.
+    """
     default = private("torch._functorch.partitioners", "default_partition")
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
-    if not for_inductor:
-        return default  # type: ignore[no-any-return]
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
+    if not for_inductor and not saves_memory:
+        return default  # type: ignore[no-any-return]
 
-    def simplified(graph: GraphModule, inputs: Any, **options: Any) -> Any:
-        simplify(graph)
+    def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        if for_inductor:
+            simplify(graph)
         # torch 2.13 has the mesh of a DTensor among the inputs, and would have to know its size.
         known = {"unsafe_treat_script_objects_as_zero_size": True}
         config = torch._functorch.config
         with config.patch({name: value for name, value in known.items() if hasattr(config, name)}):
             return least(graph, inputs, **options, compiler="inductor")
 
-    return simplified
+    return split
 
 
 def by_inductor(graph: GraphModule, examples: Sequence[Any], is_backward: bool) -> Boxed:

@@ -28,6 +28,7 @@ from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
+from sftkit.graph.graphs import Counts
 from sftkit.graph.passes import Stage
 from sftkit.graph.place import place
 from sftkit.memory.explain import explained
@@ -79,7 +80,7 @@ def build(
             raise ConfigError("train.engine=graph has no FlexAttention yet: set attention.backend=varlen or reference")
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend, sharding=sharding)
+        plan = make_plan(_planned(cfg), orig_model, layout, rt, backend=choice.backend, sharding=sharding)
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
@@ -88,6 +89,15 @@ def build(
         engine = GraphEngine(cfg, rt, layout, plan, model, optimizer, choice, run_dir, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
+
+
+def _planned(cfg: Config) -> Config:
+    """The recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
+    fuses costs no time."""
+    kept = cfg.compile.activation_memory_budget
+    if kept is None and cfg.train.memory == "speed" and "full_inductor" not in cfg.graph.passes:
+        kept = 1.0
+    return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
 
 
 def check_topology(rt: Runtime) -> None:
@@ -145,7 +155,7 @@ class GraphEngine:
         self.model, self.optimizer = model, optimizer
         size = checkpoint_bytes(model.orig_model, plan)
         self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
-        self.captured = CapturedModel(model, cfg.graph.passes)
+        self.captured = CapturedModel(model, cfg.graph.passes, plan.activation_memory_budget < 1.0)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
         self._at_close = at_close
@@ -231,9 +241,13 @@ class GraphEngine:
         if not self.compiled:
             say(f"{kind}; eager")
         else:
-            say(f"{kind}; captured {self.captured.num_graphs} graphs, in {seconds:.1f} s")
+            number = self.captured.num_graphs
+            say(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
-                say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
+                if known.get(stage.graph) != stage.counts:
+                    say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
+                known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
             say(compare(self._plan, peak_memory_gib(self._rt.device)))
 

@@ -10,7 +10,7 @@ from torch.utils import flop_counter
 
 from sftkit.graph import compat
 from sftkit.graph.buckets import bucket_of
-from sftkit.graph.graphs import collective
+from sftkit.graph.graphs import collective, counts_of
 
 CPU_FLOPS, CPU_BYTES = 1e11, 1e9
 "Per second: where nothing is known of the device, compute and collectives of a CPU have some order of magnitude."
@@ -20,12 +20,14 @@ GPU_FLOPS = 5e14
 
 def auto_bucketing(graph: GraphModule, _: Sequence[str]) -> None:
     """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
-    compat.overlap_collectives(graph, _milliseconds)
+    if counts_of(graph).collectives:
+        compat.overlap_collectives(graph, _milliseconds)
 
 
 def block_bucketing(graph: GraphModule, buckets: Sequence[str]) -> None:
     """Merge the collectives of each bucket, and gather a bucket while the one before it is used."""
-    compat.bucket_collectives(graph, buckets, bucket_of)
+    if counts_of(graph).collectives:
+        compat.bucket_collectives(graph, buckets, bucket_of)
 
 
 def _milliseconds(node: Node, num_bytes: int | None) -> float | None:

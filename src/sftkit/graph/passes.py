@@ -33,6 +33,8 @@ class Passes:
     names: Sequence[str]
     buckets: Sequence[str]
     "what weights are bucketed by, in the order in which they are used"
+    saves_memory: bool = False
+    "whether the split keeps no more for the backward pass than torch's activation memory budget"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
 
@@ -54,7 +56,7 @@ class Passes:
 
     @property
     def for_inductor(self) -> bool:
-        """Whether the graphs are Inductor's as a whole: captured in its operators, and split as it wants."""
+        """Whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
         return "full_inductor" in self.names
 
     def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
