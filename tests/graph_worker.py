@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import (
     CompileConfig,
@@ -59,6 +59,22 @@ def tiny_qwen3() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
+def uneven_llama() -> PreTrainedModel:
+    """No even number of channels in its feed-forward layers, nor of tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE + 1,
+        hidden_size=32,
+        intermediate_size=65,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
 def bf16_llama() -> PreTrainedModel:
     return tiny_llama(layers=1).to(torch.bfloat16)
 
@@ -67,6 +83,7 @@ MODELS = {
     "llama": partial(tiny_llama, layers=1),
     "deep llama": tiny_llama,
     "qwen3": tiny_qwen3,
+    "uneven llama": uneven_llama,
     "bf16 llama": bf16_llama,
 }
 
@@ -134,9 +151,10 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
 
 
 def main(out: str, *cases: str) -> None:
-    """A case: `model; eager or graph; passes, separated by commas`."""
+    """A case: `model; eager or graph; passes, separated by commas`. Four ranks are two copies of two shards."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
-    rt = replace(rt, topology=Topology(shards=rt.world_size, sharded=True))
+    replicas = 2 if rt.world_size == 4 else 1
+    rt = replace(rt, topology=Topology(replicas=replicas, shards=rt.world_size // replicas, sharded=True))
     results = {}
     for case in cases:
         model, how, *passes = (part.strip() for part in case.split(";"))

@@ -26,6 +26,7 @@ SLOW_TWO = (
     f"deep llama; graph; {BLOCKS}",
     "deep llama; graph; reshard_after_forward,auto_bucketing",
     f"qwen3; graph; {BLOCKS}",
+    f"uneven llama; graph; {BLOCKS}",
     "llama; graph; reshard_after_forward,full_inductor",
     "bf16 llama; graph; reshard_after_forward",
 )
@@ -83,12 +84,26 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
     found = ranks(2, *(TWO if case in TWO else SLOW_TWO))[case]
     model, how, *_ = case.split("; ")
     same(found, alone(model))
-    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
+    whole = sum(p.numel() for p in MODELS[model]().parameters())
+    assert found["pieces"] == whole / 2 if "uneven" not in model else whole / 2 < found["pieces"] < 0.51 * whole
     if how == "graph":
         check_proved(found)
     else:
         assert found["checks"]["Same gradients as the plain model"] is True
         assert found["stages"] == []
+
+
+FOUR = (f"llama; graph; {BLOCKS}", "qwen3; graph; reshard_after_forward,auto_bucketing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR)
+def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str) -> None:
+    found, model = ranks(4, *FOUR)[case], case.partition(";")[0]
+    same(found, alone(model))
+    check_proved(found)
+    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
+    assert collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
 
 
 def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
