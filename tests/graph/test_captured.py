@@ -9,6 +9,7 @@ import torch
 from graph_worker import MODELS
 from helpers import make_batch, make_examples
 
+from sftkit.compile.hooks import HookWatch
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError, RecompileError
@@ -140,3 +141,14 @@ def test_a_budget_of_activations_keeps_less_for_the_backward_pass_and_computes_t
     assert few_kept["backward"] > all_kept["backward"] + 20, "what is not kept is computed again"
     for ours, plain in zip(found, expected, strict=True):
         assert (ours - plain).norm() <= 1e-5 * plain.norm()
+
+
+def test_a_hook_that_a_captured_step_does_not_run_is_found() -> None:
+    orig_model = MODELS["llama"]()
+    watch = HookWatch(orig_model, captured=True)
+    assert watch.unheeded() == []
+    hook = orig_model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    (line,) = watch.unheeded()
+    assert line.startswith("model.layers.0.mlp: forward hook added after the warm-up")
+    hook.remove()
+    assert watch.unheeded() == []

@@ -38,6 +38,7 @@ CHECKS = {
     "Compiled step computes what eager does",
     "The step is compiled",
     "No recompiles after the warm-up",
+    "The step runs the hooks that the model has",
 }
 
 

@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import step_contract
+from sftkit.compile.hooks import HookWatch
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
 from sftkit.engine.engine import EngineReport, Setup, WarmUp
 from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.roundings import limits
@@ -160,6 +161,7 @@ class GraphEngine:
         "after the warm-up: whether steps run captured graphs"
         self._at_close = at_close
         self._watch: CompileWatch | None = None
+        self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
@@ -181,6 +183,7 @@ class GraphEngine:
             self._run_shapes(losses)
         self.optimizer.warm_up(self.compiled)
         watch.warm_up_done()
+        self._hooks = HookWatch(orig_model, captured=self.compiled)
         parameters = list(parameters_of(self.optimizer.param_groups))
         same = check_gradients(self.model, self.captured, parameters, layout, rt, eager, self.compiled, allowed)
         seconds = time.perf_counter() - started
@@ -289,7 +292,8 @@ class GraphEngine:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """What was captured, and what ran without a graph, on all ranks."""
         watch, captured = self.watch, self.captured
-        own = records_of(watch)
+        assert self._hooks is not None, "warm_up comes first"
+        own = records_of(watch, self._hooks.unheeded())
         own = replace(
             own,
             recompiles=own.recompiles + len(captured.late),
@@ -306,8 +310,10 @@ class GraphEngine:
         events: list[tuple[Kind, list[str]]] = [
             ("recompile", list(records.recompile_kinds)),
             ("fallback", list(records.fallback_kinds)),
+            ("hook", list(records.hooks)),
         ]
-        return EngineReport(counts, events, compile_checks(graphs, watch.evaluations, records, error))
+        checks = [*compile_checks(graphs, watch.evaluations, records, error), hooks_check(records.hooks)]
+        return EngineReport(counts, events, checks)
 
     def close(self) -> None:
         """Put the compiler's settings back."""
