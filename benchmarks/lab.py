@@ -2,10 +2,13 @@
 
 make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
 make lab ARGS="lab_layouts lab_gpt2"          these
+make lab ARGS='lab_captioning --only packed'  these runs of one
+make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere
 make lab ARGS=--tables                        the tables alone, from the results that are there
 
-Results of a plan lie in results/results.json beside it, once all its runs have ended: raw, with machine, versions and commit. A table
-on the page is made of them; what has none says that it was not measured.
+Results of a plan lie in results/results.json beside it, once its runs have ended: raw, with machine, versions and commit. Those of
+several calls come together there, the newest row of each run. A table on the page is made of them; what has none says that it was
+not measured.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import runpy
 import time
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.command_line import Parser
+from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import running
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.report import loss_table, machine_lines, speed_table
-from sftkit.experiments.bench.run import bench
+from sftkit.experiments.bench.run import bench, plan_name, read_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
 
@@ -37,15 +40,26 @@ TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def main() -> int:
     words = Parser((__doc__ or "").partition("\n")[0], prog=running("make lab"))
     words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(labs())}; all that this machine can")
+    words.add_argument("--only", nargs="+", metavar="RUN", help="these runs of one lab")
+    words.add_argument("--take", nargs="+", type=path, default=(), metavar="FILE", help="take in results.json files")
     words.add_argument("--tables", action="store_true", help="only rebuild the tables")
     args = words.parse_args()
     gpus = find_hardware().gpus
+    if args.only and len(args.labs) != 1:
+        raise ConfigError("--only: name one lab whose runs they are")
     if unknown := set(args.labs) - set(labs()):
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such lab. There are: {', '.join(labs())}")
     failed = False
-    for lab in () if args.tables else args.labs or [lab for lab in labs() if (lab == CPU) == (gpus == 0)]:
-        failed |= run(lab, max(gpus, 1))
+    for file in args.take:
+        results = read_results(file)
+        if (lab := plan_name(Path(results["plan"]))) not in labs():
+            raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
+        keep(FOLDER / lab, results)
+    for lab in () if args.tables or args.take else args.labs or [lab for lab in labs() if (lab == CPU) == (gpus == 0)]:
+        failed |= run(lab, max(gpus, 1), args.only)
     PAGE.write_text(rebuilt(PAGE.read_text(), FOLDER))
+    for tool in sorted(FOLDER.glob("lab_*/tables.py")):
+        runpy.run_path(str(tool), run_name="__main__")
     say(f"tables: {PAGE}")
     return int(failed)
 
@@ -55,20 +69,51 @@ def labs() -> list[str]:
     return sorted(plan.parent.name for plan in FOLDER.glob("lab_*/plan.yaml"))
 
 
-def run(lab: str, processes: int) -> bool:
+def run(lab: str, processes: int, only: list[str] | None) -> bool:
     """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
     plan = Path(os.path.relpath(FOLDER / lab / "plan.yaml"))
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
-    jobs = read_jobs(plan, out)
+    jobs = read_jobs(plan, out, only)
     fit = [job.name for job in jobs if job.processes.count <= processes]
     say(
         f"\n=== {lab}: {len(fit)} of {len(jobs)} runs"
         + (f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs)))
     )
     results = bench(plan, out, fit)
-    (FOLDER / lab / "results").mkdir(exist_ok=True)
-    shutil.copyfile(out / "results.json", FOLDER / lab / "results" / "results.json")
+    keep(FOLDER / lab, results)
     return any(row["error"] for row in results["runs"])
+
+
+def keep(lab: Path, results: dict[str, Any]) -> None:
+    """Write results into those of a lab, or begin them."""
+    file = lab / "results" / "results.json"
+    if file.exists():
+        results = merged(json.loads(file.read_text()), results)
+    names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
+    results["runs"] = sorted(
+        (row for row in results["runs"] if row["name"] in names), key=lambda row: names.index(row["name"])
+    )
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The rows of both, of a run that is in both the newer one; with the commits of both.
+
+    Raises:
+        ConfigError: they are of other devices or versions, so that one table of them would compare what cannot be compared.
+    """
+    first, last = sorted((old, new), key=lambda results: str(results["started"]))
+    machines = first["machine"], last["machine"]
+    for what in ("device", "versions"):
+        if machines[0].get(what) != machines[1].get(what):
+            raise ConfigError(
+                f"results of {last['started']}: {what} {machines[1].get(what)}, but those that are there have "
+                f"{machines[0].get(what)}: take results/results.json away, or run all of them again"
+            )
+    commits = dict.fromkeys(one for machine in machines for one in str(machine.get("git") or "-").split(", "))
+    rows = {row["name"]: row for results in (first, last) for row in results["runs"]}
+    return {**last, "machine": {**machines[1], "git": ", ".join(commits)}, "runs": list(rows.values())}
 
 
 def rebuilt(page: str, folder: Path) -> str:

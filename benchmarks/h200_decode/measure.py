@@ -1,124 +1,152 @@
-"""Decoding speed of the evaluation engine: batches against one prompt at a time, eager steps against replayed and compiled
-ones, and against transformers' own generate.
+"""Decoding speed of evaluation, answers of a causal model and captions of pictures: transformers' own generate, eager steps,
+steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overhead.
 
-python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl OUT.json [LAYERS PROMPTS]
+python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--tiny]
 
-The model is the Qwen3 0.6B shape with random weights (speed does not depend on them; an answer never ends by itself), the
-prompts are questions of GSM8K through the chat template. Every way answers in full: the same number of new tokens. LAYERS
-and PROMPTS make it smaller, to try the script.
+The models are the Qwen3 0.6B shape, asked questions of GSM8K through the chat template, and ViT-base with GPT-2 small, which
+describe pictures of data/demo/pictures.py; their weights are random (speed does not depend on them; no text ends by itself).
+Speeds are of bf16, where two best tokens that are nearly equal may change places from kernel to kernel. Whether texts are the
+same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the speeds' own texts for information.
 
-Replayed steps are recorded as a CUDA graph, once a batch; compiled ones go through Inductor first, then the same. `first_seconds`
-is the first call, compiling included, `same_answers` the share of answers that are those of the first
-way with the same prompts (transformers' for two, eager batches of 64 for all), to the letter.
+Every step is timed by itself. `warm_up_seconds` is what the first call took longer than later ones, compiling included;
+`recording_seconds` what the first two steps of a batch took longer than two others; `pays_from_steps` how many steps of a
+batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error behind,
+and all end within ENDS_WITHIN seconds. --tiny: two small layers, to try the script, however long it takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import signal
+import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from tables import table
+from tasks import TINY, Sizes, Task, Texts, build
+from transformers import AutoTokenizer
+from ways import COMPILE, COMPILED, DEVICE, EAGER, PLAIN, Way
 
-from sftkit.data import chat
-from sftkit.generation import decode, kv_cache
-from sftkit.generation.static_step import StaticStep
 from sftkit.runtime.hardware import environment
 
-NEW_TOKENS = 128
+ENDS_WITHIN = 130
+"Seconds for all parts; what is under way then is broken off, what comes after it left out."
+MOST_RUNS, RUN_SECONDS = 3, 2.0
+"Later calls of each way that are timed, and the seconds after which none begins."
 
 
-class CompiledStep(StaticStep):
-    """A step whose kernels are Inductor's, recorded as the others are."""
-
-    _compute = torch.compile(StaticStep._compute, fullgraph=True)
+def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
+    return task.theirs(rows, new_tokens) if way.transformers else task.ours(way, rows, new_tokens)
 
 
-def build(vocab_size: int, layers: int, device: torch.device) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Qwen3ForCausalLM(config).to(device, dtype).eval()
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    result = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - started
-
-
-def main(tokenizer_folder: str, questions: Path, out: Path, layers: int = 28, count: int = 256) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    rows = [json.loads(line) for line in questions.read_text().splitlines()[:count]]
-    asked = [[{"role": "user", "content": row["question"]}] for row in rows]
-    prompts = [chat.render_prompt(messages, tokenizer) for messages in asked]
-    model = build(len(tokenizer), layers, device)
-
-    def ours(some: list[list[int]], batch_size: int, step: type[StaticStep] | None = None) -> list[str]:
-        compiles = mock.patch.object(kv_cache, "run_eagerly", nullcontext)  # generation forbids it otherwise
-        with mock.patch.object(decode, "StaticStep", step or StaticStep), compiles:
-            answers = decode.generate(
-                model, tokenizer, some, stop_ids=[-1], max_new_tokens=NEW_TOKENS, batch_size=batch_size,
-                replay=step is not None,
-            )  # fmt: skip
-        return [answer.text for answer in answers]
-
-    def theirs(some: list[list[int]]) -> list[str]:
-        found = []
-        for prompt in some:
-            ids = torch.tensor([prompt], device=device)
-            answer = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )[0, len(prompt) :]  # fmt: skip
-            found.append(str(tokenizer.decode(answer, skip_special_tokens=True)))
-        return found
-
-    few = prompts[:2]
-    ways: dict[str, tuple[Callable[[], list[str]], int]] = {
-        "transformers generate, one by one": (lambda: theirs(few), len(few)),
-        "eager, one by one": (lambda: ours(few, 1), len(few)),
-        "replayed, one by one": (lambda: ours(few, 1, StaticStep), len(few)),
-        "compiled, one by one": (lambda: ours(few, 1, CompiledStep), len(few)),
-        "eager, batches of 64": (lambda: ours(prompts, 64), len(prompts)),
-        "replayed, batches of 64": (lambda: ours(prompts, 64, StaticStep), len(prompts)),
-        "compiled, batches of 64": (lambda: ours(prompts, 64, CompiledStep), len(prompts)),
-        "eager, batches of 256": (lambda: ours(prompts, 256), len(prompts)),
-        "replayed, batches of 256": (lambda: ours(prompts, 256, StaticStep), len(prompts)),
-        "compiled, batches of 256": (lambda: ours(prompts, 256, CompiledStep), len(prompts)),
+def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict[str, Any]]:
+    """(the texts, what was measured) of a first call and of later ones, the first of which may still record."""
+    (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
+    began = time.perf_counter()
+    while len(later) < MOST_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
+        later.append(written(task, way, rows, new_tokens))
+    seconds = sorted(times[-1] - times[0] for _, times in later)
+    steps = [np.diff(times).tolist() for _, times in later]
+    step = statistics.median(second for run in steps for second in run[3:])
+    return texts, {
+        "tok_per_sec": rows * new_tokens / statistics.median(seconds),
+        "seconds": seconds,
+        "first_token_seconds": statistics.median(run[0] for run in steps),
+        "step_seconds": step,
+        "recording_seconds": max(statistics.median(run[1] + run[2] for run in steps) - 2 * step, 0.0),
+        "warm_up_seconds": max(first[-1] - first[0] - statistics.median(seconds), 0.0),
     }
-    results: dict[str, Any] = {"environment": environment(device, 1), "new_tokens": NEW_TOKENS, "layers": layers}
-    results["runs"] = []
-    first_answers: dict[int, list[str]] = {}
-    for name, (work, asked_for) in ways.items():
-        answers, first = timed(work)
-        expected = first_answers.setdefault(asked_for, answers)
-        seconds = sorted(timed(work)[1] for _ in range(3))
-        speed = asked_for * NEW_TOKENS / seconds[1]
-        same = sum(a == b for a, b in zip(answers, expected, strict=True)) / asked_for
-        run = {"way": name, "prompts": asked_for, "first_seconds": first, "seconds": seconds, "tok_per_sec": speed}
-        results["runs"].append(run | {"same_answers": same})
-        out.write_text(json.dumps(results, indent=1))  # after every way: a call may be cut short
-        print(
-            f"{name}: {speed:,.0f} new tokens/s ({seconds[0]:.2f} to {seconds[-1]:.2f} s for {asked_for} prompts, "
-            f"first {first:.1f} s), {same:.0%} of the answers as in the first way",
-            flush=True,
-        )
+
+
+def pays(eager: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """What a way needs to win back what it costs at first; None: it never does."""
+    step, token = eager["step_seconds"] - run["step_seconds"], 1 / eager["tok_per_sec"] - 1 / run["tok_per_sec"]
+    return {
+        "pays_from_steps": run["recording_seconds"] / step if step > 0 else None,
+        "pays_from_tokens": run["warm_up_seconds"] / token if token > 0 else None,
+    }
+
+
+def jobs(sizes: Sizes) -> list[tuple[str, int, Way, bool]]:
+    """(task, rows, way, exact), what may fail or take long last."""
+    small = [(name, sizes.exact_rows, way, True) for name in COMPILED for way in PLAIN]
+    fast = [(name, rows, way, False) for name in COMPILED for rows in sizes.rows for way in PLAIN]
+    captions, answers = (
+        [(name, sizes.rows[-1], way, False) for way in COMPILED[name]] for name in ("captions", "answers")
+    )
+    exact = [(name, sizes.exact_rows, COMPILED[name][-1], True) for name in COMPILED]
+    return [*small, *fast, *captions, *exact, *answers]
+
+
+def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All parts, each kept as soon as it is there: a call may be cut short."""
+    began = time.perf_counter()
+    results: dict[str, Any] = {"environment": environment(DEVICE, 1), "compile": COMPILE, **asdict(sizes), "runs": []}
+    built = cache(lambda name, exact: build(name, exact, tokenizer, questions, sizes))
+    eager: dict[tuple[str, int], dict[str, Any]] = {}
+    texts: dict[tuple[str, int, bool], Texts] = {}
+    for name, rows, way, exact in jobs(sizes):
+        started = time.perf_counter()
+        run: dict[str, Any] = {"task": name, "rows": rows, "way": way.name, "exact": exact, "error": None}
+        try:
+            if started - began > ENDS_WITHIN and not sizes.tiny:
+                raise TimeoutError(f"left out: {ENDS_WITHIN} s were over")
+            if exact:
+                found, _ = written(built(name, exact), way, rows, sizes.exact_tokens)
+            else:
+                found, measured = speed(built(name, exact), way, rows, sizes.new_tokens)
+                run |= measured
+                if way == EAGER:
+                    eager[name, rows] = measured
+                elif (name, rows) in eager:
+                    run["times_eager"] = measured["tok_per_sec"] / eager[name, rows]["tok_per_sec"]
+                    run |= {} if way.transformers else pays(eager[name, rows], measured)
+            expected = texts.setdefault((name, rows, exact), found)
+            run["same_texts"] = sum(a == b for a, b in zip(found, expected, strict=True)) / rows
+            run["different_texts"] = len(set(found))
+        except Exception as error:
+            run["error"] = f"{type(error).__name__}: {error}"
+        run["part_seconds"] = time.perf_counter() - started
+        results["runs"].append(run)
+        results["seconds"] = time.perf_counter() - began
+        keep(results)
+        what = f"{name}, {rows} rows, {way.name}{' (exact)' * exact}"
+        print(f"{what}: {run['part_seconds']:.1f} s {run['error'] or ''}", flush=True)
+    return results
+
+
+def break_off(*_: Any) -> None:
+    raise TimeoutError(f"broken off: {ENDS_WITHIN} s were over")
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("tokenizer")
+    words.add_argument("questions", type=Path)
+    words.add_argument("out", type=Path)
+    words.add_argument("--tiny", action="store_true")
+    args = words.parse_args()
+    torch.backends.cudnn.allow_tf32 = False
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    sizes = TINY if args.tiny else Sizes()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(results: dict[str, Any]) -> None:
+        args.out.write_text(json.dumps(results, indent=1))
+
+    if not args.tiny:
+        signal.signal(signal.SIGALRM, break_off)
+        signal.alarm(ENDS_WITHIN)
+    results = measure(tokenizer, args.questions, sizes, keep)
+    print(table(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))
+    main()

@@ -115,6 +115,31 @@ def test_a_dynamic_layout_has_one_graph_for_every_row_length(rows: int, warm_up_
     assert watch.counts()["compile/graphs"] == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [True, "marked"])
+def test_one_graph_has_batches_that_inductor_would_fuse_in_another_way(dynamic: bool | str) -> None:
+    """A norm's backward pass over fewer than 4,096 positions of 1,024 numbers, and over more than 5 MiB of them."""
+    config = AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 1024})
+    orig_model = AutoModelForCausalLM.from_config(config).cuda().bfloat16()
+    watch, settings = CompileWatch(), CompileConfig(dynamic=dynamic)
+    compile_in_run(orig_model, settings, dynamic_layout=True)
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), [(64, 128)], settings, bool)
+    watch.warm_up_done()
+    with step_contract("error", watch.graph_break_reasons()):
+        for row_length in (16, 128, 72, 32):
+            run(orig_model, 64, row_length)
+    assert watch.counts()["compile/recompiles"] == 0
+
+
+@pytest.mark.parametrize("dynamic_layout", [False, True])
+def test_what_a_dynamic_layout_asks_of_inductor_holds_while_the_run_lasts(dynamic_layout: bool) -> None:
+    triton = torch._inductor.config.triton
+    before = triton.mix_order_reduction_non_strict_mode
+    with compiler_switches(CompileConfig(), dynamic_layout=dynamic_layout):
+        assert triton.mix_order_reduction_non_strict_mode is dynamic_layout
+    assert triton.mix_order_reduction_non_strict_mode is before is False
+
+
 @pytest.mark.parametrize("dynamic", [False, pytest.param(None, marks=pytest.mark.slow)])
 def test_without_a_dynamic_layout_another_row_length_needs_another_graph(dynamic: bool | None) -> None:
     orig_model, watch = warmed_up(dynamic=dynamic)
@@ -152,6 +177,7 @@ def test_the_blocks_and_the_final_norm_of_a_family_are_found(
     assert small_modules(orig_model) == ([] if norm is None else [getattr(decoder, norm)])
 
 
+@pytest.mark.slow
 def test_a_smaller_activation_budget_keeps_fewer_activations_and_the_gradients_of_eager() -> None:
     eager = tiny_llama()
     run(eager)

@@ -179,6 +179,7 @@ def documents() -> dict[str, list[str]]:
     return {"train": list(builtin.docs("train")), "heldout": list(builtin.docs("heldout"))}
 
 
+@pytest.mark.slow
 def test_documents_are_megabytes_of_text_without_duplicates(documents):
     everything = documents["train"] + documents["heldout"]
     assert sum(map(len, everything)) > 2_000_000
@@ -186,6 +187,7 @@ def test_documents_are_megabytes_of_text_without_duplicates(documents):
     assert min(map(len, everything)) >= 50
 
 
+@pytest.mark.slow
 def test_about_two_percent_of_the_documents_are_held_out(documents):
     share = len(documents["heldout"]) / len(documents["train"])
     assert 0.01 < share < 0.04
@@ -200,6 +202,7 @@ def test_no_more_files_are_read_than_the_documents_that_are_asked_for_need(monke
     assert 0 < len(read) < 30
 
 
+@pytest.mark.slow
 def test_documents_hold_no_task(documents):
     assert not [text for text in documents["train"] if "larger?\n" in text or "<|im_start|>" in text]
 

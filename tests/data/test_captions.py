@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data import caption, images, sources, stages
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.pack import make_layout, pack
-from sftkit.data.rows import require_conversation, require_text
+from sftkit.data.rows import convert, require_conversation, require_given, require_text
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 
 SIZE = (3, 32, 48)
+ORIENTATION = 0x0112
+"The tag of EXIF that says how a camera was held."
 
 
 def folder_of(path: Path, rows: list[dict[str, object]]) -> SourceConfig:
@@ -141,6 +144,62 @@ def test_grey_pictures_and_single_channels(tmp_path: Path) -> None:
         picture("builtin:pictures/train/0", (1, 8, 8))
 
 
+def test_a_picture_is_upright_as_a_viewer_shows_it(tmp_path: Path) -> None:
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, :8] = 255  # as it lies in the file: left is white
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6  # turn it clockwise: left comes to the top
+    Image.fromarray(pixels).save(tmp_path / "phone.png", exif=turned)
+    found = images.read(str(tmp_path / "phone.png"), (3, 16, 8))
+    assert (found[:, :8] == 255).all()
+    assert (found[:, 8:] == 0).all()
+
+
+def test_more_than_eight_bits_are_refused_and_not_made_white(tmp_path: Path) -> None:
+    for dtype in (np.uint16, np.int32, np.float32):
+        Image.fromarray(np.full((8, 8), 300, dtype)).save(tmp_path / "deep.tiff")
+        with pytest.raises(DataError, match=r"deep.tiff: .* mode \S+ has more than 8 bits a channel: save it with 8"):
+            images.read(str(tmp_path / "deep.tiff"), SIZE)
+
+
+def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monkeypatch) -> None:
+    """Of some broken files Pillow raises SyntaxError or struct.error."""
+    folder_of(tmp_path, [])
+
+    def broken(_: object) -> None:
+        raise SyntaxError("broken PNG file")
+
+    monkeypatch.setattr(images.ImageOps, "exif_transpose", broken)
+    with pytest.raises(DataError, match=r"a.png: cannot be read as a picture: broken PNG file"):
+        images.read(str(tmp_path / "a.png"), SIZE)
+
+
+def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is_refused(
+    tmp_path: Path, monkeypatch
+) -> None:
+    folder_of(tmp_path, [])  # 40 x 60
+    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images.read(str(tmp_path / "a.png"), SIZE).shape == SIZE
+    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1100)
+    with pytest.raises(DataError, match=r"a.png: .* \(2400 pixels\) exceeds limit of 2200 pixels"):
+        images.read(str(tmp_path / "a.png"), SIZE)
+
+
+def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+    folder_of(tmp_path, [])
+    for i in range(7):
+        (tmp_path / f"bad{i}.png").write_bytes(b"no picture")
+    names = [str(tmp_path / name) for name in ("gone.png", "a.png", *(f"bad{i}.png" for i in range(7)))]
+    with pytest.raises(
+        DataError, match=r"gone.png: .*No such file.*bad0.png: .*bad3.png: .*and 3 more.*8 of 9 pictures"
+    ) as told:
+        images.load(names, "pixel_values", SIZE, tmp_path / "cache")
+    assert "bad4" not in str(told.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
     data = tmp_path / "data"
     with pytest.raises(DataError, match=r"captions.jsonl:1: .*/c.png: no such picture"):
@@ -152,6 +211,14 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture"):
         images.load([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
+    folder_of(data, [])
+    row = convert({"file_name": "a.png", "text": "Noise."}, f"{data}/captions.jsonl:1")
+    with pytest.raises(DataError, match=r"captions.jsonl:1: a picture with captions, which are for caption_train.py"):
+        require_text(row)
+    named = convert({"file_name": "main.py", "text": "print()"}, f"{data}/code.jsonl:1")  # of a corpus of texts
+    assert require_text(named) == "print()"
+    with pytest.raises(DataError, match=r"code.jsonl:1: .*/main.py: no such picture"):
+        require_given(named)
     row = Row("x:1", image="a.png", captions=("Noise.",))
     for refuse in (require_text, require_conversation):
         with pytest.raises(DataError, match=r"x:1: a picture with captions, which are for caption_train.py"):

@@ -400,6 +400,7 @@ def test_names(tmp_path, load):
         load(path, path)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(tmp_path, load):
     items = [{"text": f"row {i} " * (i % 7)} for i in range(300)] + ["{broken", {"messages": MESSAGES}]
     path = write_lines(tmp_path / "a.jsonl", items)

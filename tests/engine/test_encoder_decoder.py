@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
-from made_captioners import CAPTIONER, TRANSLATOR, captions, made
+from made_captioners import CAPTIONER, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from sftkit.checkpoint.compatibility import check_identity, run_identity
 from sftkit.compile.contract import compile_model, step_contract
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -22,12 +25,13 @@ from sftkit.config.topology import Topology
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.loader import Batches
 from sftkit.data.pack import make_layout
-from sftkit.data.types import Examples
+from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
+from sftkit.models import vision
 from sftkit.models.causal import CausalLM
 from sftkit.models.structure import called, count_parameters, encoder, train_flops
 from sftkit.models.text_to_text import TextToText
@@ -143,15 +147,30 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
         assert used > 0.8 * places
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("bucketed", marks=pytest.mark.slow)])
-def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(kind: str) -> None:
-    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager")
+MARKED: dict[str, Any] = {"dynamic": "marked", "scope": "model", "fullgraph": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("packed", {}),
+        pytest.param("bucketed", {}, marks=pytest.mark.slow),
+        (
+            "dynamic",
+            MARKED,
+        ),  # the row length of texts; pictures have one size, which the encoder compares with its config
+    ],
+)
+def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(
+    kind: str, settings: dict[str, Any]
+) -> None:
+    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager", **settings)
     eager, model = of(CAPTIONER), of(CAPTIONER)
     examples = captions(model.orig_model, LENGTHS * 6)
     layout = make_layout_of(kind, examples.lengths)
     layout = replace(layout, docs_per_row=3 if kind == "packed" else 1, encoded=True)
-    with compiler_switches(config, 1.0, False, 8):
-        compile_model(model.orig_model, config)
+    with compiler_switches(config, 1.0, layout.dynamic, 8):
+        compile_model(model.orig_model, config, layout.dynamic)
         watch = CompileWatch()
         for shape in layout.shapes:
             model(heaviest(rt, model.orig_model, layout, *shape)).loss.backward()
@@ -204,6 +223,20 @@ def test_what_the_encoder_computes_is_counted_by_its_own_positions() -> None:
     length = 10
     flops = train_flops(orig_model, 7, 5, 100, encoded=3, length=length) - train_flops(orig_model, 7, 5, 100)
     assert flops == 6 * counted.encoder * 3 * length + 12 * 32 * 2 * 7 * length + 12 * 24 * 2 * 3 * length**2
+
+
+def test_an_embedding_that_a_translator_shares_counts_as_its_head_alone_and_heads_may_be_wider_than_the_model() -> None:
+    orig_model = made({**TRANSLATOR, "d_kv": 24})  # 2 heads of 24, hidden size 32
+    counted = count_parameters(orig_model)
+    assert orig_model.lm_head.weight is orig_model.shared.weight
+    relative = {n for n, m in orig_model.named_modules() if n.endswith("relative_attention_bias")}
+    sizes = {n: p.numel() for n, p in orig_model.named_parameters() if n.rpartition(".")[0] not in relative}
+    looked = sum(size for n, size in sizes.items() if re.search(r"EncDecAttention\.[kv]\.", n))
+    assert counted.head == orig_model.shared.weight.numel()
+    assert counted.encoder == looked + sum(size for n, size in sizes.items() if n.startswith("encoder."))
+    assert counted.body + counted.encoder + counted.head == sum(sizes.values())
+    more = train_flops(orig_model, 0, 0, 0, encoded=3, length=10)
+    assert more == 6 * counted.encoder * 3 * 10 + 12 * 2 * 24 * 2 * 3 * 10**2
 
 
 def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
@@ -309,3 +342,72 @@ def test_pictures_are_normalised_as_the_config_says_and_a_checkpoint_says_the_sa
     said = json.loads(kind.files(orig_model)["preprocessor_config.json"])
     assert (said["image_mean"], said["image_std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     assert said["size"] == {"height": 12, "width": 12}
+
+
+@pytest.mark.parametrize(
+    ("said", "of_255"),
+    [
+        ({"image_mean": [0.4] * 3, "image_std": [0.2] * 3}, (255 / 255 - 0.4) / 0.2),
+        ({"do_normalize": False, "image_mean": [0.4] * 3, "image_std": [0.2] * 3}, 1.0),
+        ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3}, 1.0),
+        ({"rescale_factor": 1 / 127.5, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}, 3.0),
+    ],
+    ids=["mean and std", "no normalising", "no rescaling", "other rescaling"],
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config.json", "processor_config.json"])
+def test_pixels_of_a_loaded_model_are_those_of_the_image_processor_beside_it(
+    tmp_path: Path, said: dict[str, Any], of_255: float, nested: bool
+) -> None:
+    name, content = (
+        ("processor_config.json", {"image_processor": said}) if nested else ("preprocessor_config.json", said)
+    )
+    (tmp_path / name).write_text(json.dumps(content))
+    orig_model = beside(tmp_path)
+    white = torch.full((1, 3, 12, 12), 255, dtype=torch.uint8)
+    found = VisionToText().plain_inputs(orig_model, {"pixel_values": white})["pixel_values"]
+    torch.testing.assert_close(found, torch.full_like(found, of_255))
+
+
+def test_the_image_processor_of_a_model_of_the_hub_is_asked_for_at_the_same_commit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def known(_: Any, path: str, **where: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        asked.append((path, where))
+        return {"image_mean": [0.1] * 3, "image_std": [0.2] * 3}, {}
+
+    monkeypatch.setattr(vision, "hub_answers", lambda: True)
+    monkeypatch.setattr(vision.ImageProcessingMixin, "get_image_processor_dict", classmethod(known))
+    assert vision.pixels_of(beside("some/captioner").config).mean == (0.1, 0.1, 0.1)
+    assert asked == [("some/captioner", {"revision": "ab12", "local_files_only": False})]
+    monkeypatch.undo()
+    monkeypatch.setattr(vision, "hub_answers", lambda: False)
+    assert vision.pixels_of(beside("some/captioner").config).mean == (0.5, 0.5, 0.5)
+    assert (
+        "some/captioner: no preprocessor_config.json there, so pixels are normalised with mean and std 0.5"
+        in caplog.text
+    )
+
+
+def beside(path: Path | str) -> PreTrainedModel:
+    """A captioner as if it were loaded from there."""
+    orig_model = made(CAPTIONER)
+    orig_model.name_or_path, orig_model.config._commit_hash = str(path), None if isinstance(path, Path) else "ab12"
+    VisionToText().prepare(orig_model, Words())  # type: ignore[arg-type]
+    return orig_model
+
+
+def test_another_picture_under_the_same_name_is_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
+    orig_model = made(CAPTIONER)
+    examples = replace(captions(orig_model, LENGTHS), given=[f"{i}.png" for i in range(len(LENGTHS))])
+    assert examples.encoder_inputs is not None
+    pixels = examples.encoder_inputs.arrays["pixel_values"].copy()
+    pixels[3] = 255 - pixels[3]
+    changed = replace(examples, encoder_inputs=EncoderInputs({"pixel_values": pixels}, examples.encoder_inputs.index))
+    layout = make_layout_of("packed", LENGTHS)
+    there, same, here = (run_identity(orig_model, tokenizer, one, layout) for one in (examples, examples, changed))
+    there = json.loads(json.dumps(there))
+    check_identity(there, same, "step-000002")
+    with pytest.raises(ConfigError, match=r"step-000002: the checkpoint belongs to another .*\n.*data.encoded"):
+        check_identity(there, here, "step-000002")

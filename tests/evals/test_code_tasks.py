@@ -233,6 +233,7 @@ def rendered(template: str, row: dict[str, Any]) -> str:
     )
 
 
+@pytest.mark.slow
 @has_data
 def test_prompts_and_stops_are_those_of_lm_eval() -> None:
     theirs = lm_eval_task("humaneval", "humaneval")

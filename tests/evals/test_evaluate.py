@@ -276,6 +276,7 @@ def test_without_lm_eval_its_backend_names_the_extra(tokenizer, monkeypatch) -> 
         load_tasks(EvalConfig(tasks=("winogrande",), backend="lm_eval"), tokenizer, cpu_runtime())
 
 
+@pytest.mark.slow
 def test_lm_eval_runs_a_task_of_its_own_and_leaves_the_same_files(
     tmp_path: Path, model, tokenizer, monkeypatch
 ) -> None:

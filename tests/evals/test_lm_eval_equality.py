@@ -27,7 +27,10 @@ lm_eval = pytest.importorskip("lm_eval")
 
 EVAL = SHARED_DATA / "eval"
 MODEL = SHARED_DATA / "models" / "stories260k"
-pytestmark = pytest.mark.skipif(not EVAL.is_dir(), reason="needs the shared evaluation data")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not EVAL.is_dir(), reason="needs the shared evaluation data"),
+]
 
 SUBJECTS = ("abstract_algebra", "high_school_us_history", "us_foreign_policy")
 EXAMPLES = 24
@@ -36,8 +39,6 @@ CASES = [
     *(("hellaswag", 0), ("hellaswag", 10), ("piqa", 0), ("piqa", 3), ("openbookqa", 0), ("openbookqa", 3)),
     *(("boolq", 0), ("boolq", 3), ("truthfulqa_mc1", 0), ("truthfulqa_mc2", 0), ("gsm8k", 0), ("gsm8k", 5)),
 ]
-QUICK = [("mmlu", 5), ("arc_easy", 0), ("hellaswag", 0), ("gsm8k", 5)]
-"Cases whose scores are compared in the default tier."
 YAML = {
     "arc_easy": "arc/arc_easy.yaml",
     "arc_challenge": "arc/arc_challenge.yaml",
@@ -285,29 +286,23 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def their_results(files: Files, model: Any) -> Any:
-    """their_results(name, shots) -> simple_evaluate's results, which has that case in them."""
+    """simple_evaluate's results, with every case in them."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     orig_model, tokenizer = model
-
-    @cache
-    def of_cases(cases: tuple[tuple[str, int], ...]) -> dict[str, Any]:
-        made = [task for name, shots in cases for task in their_tasks(name, shots, files)]
-        for task in made:
-            if task.OUTPUT_TYPE == "generate_until":
-                task.config.generation_kwargs["max_gen_toks"] = NEW_TOKENS
-        results = lm_eval.simple_evaluate(
-            model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=16, device="cpu"),
-            tasks=made,
-            task_manager=TaskManager(include_defaults=False),
-            bootstrap_iters=0,
-        )
-        assert results is not None
-        return results
-
-    slow = [case for case in CASES if case not in QUICK]
-    return lambda *case: of_cases(tuple(QUICK if case in QUICK else slow))
+    made = [task for name, shots in CASES for task in their_tasks(name, shots, files)]
+    for task in made:
+        if task.OUTPUT_TYPE == "generate_until":
+            task.config.generation_kwargs["max_gen_toks"] = NEW_TOKENS
+    results = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=16, device="cpu"),
+        tasks=made,
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results is not None
+    return results
 
 
 def parts_of(name: str, shots: int) -> list[str]:
@@ -325,19 +320,14 @@ def their_samples(results: dict[str, Any], name: str, shots: int) -> list[list[d
     return kept
 
 
-def case_of(name: str, shots: int) -> Any:
-    return pytest.param(name, shots, marks=() if (name, shots) in QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "shots"), [case_of(*case) for case in CASES if case[0] != "gsm8k"])
+@pytest.mark.parametrize(("name", "shots"), [case for case in CASES if case[0] != "gsm8k"])
 def test_log_likelihoods_predictions_and_scores_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import score
 
     ours, _ = both(name, shots)
-    results = their_results(name, shots)
-    theirs = their_samples(results, name, shots)
+    theirs = their_samples(their_results, name, shots)
     given = score(*model, ours.examples, batch_size=16)
     marks = ours.judge(ours.examples, given)
     for likelihoods, mark, (sample,) in zip(given, marks, theirs, strict=True):
@@ -348,11 +338,11 @@ def test_log_likelihoods_predictions_and_scores_are_theirs(
         assert mark == pytest.approx({metric: sample[METRICS[metric]] for metric in mark}, abs=1e-4)
     assert set(marks[0]) >= {ours.metric}
     for metric in marks[0]:
-        parts = [results["results"][part][f"{METRICS[metric]},none"] for part in parts_of(name, shots)]
+        parts = [their_results["results"][part][f"{METRICS[metric]},none"] for part in parts_of(name, shots)]
         assert sum(mark[metric] for mark in marks) / EXAMPLES == pytest.approx(sum(parts) / len(parts), abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "shots"), [case_of(*case) for case in CASES if case[0] == "gsm8k"])
+@pytest.mark.parametrize(("name", "shots"), [case for case in CASES if case[0] == "gsm8k"])
 def test_answers_to_gsm8k_and_their_marks_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
@@ -361,7 +351,7 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
 
     orig_model, tokenizer = model
     ours, _ = both(name, shots)
-    theirs = their_samples(their_results(name, shots), name, shots)
+    theirs = their_samples(their_results, name, shots)
     longest = orig_model.config.max_position_embeddings - NEW_TOKENS
     prompts = [ids[-longest:] for ids in encode_texts([(q.prompt, False) for q in ours.examples], tokenizer)]
     answers = generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,17 @@ import pytest
 import torch
 from helpers import cpu_runtime
 from made_captioners import CAPTIONER, TRANSLATOR, captions, made
+from transformers import GenerationConfig, PreTrainedModel
 
 from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
 from sftkit.evals import captions as scored
 from sftkit.evals.captions import describe, evaluate, token_f1
+from sftkit.generation import decode, static_step
+from sftkit.generation.answer import Answer
+from sftkit.generation.rows import Decoding
+from sftkit.models.kinds import kind_of
+from sftkit.ops.attention import plain_attention
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=0, pad_token_id=1, decode=lambda ids, **_: " ".join(map(str, ids)))
 
@@ -36,14 +44,43 @@ def test_token_f1_counts_tokens_that_both_have_as_often(
     assert token_f1(written, reference) == pytest.approx(expected)
 
 
+def transformers_own(orig_model: PreTrainedModel, examples: Examples, most: int, end: int) -> list[tuple[int, ...]]:
+    """What transformers' own greedy generation writes for each document, without first token and end."""
+    assert examples.encoder_inputs is not None
+    given = {name: torch.from_numpy(array) for name, array in examples.encoder_inputs.arrays.items()}
+    settings = GenerationConfig(
+        max_new_tokens=most, do_sample=False, decoder_start_token_id=0, eos_token_id=end, pad_token_id=1
+    )
+    generate: Any = orig_model.eval().generate
+    with plain_attention(orig_model):
+        inputs = kind_of(orig_model.config).plain_inputs(orig_model, given)
+        found = generate(**inputs, generation_config=settings)[:, 1:].tolist()
+    return [tuple(ids[: ids.index(end)] if end in ids else ids) for ids in found]
+
+
+def lively(fields: dict[str, Any], documents: int) -> tuple[PreTrainedModel, Examples]:
+    """A model that writes another text for each document, and those."""
+    orig_model = made(fields)
+    with torch.no_grad():
+        for parameter in orig_model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    return orig_model, with_ends(captions(orig_model, [5] * documents))
+
+
+def ending(end: int) -> Any:
+    """A tokenizer with this end."""
+    return SimpleNamespace(**{**vars(TOKENIZER), "eos_token_id": end})
+
+
 @pytest.mark.parametrize("fields", [CAPTIONER, TRANSLATOR], ids=["pictures", "texts"])
 def test_greedy_texts_are_those_of_one_pass_at_a_time(fields: dict[str, Any]) -> None:
     orig_model = made(fields)
     examples = with_ends(captions(orig_model, [5, 7, 4]))
-    found = describe(orig_model, TOKENIZER, examples, range(3), 6, batch_size=2)
-    kind = scored.kind_of(orig_model.config)
+    found = describe(orig_model, TOKENIZER, examples, 3, 6, batch_size=2)
+    kind = kind_of(orig_model.config)
     assert examples.encoder_inputs is not None
-    for document, written in enumerate(found.written):
+    for document, answer in enumerate(found):
         ids = [0]
         arrays = examples.encoder_inputs.arrays.items()
         inputs = {name: torch.from_numpy(array[document : document + 1]) for name, array in arrays}
@@ -52,23 +89,86 @@ def test_greedy_texts_are_those_of_one_pass_at_a_time(fields: dict[str, Any]) ->
             with torch.no_grad():
                 logits = kind.plain_logits(orig_model, {"input_ids": torch.tensor([ids]), **inputs})
             ids.append(int(logits[0, -1].argmax()))
-        assert written == (ids[1:-1] if ids[-1] == 0 else ids[1:])
+        assert answer.ids == tuple(ids[1:-1] if ids[-1] == 0 else ids[1:])
 
 
-def test_each_rank_takes_its_share_and_the_first_texts_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fields", "end", "replay"),
+    [(CAPTIONER, 11, False), (CAPTIONER, 11, True), (TRANSLATOR, 18, False)],
+    ids=["pictures", "pictures, replayed", "texts"],
+)
+def test_greedy_texts_are_those_of_transformers_while_rows_end_and_leave_the_batch(
+    fields: dict[str, Any], end: int, replay: bool
+) -> None:
+    orig_model, examples = lively(fields, documents=12)
+    expected = transformers_own(orig_model, examples, 16, end)
+    assert len({len(ids) for ids in expected}) > 4
+    assert len(set(expected)) == 12
+    for batch_size in (5, 12):
+        found = describe(orig_model, ending(end), examples, 12, 16, batch_size, replay=replay)
+        assert [answer.ids for answer in found] == expected
+        assert [answer.stop for answer in found] == ["length" if len(ids) == 16 else "end_of_turn" for ids in expected]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_picture_is_encoded_once_and_its_keys_and_values_are_made_once(replay: bool) -> None:
+    orig_model = made(CAPTIONER)
+    examples = with_ends(captions(orig_model, [5, 7]))
+    counts: Counter[str] = Counter()
+    for name, module in orig_model.named_modules():
+        if name == "encoder" or name.endswith("crossattention.c_attn"):
+            module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+    describe(orig_model, ending(10**6), examples, 2, 6, batch_size=2, replay=replay)
+    assert len(counts) == 3
+    assert set(counts.values()) == {1}
+
+
+def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_step, "PAYS_FROM", 8)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [static_step.pays(gpu, steps) for steps in (7, 8)] == [False, True]
+    assert not static_step.pays(cpu, 100)
+    replayed = []
+    monkeypatch.setattr(decode, "pays", lambda _, steps: steps >= 8)
+    monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())
+    for fields, most, expected in ((CAPTIONER, 8, False), (CAPTIONER, 9, True), (TRANSLATOR, 9, False)):
+        replayed.clear()
+        orig_model = made(fields)
+        describe(orig_model, ending(10**6), with_ends(captions(orig_model, [5])), 1, most, 1)
+        assert bool(replayed) is expected
+
+
+def test_a_text_whose_positions_are_counted_on_the_host_is_not_replayed() -> None:
+    orig_model = made(TRANSLATOR)
+    with pytest.raises(ConfigError, match="positions are counted on the host"):
+        describe(orig_model, TOKENIZER, with_ends(captions(orig_model, [5])), 1, 4, 1, replay=True)
+
+
+@pytest.mark.gpu
+def test_replayed_captions_are_on_a_gpu_those_of_eager_steps() -> None:
+    """Also when rows end early and leave the batch, and the steps are recorded anew."""
+    orig_model, examples = lively(CAPTIONER, documents=24)
+    orig_model.cuda()
+    expected = describe(orig_model, ending(11), examples, 24, 40, 24, replay=False)
+    assert len({len(answer.ids) for answer in expected}) > 4
+    assert describe(orig_model, ending(11), examples, 24, 40, 24, replay=True) == expected
+
+
+def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     orig_model = made(CAPTIONER)
     examples = with_ends(captions(orig_model, [5, 7, 4, 6]))
     asked = []
 
-    def known(_: Any, __: Any, of: Examples, documents: range, *rest: Any) -> scored.Described:
-        asked.append(list(documents))
-        right = [of[i].ids[1:-1].tolist() for i in documents]
-        return scored.Described([ids if i else ids[:1] for i, ids in enumerate(right)], [True] * len(right))
+    def known(_: Any, __: Any, of: Examples, count: int, *rest: Any) -> list[Answer]:
+        asked.append(count)
+        right = [tuple(of[i].ids[1:-1].tolist()) for i in range(count)]
+        said = [ids if i else ids[:1] for i, ids in enumerate(right)]
+        return [Answer(TOKENIZER.decode(ids), "end_of_turn", len(ids), ids) for ids in said]
 
     monkeypatch.setattr(scored, "describe", known)
     limits: dict[str, Any] = {"max_examples": 3, "samples": 2, "max_new_tokens": 8, "batch_size": 4}
     values, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, cpu_runtime(), **limits)
-    assert asked == [[0, 1, 2]]
+    assert asked == [3]
     assert values["eval/captions/exact_match"] == pytest.approx(2 / 3)
     assert values["eval/captions/token_f1"] == pytest.approx((2 * 1 / (1 + 4) + 2) / 3)
     assert [sample["prompt"] for sample in shown] == ["picture 0", "picture 1"]

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime
+from helpers import ROOT, cpu_runtime
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -19,15 +20,18 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
+from sftkit.experiments.explain.bisect import captured as captured_parts
 from sftkit.experiments.explain.breaks import breaks_of
 from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.flags import parse
 from sftkit.experiments.explain.heard import read_message, recompile_of
+from sftkit.experiments.explain.kernels import step_of
 from sftkit.experiments.explain.labs import captured, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
-from sftkit.experiments.explain.run import run
+from sftkit.experiments.explain.run import _found, run
 from sftkit.experiments.explain.subject import Call, Subject, of_file, of_recipe
+from sftkit.experiments.explain.words import lines_of
 
 FAULTS = Path(__file__).parent / "planted_faults.py"
 CPU = torch.device("cpu")
@@ -37,6 +41,7 @@ ASKED = {question.name: question for question in QUESTIONS}
 @pytest.fixture(autouse=True)
 def _dynamo_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # which `run` sets for good
     yield
     torch._dynamo.reset()
 
@@ -162,6 +167,16 @@ def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
     assert bisect(planted("none"), ASKED[name], "eager").guilty == ()
 
 
+def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
+    parts = captured_parts(planted("breaks"))
+    finding = Finding("breaks", (parts["blocks.1"], parts["blocks.0"]), "said", (("blocks.1 (Gated)", "said"),), True)
+    found = _found(finding, None)
+    assert (found["others"], found["alike"]) == ([], ["blocks.0 (Gated)"])
+    row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
+    said = "\n".join(lines_of({"name": "x", "device": "CPU", "torch": "2", "bisect": [row]}))
+    assert "not asked, as they look like it: blocks.0 (Gated)" in said
+
+
 def test_a_fault_in_the_last_of_modules_that_look_alike_is_found() -> None:
     subject = planted("breaks")
     subject.module.blocks[0].fault = None  # looks as blocks.1 does, and is asked first
@@ -190,9 +205,27 @@ def test_rounding_is_no_difference_and_one_percent_and_nan_are() -> None:
     assert not difference(layer, call, lambda x: layer(x) * (1 + 1e-6)).beyond
     assert difference(layer, call, lambda x: layer(x) * 1.01).beyond
     assert difference(layer, call, lambda x: layer(x) * float("nan")).beyond
+    assert difference(layer, call, lambda x: layer(x.detach())).name == "gradient of input 0"  # one that is not there
+    assert difference(layer, call, lambda x: layer(x.detach())).beyond
+    assert not difference(Silent(), call, Silent()).beyond
     layer = layer.bfloat16()
     call = Call((torch.randn(3, 4).bfloat16(),))
     assert not difference(layer, call, lambda x: layer(x) * 1.01).beyond
+
+
+class Silent(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+def test_a_script_of_a_difference_sees_nan_and_a_gradient_that_is_not_there() -> None:
+    text = script_of(planted("none"), *alone("none", "differs"))
+    scope: dict[str, Any] = {"torch": torch}
+    exec(text[text.index("def relative") : text.index("torch._inductor.config.fallback")], scope)
+    one, none, lost = torch.ones(3), torch.zeros(()), torch.tensor([1.0, float("nan"), 1.0])
+    assert scope["relative"](one, one) == scope["relative"](lost, lost) == 0.0
+    assert scope["relative"](one, none) == 1.0
+    assert scope["relative"](one, lost) == float("inf")
 
 
 def test_arguments_are_written_so_that_python_makes_them_again() -> None:
@@ -212,14 +245,15 @@ def test_arguments_are_written_so_that_python_makes_them_again() -> None:
         written(object())
 
 
-def alone(name: str) -> tuple:
+def alone(name: str, question: str = "breaks") -> tuple:
     """What script_of takes of a module without a fault."""
     from sftkit.experiments.explain.bisect import captured as inputs
 
     part = inputs(planted(name))["blocks.1"]
-    return part, Finding("breaks", (part,), "", (), None), "breaks", "eager"
+    return part, Finding(question, (part,), "", (), None), question, "eager"
 
 
+@pytest.mark.slow
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
     """In a folder of its own, from which nothing of the run is seen."""
     made = reproduce(planted("breaks"), found("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")
@@ -237,6 +271,16 @@ def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_p
     made.path.write_text(script.replace(f'self.fault == "{name}"', "False"))
     done = subprocess.run([sys.executable, made.path.name], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_profile_on_a_cpu_says_nothing_of_its_own() -> None:
+    code = (
+        "import torch; from sftkit.experiments.explain.private import quiet_profiler; quiet_profiler()\n"
+        "from sftkit.experiments.explain.labs import dispatch_trace; dispatch_trace(torch.device('cpu'))"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert "USDT" not in done.stderr + done.stdout
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -302,6 +346,26 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
+
+
+CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"
+
+
+def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> None:
+    subject = subject_of(CAPTIONING, "train.micro_batch_size=2", "data.row_length=256")
+    assert subject.trained is not None
+    pictures = subject.trained.batch.inputs["pixel_values"]
+    assert subject.call.kwargs["encoder_hidden_states"].shape == (
+        2,
+        len(pictures) // 2 * 37,
+        64,
+    )  # 36 patches and one more
+    assert "h.1.crossattention.c_attn" in captured_parts(subject)
+    step_of(subject)()
+    scope: dict[str, Any] = {"torch": torch}
+    exec(subject.source, scope)
+    assert type(scope["module"]) is type(subject.module)
+    assert scope["module"].state_dict().keys() == subject.module.state_dict().keys()
 
 
 @pytest.mark.slow

@@ -222,12 +222,26 @@ def test_the_page_has_pictures_and_nothing_in_it_is_markup_of_another() -> None:
 
 
 def test_the_page_has_the_script_of_the_module_at_fault_and_what_was_asked() -> None:
-    row = {"title": "breaks the graph", "module": "blocks.1 (<b>)", "where": "m.py:1", "said": "x", "others": []}
+    row = {
+        "title": "breaks the graph",
+        "module": "blocks.1 (<b>)",
+        "where": "m.py:1",
+        "said": "x",
+        "others": [],
+        "alike": ["b.0"],
+    }
     row |= {"confirmed": True, "script": "out/breaks.py", "shows": True, "printed": "x", "text": "a < b"}
     row |= {"steps": [{"module": "the whole", "found": "x"}, {"module": "blocks.0", "found": None}]}
     none = {"title": "differs", "module": None, "script": None, "printed": None, "steps": []}
     page = render({"name": "x", "device": "CPU", "torch": "2.13.0", "bisect": [row, none]})
-    for text in ("blocks.1 (&lt;b&gt;)", "breaks.py: shows it", "a &lt; b", "2 modules asked", "without fault"):
+    for text in (
+        "blocks.1 (&lt;b&gt;)",
+        "breaks.py: shows it",
+        "a &lt; b",
+        "2 modules asked",
+        "without fault",
+        "look like it: b.0",
+    ):
         assert text in page
 
 

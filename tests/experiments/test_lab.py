@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from helpers import ROOT
 
+from sftkit.errors import ConfigError
+
 LAB = runpy.run_path(str(ROOT / "benchmarks" / "lab.py"))
 
 
@@ -57,3 +59,21 @@ def test_a_lab_without_results_says_so_and_one_with_some_names_those_that_are_no
     assert "2.50e-01 (step 2)" in text
     assert "Not measured: two." in text
     assert "| two |" not in text
+
+
+def results(started: str, *rows: dict[str, Any], **machine: Any) -> dict[str, Any]:
+    return {"started": started, "machine": {"device": "H", "versions": {"torch": "2.11"}, **machine}, "runs": [*rows]}
+
+
+def test_results_of_several_calls_come_together_in_the_order_of_the_plan_the_newest_row_of_each_run(lab: Path) -> None:
+    keep: Callable[[Path, dict[str, Any]], None] = LAB["keep"]
+    keep(lab, results("2026-01-02", row("two", error="no room"), row("eager"), git="b"))
+    keep(lab, results("2026-01-03", row("two"), row("no longer in the plan"), git="c"))
+    keep(lab, results("2026-01-01", row("eager", error="an older one"), row("compiled"), git="a"))
+    kept = json.loads((lab / "results/results.json").read_text())
+    assert [(each["name"], each["error"]) for each in kept["runs"]] == [(n, None) for n in ("eager", "compiled", "two")]
+    assert kept["machine"]["git"] == "a, b, c"
+    with pytest.raises(
+        ConfigError, match=r"versions {'torch': '2\.13'}, but those that are there have {'torch': '2\.11'}"
+    ):
+        keep(lab, results("2026-01-04", row("two"), versions={"torch": "2.13"}))

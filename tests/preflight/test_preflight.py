@@ -15,6 +15,7 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
-from sftkit.config.schema import Config, DataConfig, TrainConfig
+from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
@@ -39,6 +40,7 @@ from sftkit.preflight import look as preflight
 from sftkit.preflight import prepare
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight import turns as preflight_turns
+from sftkit.preflight.data import duplicate_facts
 from sftkit.preflight.page import page
 from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.rundir import TRAINING_STATE
@@ -175,6 +177,15 @@ def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
     twice = Prepared(tmp_path, tokenizer, [*CHATS, *CHATS[:5]], data__train=sources).look()
     assert twice["duplicate_pct"] == pytest.approx(100 * 5 / 25)
     assert any("20.0 % of the training documents are exact copies" in w for w in twice["warnings"])
+
+
+def test_the_same_caption_of_another_picture_is_no_copy() -> None:
+    training = replace(make_examples([4, 4, 4]), given=["a.png", "b.png", "a.png"])
+    training.ids[:] = np.tile(training.ids[:5], 3)
+    held_out = replace(training, given=["c.png", "a.png", "d.png"])
+    found = duplicate_facts(training, {"held_out": held_out}, [SourceConfig(path="a")])
+    assert found["duplicate_pct"] == pytest.approx(100 / 3)
+    assert found["validation_in_train"] == {"held_out": 1}
 
 
 def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -498,6 +509,13 @@ def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(widt
     assert len(own) == (2 if width == 80 else 1)
     assert all(text in own[0] for text in ("3.2 %", "123,456", "12,345,678,901", "1.00", "1.10", "231,029"))
     assert "64x128, 32x256" in own[-1]
+
+
+def test_a_preview_says_what_the_encoder_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+    examples = replace(make_examples([4, 4]), given=["cats/a.png", "b" * 50 + "c" * 50])
+    short, long = map(inspection.preview_title, inspection.previews(examples, tokenizer, 2))
+    assert short.startswith("test, document 0, of cats/a.png: 4 tokens")
+    assert f"of {'b' * 40}...{'c' * 40}: " in long
 
 
 def test_previews_are_spread_over_the_data_and_hold_each_token_once(

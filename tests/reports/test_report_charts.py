@@ -60,8 +60,8 @@ def test_a_value_below_zero_has_its_place_left_of_the_zero_of_the_axis() -> None
 
     for worst in (-0.04, -0.3, -1.5):
         below, zero, above = places(worst, 0.0, 0.6)
-        assert 138 <= below < zero < above
-    assert places(0.0, 1.0) == [138.0, 340.0]  # without one the axis is that of shares
+        assert 150 <= below < zero < above
+    assert places(0.0, 1.0) == [150.0, 340.0]  # without one the axis is that of shares
 
 
 def test_of_two_runs_no_line_shares_its_class_with_another() -> None:

@@ -95,7 +95,8 @@ def loads_in_transformers(folder: Path) -> None:
     assert len(written[0]) <= 6
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: image-to-text" in card
-    assert "AutoImageProcessor" in card
+    assert 'processor(Image.open("picture.png").convert("RGB"), return_tensors="pt").pixel_values' in card
+    assert "model.generate(pixels, max_new_tokens=256)" in card  # of transformers' own accord it would end after 20
     assert "AutoImageProcessor" not in _use("AutoModelForCausalLM")
 
 

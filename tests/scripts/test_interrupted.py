@@ -14,6 +14,8 @@ import pytest
 from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
 
+from sftkit.preflight.inputs import SMALL_BYTES
+
 WITNESS = """
 import os, signal, sys
 
@@ -168,13 +170,14 @@ def test_ctrl_c_while_data_is_prepared_is_one_line_and_leaves_no_process(
 ) -> None:
     """While a file is read, or while the processes that tokenize start, which hear of a Ctrl-C in a terminal too."""
     row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 1000)
+    line_of_row = f"{json.dumps(row)}\n"
+    (tmp_path / "rows.jsonl").write_text(line_of_row * (SMALL_BYTES // len(line_of_row) + 1))  # no check reads it whole
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     recipe = {
         "run": {"dir": f"{tmp_path}/run"},
         "model": {"scratch": TINY, "tokenizer": f"{tmp_path}/tokenizer"},
         "data": {
-            "train": [{"path": f"{tmp_path}/rows.jsonl", "split": "train[1%:]"}],  # whose beginning no check reads
+            "train": [{"path": f"{tmp_path}/rows.jsonl", "split": "train[1%:]"}],  # nor its beginning
             "max_length": 64,
             "num_proc": 2,
             "cache_dir": f"{tmp_path}/c",

@@ -39,6 +39,8 @@ CHANGED = {
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets by itself."
 ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
+MIDDLE = 256
+"Numbers of each encoded entry that are compared: of a picture a page of its file in the cache."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
 "Kept by versions that had no stretches; they may change."
 
@@ -65,8 +67,15 @@ def run_identity(
 
 
 def _given(examples: Examples) -> dict[str, str]:
-    """Names of what an encoder reads, in order; nothing where it reads nothing, as in checkpoints of versions without one."""
-    return {"given": _digest("\0".join(examples.given).encode())} if examples.given else {}
+    """Names of what an encoder reads, in order, and the middle of each entry, as a picture may be another one under its name;
+    nothing where it reads nothing, as in checkpoints of versions without one."""
+    found = {"given": _digest("\0".join(examples.given).encode())} if examples.given else {}
+    if examples.encoder_inputs is not None:
+        rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
+        starts = [max(0, (row.shape[1] - MIDDLE) // 2) for row in rows]
+        middles = [row[:, start : start + MIDDLE] for row, start in zip(rows, starts, strict=True)]
+        found["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
+    return found
 
 
 def _sample_digest(examples: Examples) -> str:

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 import torch._dynamo
@@ -59,16 +60,18 @@ def compile_model(
     if not compile.enabled:
         return 0
     if compile.modules is not None:
-        parts = named_parts(orig_model, compile, sharded)
-        for part in parts:
-            compile_part(part.module, part.compile, dynamic_layout)
-        return len(parts)
-    if sharded and compile.scope == "model":
-        log.info("compile.scope: block, because sharded weights are gathered block by block")
-    modules = _compiled_parts(orig_model, "block" if sharded else compile.scope)
-    for module in modules:
-        compile_part(module, compile, dynamic_layout)
-    return len(modules)
+        parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded)]
+    else:
+        if sharded and compile.scope == "model":
+            log.info("compile.scope: block, because sharded weights are gathered block by block")
+        parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
+    encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
+    for module, own in parts:
+        if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
+            compile_part(module, replace(own, dynamic=False))
+        else:
+            compile_part(module, own, dynamic_layout)
+    return len(parts)
 
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:

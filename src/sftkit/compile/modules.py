@@ -46,8 +46,9 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bo
     assert compile.modules is not None
     found: dict[str, Part] = {}
     for path in sorted(compile.modules, key=lambda path: path.count(".")):
-        for place, module in _at(orig_model, path):
+        for named, at in _at(orig_model, path):
             own = compile.modules[path]
+            place, module = _without_head(orig_model, named, at)
             found[place] = Part(place, module, with_own(compile, own))
             if not own.enabled:
                 del found[place]
@@ -82,6 +83,14 @@ def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.
         yield from ((f"{path}.{name}", child) for name, child in module.named_children())
     else:
         yield path, module
+
+
+def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Module) -> tuple[str, torch.nn.Module]:
+    """Of a model inside the model that is the decoder with its head (GPT-2 behind a ViT) the decoder, which is what a step calls."""
+    inner = decoder(orig_model)
+    if isinstance(module, PreTrainedModel) and inner in module.modules():
+        return next((name, inner) for name, one in orig_model.named_modules() if one is inner)
+    return path, module
 
 
 def _check_apart(found: dict[str, Part]) -> None:

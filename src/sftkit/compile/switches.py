@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch._inductor.config
 from torch._dynamo import utils as dynamo_utils
 from torch.fx.experimental import _config as symbolic_shapes
 
@@ -18,6 +19,11 @@ MOST_RECORDS = 100_000
 "Compilation records that are kept: torch keeps 64, and recompiles are counted from all of a run."
 MARGIN = 8
 "Graphs of a function beyond those that a run declares, before torch may think of giving up on it."
+_NOT_STRICT = "mix_order_reduction_non_strict_mode"
+_THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
+_ANY_LENGTH = {f"triton.{_NOT_STRICT}": True} if _THERE else {"triton.mix_order_reduction": False}
+"""On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of elements and 4,096 rows on, and guards on
+both: rows on the other side of them would need a second graph."""
 
 
 @contextmanager
@@ -58,4 +64,6 @@ def compiler_switches(
             stack.enter_context(torch._functorch.config.patch(functorch))
             # With duck shapes a warm-up whose rows happen to equal its row length gives a graph for square batches only.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]
+            if dynamic_layout:
+                stack.enter_context(torch._inductor.config.patch(_ANY_LENGTH))
         yield

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
@@ -193,19 +194,21 @@ def _encoder_inputs(
     return found
 
 
-def documents(batch: Batch) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
-    of a text alone do, with what an encoder is given for it [1, ...], and its targets [L]."""
+    of a text alone do, with what an encoder is given for it [1, ...], and its targets [L]. L is padded behind the document
+    to a multiple of `multiple`, with token 0 that is no target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
             if number < 0:  # padding
                 continue
             own = ids == number
-            inputs = {"input_ids": batch.inputs["input_ids"][row, own][None]}
+            padding = (0, -int(own.sum()) % multiple)
+            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, own], padding)[None]}
             for name, value in encoded.items():
                 inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            yield inputs, batch.targets[row, own]
+            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE)
 
 
 def _part_of(batch: Batch, part: Part) -> Batch:

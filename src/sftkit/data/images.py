@@ -7,14 +7,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from sftkit.data.demo.pictures import PREFIX, picture
-from sftkit.data.types import EncoderInputs
+from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.runtime.files import own_name
 from sftkit.runtime.progress import working
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 RESAMPLE = Image.Resampling.BILINEAR
 Size = tuple[int, int, int]
 "Channels, height, width."
+DEEP = ("I", "F")
+"How Pillow's modes begin with more than 8 bits a channel, of which it would make white: where their range ends is not said."
 
 
 def load(names: Sequence[str], argument: str, size: Size, cache_dir: Path) -> EncoderInputs:
@@ -47,7 +50,7 @@ def load(names: Sequence[str], argument: str, size: Size, cache_dir: Path) -> En
 
 
 def read(name: str, size: Size) -> np.ndarray:
-    """One picture, uint8 [channels, height, width]; of a file all of it, its sides stretched.
+    """One picture, uint8 [channels, height, width]; of a file all of it, upright as its EXIF says, its sides stretched.
 
     Raises:
         DataError: the file is no picture.
@@ -56,20 +59,30 @@ def read(name: str, size: Size) -> np.ndarray:
         return picture(name, size)
     channels, height, width = size
     try:
-        with Image.open(name) as image:
-            whole = image.convert("L" if channels == 1 else "RGB").resize((width, height), RESAMPLE)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: cannot be read as a picture: {error}", reason="not a picture") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large one; twice as large is an error
+            image = Image.open(name)
+        with image:
+            if image.mode.startswith(DEEP):
+                raise ValueError(f"mode {image.mode} has more than 8 bits a channel: save it with 8")
+            upright = ImageOps.exif_transpose(image)
+            whole = upright.convert("L" if channels == 1 else "RGB").resize((width, height), RESAMPLE)
+    except (
+        Exception
+    ) as error:  # of broken files Pillow's readers raise whatever they meet: SyntaxError, struct.error, ...
+        why = str(error).rstrip(".")
+        raise DataError(f"{name}: cannot be read as a picture: {why}", reason="not a picture") from error
     pixels = np.asarray(whole)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
 def _key(names: Sequence[str], size: Size) -> str:
-    """Of all that the array depends on: names, sizes and times of files, the size of pictures, and the code."""
+    """Of all that the array depends on: names, sizes and times of files, the size of pictures, and the code. A file that is
+    gone is named where it is read."""
     code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
-        stat = None if name.startswith(PREFIX) else os.stat(name)
+        stat = os.stat(name) if os.path.exists(name) else None
         found.update(json.dumps([name, size, stat and (stat.st_size, stat.st_mtime_ns)]).encode())
     return found.hexdigest()[:32]
 
@@ -88,15 +101,9 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 def _written(file: Path, names: Sequence[str], size: Size) -> np.ndarray:
     """The array, in a file that gets its name when it is whole; in memory where the disk is full."""
     temporary = own_name(file)
-
-    def fill(array: np.ndarray) -> np.ndarray:
-        for i, name in enumerate(names):
-            array[i] = read(name, size)
-        return array
-
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _filled(temporary, (len(names), *size), fill)
+        _filled(temporary, names, size)
         os.replace(temporary, file)
         found = _opened(file, (len(names), *size))
     except OSError as error:
@@ -104,14 +111,38 @@ def _written(file: Path, names: Sequence[str], size: Size) -> np.ndarray:
         found = None
     finally:
         temporary.unlink(missing_ok=True)
-    return fill(np.zeros((len(names), *size), np.uint8)) if found is None else found
+    return _read(np.zeros((len(names), *size), np.uint8), names, size) if found is None else found
 
 
-def _filled(file: Path, shape: tuple[int, ...], fill: Callable[[np.ndarray], np.ndarray]) -> None:
+def _filled(file: Path, names: Sequence[str], size: Size) -> None:
     """Write a .npy piece by piece; a full disk is an OSError and not a signal, as its space is taken first."""
+    shape = (len(names), *size)
     needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
     if needed > free:
         raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
     array = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
-    fill(array)
+    _read(array, names, size)
     array.flush()
+
+
+def _read(array: np.ndarray, names: Sequence[str], size: Size) -> np.ndarray:
+    """Fill the array with all pictures.
+
+    Raises:
+        DataError: some files are no pictures: all are read, to say how many, and which come first.
+    """
+    faults = list[DataError]()
+    for i, name in enumerate(names):
+        try:
+            array[i] = read(name, size)
+        except DataError as error:
+            faults.append(error)
+    if not faults:
+        return array
+    first = "; ".join(map(str, faults[:SHOWN]))
+    more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    raise DataError(
+        f"{first}{more}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
+        "pictures cannot be read",
+        reason="not a picture",
+    )

@@ -151,6 +151,10 @@ class Batches:
         order = Order(self._dataset.lengths, layout, self.stretches)
         self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
 
+    def num_documents(self, first_step: int, last_step: int) -> int:
+        """Documents of steps first_step + 1 .. last_step, those of all ranks."""
+        return sum(len(row) for _, _, batch in self._items(first_step, last_step) for row in batch.rows)
+
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """The batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()

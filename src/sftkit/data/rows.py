@@ -92,20 +92,22 @@ def require_given(row: Row) -> tuple[str, Sequence[str]]:
     """(what an encoder reads, the texts that are learned of it) of a row: a picture and its captions, or a question and its
     answer; or a DataError."""
     if row.image is not None:
+        if row.text is not None:
+            raise _missing(row.image, row.where)
         return row.image, row.captions
     turns = row.messages or []
     if [turn["role"] for turn in turns] == ["user", "assistant"]:
         return turns[0]["content"], [turns[1]["content"]]
     raise DataError(
-        f"{row.where}: neither a picture with captions (image, captions) nor a question with its answer (prompt, completion), "
-        "and this script learns what is said of one. Texts and conversations are for the other stages",
+        f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a question "
+        "with its answer (prompt, completion), and this script learns what is said of one. Texts and conversations are for the other stages",
         reason="nothing for an encoder",
     )
 
 
 def refuse_picture(row: Row) -> None:
     """Refuse a row that only a model with an encoder learns from."""
-    if row.image is not None:
+    if row.image is not None and row.text is None:
         raise DataError(f"{row.where}: a picture with captions, which are for caption_train.py", reason="a picture")
 
 
@@ -271,7 +273,8 @@ def _plain(column: str) -> Callable[[Raw, str], Row]:
 
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
-    """A picture, by its file beside that of the row or the name of a generated one, and what it shows, once or several times."""
+    """A picture, by its file beside that of the row or the name of a generated one, and what it shows, once or several times. A
+    text beside the name of a file that is not there may be a text of any kind: corpora have the names of their files, too."""
 
     def make(raw: Raw, where: str) -> Row:
         name, said = _text(raw, image, where), raw[text]
@@ -280,11 +283,17 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
             raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
         if not name.startswith(GENERATED):
             name = str(Path(where).parent / name)
-            if not Path(name).is_file():
-                raise DataError(f"{where}: {name}: no such picture", reason="picture is missing")
-        return Row(where, image=name, captions=tuple(captions))
+        if name.startswith(GENERATED) or Path(name).is_file():
+            return Row(where, image=name, captions=tuple(captions))
+        if text != "text" or not isinstance(said, str):
+            raise _missing(name, where)
+        return Row(where, text=said, image=name, captions=(said,))
 
     return make
+
+
+def _missing(image: str, where: str) -> DataError:
+    return DataError(f"{where}: {image}: no such picture", reason="picture is missing")
 
 
 SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (

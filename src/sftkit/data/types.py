@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read: either `text`, or `messages` in the OpenAI shape with optional `tools`."""
+    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it shows."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -23,7 +23,7 @@ class Row:
     template_args: dict[str, Any] | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
-    "File of a picture, or the name of a generated one."
+    "File of a picture, or the name of a generated one; beside a text a name of which there is no such file."
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
 

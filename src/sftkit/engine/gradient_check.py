@@ -27,6 +27,7 @@ from sftkit.engine.gradient_samples import Difference, block_of, largest, own_pa
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import gradients
 from sftkit.engine.warmup import has_dropout
+from sftkit.models.float8 import position_multiple
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
@@ -175,7 +176,8 @@ class _Sides:
                 whole_rows(orig_model),
             ):
                 stack.enter_context(inside)
-            for inputs, wanted in chain.from_iterable(documents(batch) for batch in micro_batches):
+            multiple = position_multiple(orig_model)
+            for inputs, wanted in chain.from_iterable(documents(batch, multiple) for batch in micro_batches):
                 logits = model.kind.plain_logits(orig_model, inputs)[0]
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 (model.objective.sums_of_logits(logits, wanted).loss / (targets * topology.context)).backward()

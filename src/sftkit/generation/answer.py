@@ -24,3 +24,5 @@ class Answer:
     stop: str
     "why it ended: end_of_turn | stop_text | length"
     tokens: int
+    ids: tuple[int, ...] = ()
+    "those tokens"

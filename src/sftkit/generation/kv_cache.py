@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.ops.attention import mixes_tokens, plain_attention
@@ -81,10 +81,22 @@ class FixedLayer(DynamicLayer):
 
 
 def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
-    """An empty cache for so many positions; models with layers of other kinds get the one that transformers has for them."""
+    """An empty cache for so many positions; models with layers of other kinds get the one that transformers has for them.
+
+    Keys and values of what an encoder has read stand beside it, made once, when the first tokens are read.
+    """
     if mixes_tokens(orig_model):
         return DynamicCache(config=orig_model.config)
-    return Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
+    own = Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
+    return EncoderDecoderCache(own, DynamicCache()) if orig_model.config.is_encoder_decoder else own
+
+
+def fixed_layers(cache: Cache) -> list[FixedLayer]:
+    """Those of a text's own positions."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layers: list[Any] = own.layers
+    assert all(isinstance(layer, FixedLayer) for layer in layers)
+    return layers
 
 
 class SharedPrefix:

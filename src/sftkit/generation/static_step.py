@@ -6,17 +6,30 @@ recorded in the time of a step and needs no compiler (https://pytorch.org/blog/a
 
 from __future__ import annotations
 
+import inspect
+import math
+from functools import cache
+
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from sftkit.generation.kv_cache import FixedLayer
-from sftkit.models.structure import EXPERT_COUNTS
-from sftkit.ops.attention import implementation, mixes_tokens
-from sftkit.ops.cached_attention import NAME, Filled, attend_cached
+from sftkit.generation.kv_cache import fixed_layers
+from sftkit.models.kind import Continuation
+from sftkit.models.structure import EXPERT_COUNTS, decoder
+from sftkit.ops.attention import implementation, mixes_tokens, relative_positions
+from sftkit.ops.cached_attention import NAME, attend_cached
 
+PAYS_FROM = math.inf
+"Steps of a batch from which a GPU has replayed them sooner than computed them one by one, recording included. Infinite: \
+benchmarks/h200_decode has not been run."
 GROWING_ROPES = ("dynamic", "longrope")
 "Rotary embeddings that look at the highest position on the host."
+
+
+def pays(device: torch.device, steps: int) -> bool:
+    """Whether so many steps of a batch are done sooner when they are replayed."""
+    return device.type == "cuda" and steps >= PAYS_FROM
 
 
 def refusal(orig_model: PreTrainedModel) -> str | None:
@@ -30,7 +43,15 @@ def refusal(orig_model: PreTrainedModel) -> str | None:
     kinds = {of.get("rope_type") for of in (ropes, *(ropes.values())) if isinstance(of, dict)}
     if growing := kinds & set(GROWING_ROPES):
         return f"rotary embeddings of type {', '.join(sorted(map(str, growing)))} are recomputed on the host"
+    if relative_positions(config) or "position_ids" not in inspect.signature(decoder(orig_model).forward).parameters:
+        return "positions are counted on the host"
     return None
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that steps are recorded on: what cuBLAS sets up for a stream, tens of MiB, stays as long as the process."""
+    return torch.cuda.Stream(device)
 
 
 class StaticStep:
@@ -39,6 +60,7 @@ class StaticStep:
     def __init__(
         self,
         orig_model: PreTrainedModel,
+        continuation: Continuation,
         cache: Cache,
         tokens: torch.Tensor,
         mask: torch.Tensor,
@@ -52,49 +74,56 @@ class StaticStep:
             mask: int64 [B, N], 0 at padding; positions: int64 [B, N].
         """
         AttentionInterface.register(NAME, attend_cached)
-        self._orig_model = orig_model
+        self._orig_model, self._continuation = orig_model, continuation
         self._tokens = tokens.clone()
         self._mask, self._positions = mask.bool(), positions
         self._at = torch.full((1,), seen, device=tokens.device)
         self._order = torch.arange(mask.shape[1], device=tokens.device)
         self._cache = cache
-        for layer in cache.layers:
-            assert isinstance(layer, FixedLayer)
+        for layer in fixed_layers(cache):
             layer.written_at(self._at, seen)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = False
 
     def __call__(self) -> torch.Tensor:
         """Return the tokens after those at hand, int64 [B, 1]; the next call goes on from them."""
+        if self._graph is None:
+            with implementation(self._orig_model, NAME):
+                self._first() if self._tokens.device.type == "cuda" else self._compute()
         if self._graph is not None:
             self._graph.replay()
-            return self._tokens
-        with implementation(self._orig_model, NAME):
-            if self._tokens.device.type != "cuda":
-                self._compute()
-            elif not self._warm:  # what a first call sets up may not be recorded, and not on the default stream
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    self._compute()
-                torch.cuda.current_stream().wait_stream(side)
-                self._warm = True
-            else:
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    self._compute()
-                self._graph.replay()
         return self._tokens
 
+    def _first(self) -> None:
+        """Of a GPU's steps compute the first, and record the second, both beside the default stream, where nothing is recorded.
+
+        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own it.
+        """
+        stream = _side_stream(self._tokens.device)
+        if not self._warm:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._warm = True
+            return
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile, memory pinned by a loader for one, is no part of it
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._compute()
+        self._graph = graph
+
     def _compute(self) -> None:
-        filled = Filled(self._mask & (self._order <= self._at), self._at)
-        logits = self._orig_model(
+        read, given = self._continuation
+        logits = read(
+            **given,
             input_ids=self._tokens,
+            attention_mask=(self._mask & (self._order <= self._at))[:, None, None],
             position_ids=self._positions.index_select(1, self._at),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
-            filled=filled,
+            at=self._at,
         ).logits
         self._tokens.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
         self._at.add_(1)

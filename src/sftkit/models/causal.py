@@ -16,7 +16,7 @@ from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
-from sftkit.models.kind import Head
+from sftkit.models.kind import Continuation, Head
 from sftkit.models.structure import decoder, head, logit_softcap
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
@@ -76,14 +76,18 @@ class CausalLM:
         """0."""
         return 0
 
+    def decoder_inputs(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> dict[str, Any]:
+        """Tokens and where their documents are."""
+        return {**batch.inputs, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
         """The decoder's last hidden states; documents of a row do not see each other."""
         with dense_kernels() if backend == "sdpa" else nullcontext():
-            outputs = decoder(orig_model)(
-                **batch.inputs, use_cache=False, documents=documents_of(batch, backend, context_group)
-            )
+            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         hidden = outputs.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
         return hidden
@@ -92,6 +96,10 @@ class CausalLM:
         """The output projection and the soft cap of its logits."""
         projection = head(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
+
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """The model itself."""
+        return Continuation(orig_model, {})
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """The whole model's, which caps them itself."""

@@ -19,7 +19,7 @@ from sftkit.data.caption import start_id
 from sftkit.data.collate import OF_TOKENS, Batch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.kind import Head
+from sftkit.models.kind import Continuation, Head
 from sftkit.models.structure import decoder, head, logit_softcap
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
@@ -35,6 +35,10 @@ class EncoderDecoder(ABC):
         Args:
             inputs: of a batch, without its tokens.
         """
+
+    @abstractmethod
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """What writes texts token by token. See models.kind.ModelKind."""
 
     @abstractmethod
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,22 +77,28 @@ class EncoderDecoder(ABC):
                 f"train.fp8={train.fp8}: {name} has an encoder, which is not trained in float8: set it to null"
             )
 
-    def hidden_states(
+    def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
-    ) -> Tensor:
-        """The decoder's last hidden states; texts of a row see neither each other nor each other's inputs."""
+    ) -> dict[str, Any]:
+        """Tokens, where their documents are, what the encoder makes of their inputs, and which of it each document sees."""
         given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
         encoded, visible = self.encode(orig_model, given)
         rows, (places, length, _) = batch.shape[0], encoded.shape
         visible = None if visible is None else visible.view(rows, -1)
+        return {
+            **{name: batch.inputs[name] for name in OF_TOKENS},
+            "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
+            "encoder_attention_mask": input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
+            "use_cache": False,
+            "documents": documents_of(batch, backend, context_group),
+        }
+
+    def hidden_states(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> Tensor:
+        """The decoder's last hidden states; texts of a row see neither each other nor each other's inputs."""
         with dense_kernels() if backend == "sdpa" else nullcontext():
-            outputs = decoder(orig_model)(
-                **{name: batch.inputs[name] for name in OF_TOKENS},
-                encoder_hidden_states=encoded.view(rows, places // rows * length, -1),
-                encoder_attention_mask=input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
-                use_cache=False,
-                documents=documents_of(batch, backend, context_group),
-            )
+            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def head(self, orig_model: PreTrainedModel) -> Head:

@@ -101,3 +101,9 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
     chosen = {id(linear) for linear in convertible(orig_model)}
     convert_to_float8_training(orig_model, module_filter_fn=lambda module, _: id(module) in chosen, config=config)
     return len(chosen)
+
+
+def position_multiple(orig_model: PreTrainedModel) -> int:
+    """What the number of positions of a forward and backward pass must be a multiple of: the product for the gradient of a
+    float8 weight is over positions."""
+    return MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1

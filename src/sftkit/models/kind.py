@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -24,6 +25,16 @@ class Head(NamedTuple):
     "None: the product itself"
     tokens: int | None = None
     "rows that are tokens': those behind them are padding (models/padding.py), without a probability; None: all. A kind leaves it out"
+
+
+class Continuation(NamedTuple):
+    """What reads the tokens of texts that are written, one after the other."""
+
+    read: Callable[..., Any]
+    """As transformers' causal models are called: input_ids [B, T], attention_mask, position_ids, past_key_values, use_cache and
+    logits_to_keep; returns what has `logits`"""
+    given: dict[str, Tensor]
+    "what it is called with besides, each [B, ...]: what was encoded for the texts"
 
 
 class ModelKind(Protocol):
@@ -77,6 +88,11 @@ class ModelKind(Protocol):
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
 
+    def decoder_inputs(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> dict[str, Any]:
+        """Arguments of the decoder for a batch; what it looks at is encoded for it. See hidden_states."""
+
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
@@ -89,6 +105,9 @@ class ModelKind(Protocol):
 
     def head(self, orig_model: PreTrainedModel) -> Head:
         """The output projection, its weights gathered by whoever shards the model."""
+
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """What writes texts token by token, each for what an encoder is given: inputs as batches have them, encoded here, once."""
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Logits [1, L, V] of one document's inputs, tokens [1, L] and what is encoded for it [1, ...], by transformers' own

@@ -280,6 +280,21 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
     return orig_model
 
 
+def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The config of a new model, what follows from the tokenizer filled in.
+
+    Raises:
+        ConfigError: transformers refuses it.
+    """
+    try:
+        model_type = str(fields["model_type"])
+        encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+        fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
+        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+
+
 def from_scratch(
     fields: dict[str, object],
     tokenizer: PreTrainedTokenizerBase,
@@ -288,11 +303,8 @@ def from_scratch(
 ) -> PreTrainedModel:
     """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
     torch.manual_seed(seed)
+    config = scratch_config(fields, tokenizer)
     try:
-        model_type = str(fields["model_type"])
-        encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
-        config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
         attention = plain_implementation(config)
         orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, TypeError, AttributeError) as error:

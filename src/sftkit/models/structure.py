@@ -120,7 +120,8 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     for p in projection:
         tables.pop(id(p), None)  # tied: as the head it is a product
     body = total - in_head - sum(numel[id(p)] for p in tables.values())
-    encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in tables}
+    elsewhere = {*tables, *map(id, projection)}  # an embedding that both sides share is the head's
+    encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in elsewhere}
     body -= sum(numel[id(p)] for p in encoding.values())
     in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
     config = orig_model.config.get_text_config()
@@ -199,4 +200,6 @@ def train_flops(
     assert isinstance(inner, PreTrainedModel)
     own = inner.config
     flops += 6.0 * counted.encoder * encoded * length + float(per_pair) * config.num_hidden_layers * num_tokens * length
-    return flops + 12.0 * own.hidden_size * own.num_hidden_layers * encoded * length**2
+    heads = own.num_attention_heads
+    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # of T5 it need not be the hidden size
+    return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2

@@ -9,11 +9,13 @@ import numpy as np
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.kind import Continuation
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import ids_of
 
@@ -69,6 +71,31 @@ class TextToText(EncoderDecoder):
         mask = _seen(inputs[MASK])
         encoded = orig_model.get_encoder()(input_ids=inputs[IDS], attention_mask=mask[:, None, None, :])
         return encoded.last_hidden_state, mask
+
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """The whole model, with what its encoder has made."""
+        given = self.plain_inputs(orig_model, inputs)
+        encoded = orig_model.get_encoder()(**given).last_hidden_state
+
+        def read(
+            *,
+            input_ids: Tensor,
+            attention_mask: Tensor,
+            past_key_values: Cache,
+            encoded: Tensor,
+            seen: Tensor,
+            **_: Any,
+        ) -> Any:
+            return orig_model(
+                encoder_outputs=(encoded,),
+                attention_mask=seen,
+                decoder_input_ids=input_ids,
+                decoder_attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                use_cache=True,
+            )
+
+        return Continuation(read, {"encoded": encoded, "seen": given["attention_mask"]})
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """By the names that transformers has."""

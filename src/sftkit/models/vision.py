@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ImageProcessingMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.data import images
@@ -20,9 +22,13 @@ from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.kind import Continuation
 from sftkit.models.structure import encoder
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import plain_attention
+from sftkit.runtime.hub import hub_answers
+
+log = logging.getLogger(__name__)
 
 PIXELS = "pixel_values"
 PROCESSOR = "preprocessor_config.json"
@@ -70,13 +76,8 @@ class VisionToText(EncoderDecoder):
         super().prepare(orig_model, tokenizer)
         # GPT-2 would look for padding in every batch, to warn of it: a wait for the device, and rows here know their padding
         orig_model.config.decoder.pad_token_id = None
-        said = Path(str(orig_model.name_or_path)) / PROCESSOR
-        config = orig_model.config.encoder
-        if not hasattr(config, "image_mean") and said.is_file():
-            processor = json.loads(said.read_text())
-            for name in ("image_mean", "image_std"):
-                if processor.get("do_normalize", True) and processor.get(name) is not None:
-                    setattr(config, name, list(processor[name]))
+        if not hasattr(orig_model.config.encoder, "image_mean"):
+            _normalise_as_beside(orig_model)
         pixels_of(orig_model.config)
 
     def with_inputs(
@@ -133,10 +134,38 @@ class VisionToText(EncoderDecoder):
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
 
+    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
+        """The decoder with its head."""
+        decoder = orig_model.decoder
+        assert isinstance(decoder, PreTrainedModel)
+        return Continuation(decoder, {"encoder_hidden_states": self.encode(orig_model, inputs)[0]})
+
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Pixels normalised, on their device, in the precision of the weights. No host sync."""
         pixels = pixels_of(orig_model.config)
         return {PIXELS: normalised(inputs[PIXELS], pixels.mean, pixels.std).to(orig_model.dtype)}
+
+
+def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
+    """Write into the encoder's config what the image processor beside a model that was loaded does with pixels: here, or on the
+    hub. Ours are in 0..1, whatever it multiplies them with."""
+    path, config = str(orig_model.name_or_path), orig_model.config.encoder
+    if not path:
+        return
+    where = {"revision": orig_model.config._commit_hash, "local_files_only": os.path.isdir(path) or not hub_answers()}
+    try:
+        said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)
+    except OSError:
+        log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, MIDDLE)
+        return
+    scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
+    names = ("image_mean", "image_std")
+    if not said.get("do_normalize", True):
+        channels = pixels_of(orig_model.config).channels
+        said |= dict(zip(names, ([0.0] * channels, [1.0] * channels), strict=True))
+    for name in names:
+        if said.get(name) is not None:
+            setattr(config, name, [value / scale for value in said[name]])
 
 
 def _encoder(orig_model: PreTrainedModel) -> torch.nn.Module:

@@ -87,7 +87,7 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def duplicate_facts(
     training: Examples, validation: dict[str, Examples], sources: Sequence[SourceConfig]
 ) -> dict[str, Any]:
-    """Documents with the same tokens as an earlier one, passes by `repeat` left out, and validation documents that are
+    """Documents that are the same as an earlier one, passes by `repeat` left out, and validation documents that are
     trained on.
 
     Returns:
@@ -116,7 +116,9 @@ def _first_passes(examples: Examples, sources: Sequence[SourceConfig]) -> np.nda
 
 
 def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
-    """64-bit hashes of the documents' tokens."""
+    """64-bit hashes of the documents' tokens, and of the names of what an encoder reads for them: the same said of another
+    picture is no copy."""
     ids = np.asarray(examples.ids)
     starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
-    return [hash(ids[start:end].tobytes()) for start, end in zip(starts, ends, strict=True)]
+    given = [examples.given[i] for i in documents.tolist()] if examples.given else [""] * len(documents)
+    return [hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, given, strict=True)]

@@ -40,6 +40,10 @@ class Piece:
     special: bool
 
 
+SIDE = 40
+"Letters of either end that are shown of what an encoder reads."
+
+
 @dataclass(frozen=True)
 class Preview:
     """One document as it is learned."""
@@ -50,6 +54,8 @@ class Preview:
     "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
     pieces: tuple[Piece, ...]
+    given: str = ""
+    "what an encoder reads for it: the file of a picture, or a text, both ends of a long one"
 
 
 def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Preview]:
@@ -67,7 +73,11 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
-    return Preview(name, document, int(examples.lengths[document]), int(example.is_target.sum()), tuple(pieces))
+    given = " ".join(examples.given[document].split()) if examples.given else ""
+    if len(given) > 2 * SIDE:
+        given = f"{given[:SIDE]}...{given[-SIDE:]}"
+    counts = int(examples.lengths[document]), int(example.is_target.sum())
+    return Preview(name, document, *counts, tuple(pieces), given)
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -78,7 +88,8 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 def preview_title(preview: Preview) -> str:
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
-    return f"{preview.source}, document {preview.document:,}: {size}"
+    given = f", of {preview.given}" if preview.given else ""
+    return f"{preview.source}, document {preview.document:,}{given}: {size}"
 
 
 def preview_text(preview: Preview, marks: bool) -> Text:

@@ -48,7 +48,7 @@ def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
     parts = [
         f"# {md(report['run']['name'])}",
         _what(report),
-        _use(report["run"]["auto_class"]),
+        _use(report["run"]["auto_class"], number(report["preflight"].get("max_length"))),
         _training(report),
         _data(report),
         _settings(report),
@@ -139,19 +139,24 @@ def _what(report: Report) -> str:
     return f"A language model{size}, trained with sftkit. It starts from {start}."
 
 
-def _use(auto_class: str | None) -> str:
+def _use(auto_class: str | None, max_length: float | None = None) -> str:
+    """Args:
+    max_length: the most positions of a caption; without a limit transformers writes 20 tokens.
+    """
     if auto_class is None:
         return ""
     pictures = auto_class == CAPTIONS
+    limit = f", max_new_tokens={max_length:.0f}" if max_length else ""
     lines = (
+        *["from PIL import Image"] * pictures,
         f"from transformers import {auto_class}{', AutoImageProcessor' * pictures}, AutoTokenizer",
         "",
         'path = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        *["processor = AutoImageProcessor.from_pretrained(path)"] * pictures,
+        *["processor = AutoImageProcessor.from_pretrained(path)  # needs torchvision"] * pictures,
         f"model = {auto_class}.from_pretrained(path)",
-        *["pixels = processor(picture, return_tensors='pt').pixel_values"] * pictures,
-        *["print(tokenizer.decode(model.generate(pixels)[0], skip_special_tokens=True))"] * pictures,
+        *['pixels = processor(Image.open("picture.png").convert("RGB"), return_tensors="pt").pixel_values'] * pictures,
+        *[f"print(tokenizer.decode(model.generate(pixels{limit})[0], skip_special_tokens=True))"] * pictures,
     )
     return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
 

@@ -169,7 +169,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
     if not shown:
         return None
-    left, pitch = 138.0, 24.0
+    left, pitch = 150.0, 24.0  # a name of 20 letters has room
     height = pitch * len(shown) + 30
     lowest = min(0.0, *(row["value"] for row in shown))
     x = Axis(lowest * 1.05, 1.0, left, width - 60)

@@ -36,6 +36,8 @@ PEAK_BF16_FLOPS = (
     ("RTX 3090", 71e12),
     ("MI300X", 1307e12),
 )
+RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_lab.md")
+"Files of this repository that runs write: a new result there changes no later run."
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -129,14 +131,16 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
 
 
 def git_state() -> str | None:
-    """Commit of the working directory's repository, with -dirty for uncommitted changes; None outside one."""
+    """Commit of the working directory's repository, with -dirty for uncommitted changes of anything but `RESULTS`; None
+    outside one."""
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=5,
-        ).stdout.strip()
+        commit = _git("describe", "--always", "--abbrev=12")
+        commit.check_returncode()
+        changed = _git("diff", "--quiet", "HEAD", "--", ":(top)", *(f":(top,exclude){path}" for path in RESULTS))
     except (OSError, subprocess.SubprocessError):
         return None
+    return commit.stdout.strip() + "-dirty" * (changed.returncode != 0)
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=False, timeout=5)

@@ -64,7 +64,7 @@ class Run:
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
-    resume: Found
+    resume: Found = ANEW
     "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
 
 

@@ -53,7 +53,7 @@ def picture(name: str, size: tuple[int, int, int]) -> np.ndarray:
     cells[: len(colours)] = colours
     levels = np.stack([LEVELS[cells // 16], LEVELS[cells // 4 % 4], LEVELS[cells % 4]]).reshape(3, side, side)
     rows, columns = (np.arange(length) * side // length for length in (height, width))
-    return levels[:, rows[:, None], columns[None, :]]
+    return levels.take(columns, axis=2).take(rows, axis=1)
 
 
 def _colours(split: str, number: int) -> list[int]:

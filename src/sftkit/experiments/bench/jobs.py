@@ -36,7 +36,7 @@ OWN = {
     "train.max_steps": "it comes from steps.total",
     "log.every": "it comes from steps.window",
     "model.scratch": "it comes from models",
-    "data.train": "the documents are synthetic",
+    "data.train": "the documents are those of the plan's data",
 }
 "Settings that the bench fills in, and where from."
 
@@ -118,6 +118,8 @@ def _cap(data: DataPlan) -> int:
     """Positions of the longest document."""
     if data.documents is not None:
         return data.documents.cap
+    if data.stage is not None:
+        return data.stage.max_length
     assert data.lengths is not None
     return max(read_lengths(Path(data.lengths)).positions)
 
@@ -161,10 +163,8 @@ def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Co
         "train.max_steps": steps.total,
         "run.dir": str(out / slug(run.name)),
     }
-    sections: dict[str, Any] = {
-        "model": {"scratch": plan.models[run.model], "tokenizer": SYNTHETIC},
-        "data": {"train": [{"path": SYNTHETIC}]},
-    }
+    sections: dict[str, Any] = _sources(plan.data)
+    sections["model"]["scratch"] = plan.models[run.model]
     for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
         _put(sections, key.split("."), value)
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +176,14 @@ def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Co
         except ConfigError as error:
             text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
             raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None
+
+
+def _sources(data: DataPlan) -> dict[str, Any]:
+    """The sections of a recipe that say what is learned from, and with which tokenizer."""
+    if data.stage is None:
+        return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
+    plain = TypeAdapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)
+    return {"model": {"train_tokenizer": plain["train_tokenizer"]}, "data": {"train": plain["train"]}}
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from sftkit.config.load import _explain
-from sftkit.config.schema import NonNegative, Positive, settings
+from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
+from sftkit.config.stages import SCRIPTS
 from sftkit.config.yaml_text import Keys, Node, dotted
 from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
@@ -23,6 +24,10 @@ from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_pro
 
 SYNTHETIC = "synthetic"
 "Stands in recipes where the plan's own data and vocabulary take the place of sources and tokenizer."
+if TYPE_CHECKING:
+    Stage = str
+else:  # a type checker knows no Literal of a table's keys
+    Stage = Literal[tuple(SCRIPTS)]
 
 
 @settings
@@ -36,14 +41,28 @@ class Documents:
 
 
 @settings
+class StageData:
+    """What a stage's script learns from, read and tokenized as it does: the settings are those of a recipe."""
+
+    name: Stage
+    "base, mid, sft or caption"
+    train: tuple[SourceConfig, ...]
+    train_tokenizer: TokenizerTraining
+    max_length: Annotated[int, Field(ge=8)]
+
+
+@settings
 class DataPlan:
-    """Synthetic chats: the same documents for every run of the same seed and vocabulary. Either `documents` or `lengths` is given."""
+    """Synthetic chats, the same documents for every run of the same seed and vocabulary, of sizes that `documents` or `lengths`
+    says; or what `stage` reads. One of the three is given."""
 
     row_length: Positive
     "data.row_length of packed runs"
     documents: Documents | None = None
     lengths: str | None = None
     "a JSON file beside the plan: `positions` and `targets` of real documents, in the order in which they are taken"
+    stage: StageData | None = None
+    "what models with an encoder need: a made-up text says nothing of a picture"
     seed: NonNegative = 0
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     "share of each document's positions that are trained, at its end, as an answer is; 1: all tokens; not with `lengths`"
@@ -158,6 +177,9 @@ def _class_at(keys: Keys) -> Any:
     inside = {
         "data": DataPlan,
         "documents": Documents,
+        "stage": StageData,
+        "train": SourceConfig,
+        "train_tokenizer": TokenizerTraining,
         "steps": Steps,
         "runs": RunPlan,
         "parallelism": Parallelism,
@@ -197,12 +219,12 @@ def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
     if plan.ablations:
         yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
     documents = plan.data.documents
-    if (documents is None) == (plan.data.lengths is None):
-        yield "data: needs either documents or lengths"
+    if sum(given is not None for given in (documents, plan.data.lengths, plan.data.stage)) != 1:
+        yield "data: needs one of documents, lengths and stage"
     elif documents is not None and not documents.median < documents.mean:
         yield "data.documents.mean: must be greater than the median: lognormal lengths are skewed"
-    if plan.data.lengths is not None and plan.data.target_share != 1.0:
-        yield "data.target_share: lengths says which positions are trained"
+    if documents is None and plan.data.target_share != 1.0:
+        yield "data.target_share: only goes with documents: lengths and stage say which positions are trained"
     for i, run in enumerate(runs):
         if run.model not in plan.models:
             yield f'runs.{i}.model: "{run.model}" is not one of {", ".join(plan.models)}'

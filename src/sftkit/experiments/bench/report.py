@@ -12,12 +12,16 @@ COLUMNS: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
     ("attention", lambda row, _: row.get("attention", {}).get("backend", "-")),
     ("useful tok/s (windows)", lambda row, _: speed(row["tok_per_sec"])),
     ("target tok/s", lambda row, _: number(middle(row["target_tok_per_sec"]), "{:,.0f}")),
+    ("documents/s", lambda row, _: number(middle(row.get("documents_per_sec")), "{:,.1f}")),
+    ("steps/s", lambda row, _: number(steps_per_sec(row), "{:.2f}")),
     ("MFU, datasheet", lambda row, _: percent(middle(row["mfu"]))),
     ("MFU, measured ceiling", lambda row, _: percent(row["mfu_of_ceiling"])),
     ("peak GiB", lambda row, _: number(row["peak_memory_gib"], "{:.1f}")),
     ("reserved GiB", lambda row, _: number(row["reserved_memory_gib"], "{:.1f}")),
     ("first step s", lambda row, _: number(row["first_step_seconds"], "{:.1f}")),
+    ("first steps s", lambda row, _: first_steps(row)),
     ("recompiles", lambda row, _: number(row["compile"].get("recompiles"), "{:.0f}")),
+    ("graph breaks", lambda row, _: number(row["compile"].get("graph_breaks"), "{:.0f}")),
     ("data wait %", lambda row, _: number(middle(row["data_wait_pct"]), "{:.1f}")),
     ("padding %", lambda row, _: number(middle(row["padding_pct"]), "{:.1f}")),
     ("last loss", lambda row, _: number(last_loss(row), "{:.4f}")),
@@ -134,6 +138,17 @@ def topology(row: Row) -> str:
 
 def middle(values: dict[str, Any] | None) -> float | None:
     return None if values is None else float(values["median"])
+
+
+def steps_per_sec(row: Row) -> float | None:
+    seconds = middle(row.get("step_seconds"))
+    return 1.0 / seconds if seconds else None
+
+
+def first_steps(row: Row) -> str:
+    """Seconds from before anything is compiled to the end of the warm-up steps, and how many those are."""
+    seconds = row.get("first_steps_seconds")
+    return "-" if seconds is None else f"{seconds:.1f} ({row['steps']['warm_up']} steps)"
 
 
 def last_loss(row: Row) -> float | None:

@@ -55,13 +55,26 @@ def head(job: Job) -> dict[str, Any]:
     }
 
 
-def measured(lines: Sequence[Line], steps: Steps, world_size: int = 1) -> dict[str, Any]:
+def measured(
+    lines: Sequence[Line],
+    steps: Steps,
+    world_size: int = 1,
+    documents: Callable[[int, int], int] | None = None,
+) -> dict[str, Any]:
     """Speed, memory, padding and losses out of the logged lines of a run.
 
     Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window. Tokens/s are
     those of all ranks together, and of one rank on average in tok_per_sec_per_gpu.
+
+    Args:
+        documents: of all ranks in the steps after one step, up to another; None: unknown.
     """
     windows = timed(lines, steps)
+
+    def per_second(line: Line) -> float | None:
+        if documents is None:
+            return None
+        return documents(line["step"] - steps.window, line["step"]) / (line["perf/step_seconds"] * steps.window)
 
     def of(key: str) -> dict[str, Any] | None:
         return spread([line.get(key) for line in windows])
@@ -72,6 +85,7 @@ def measured(lines: Sequence[Line], steps: Steps, world_size: int = 1) -> dict[s
         "tok_per_sec": of("perf/tok_per_sec"),
         "tok_per_sec_per_gpu": spread([line["perf/tok_per_sec"] / world_size for line in windows]),
         "target_tok_per_sec": of("perf/target_tok_per_sec"),
+        "documents_per_sec": spread([per_second(line) for line in windows]),
         "step_seconds": of("perf/step_seconds"),
         "mfu": of("perf/mfu"),
         "data_wait_pct": of("perf/data_wait_pct"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples
 from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths, sigma
 from sftkit.models.kinds import check_causal, kind_of
-from sftkit.models.load import DTYPES
+from sftkit.models.load import DTYPES, scratch_config
+from sftkit.models.vocabulary import check_rows
+from sftkit.ops.attention import plain_implementation
 
 
 def documents(data: DataPlan, vocab_size: int) -> Examples:
@@ -46,20 +49,37 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
 
 
 def new_model(
-    fields: dict[str, Any], seed: int, precision: str, device: torch.device, attention: str = "sdpa"
+    fields: dict[str, Any],
+    seed: int,
+    precision: str,
+    device: torch.device,
+    attention: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Random weights made on the device and rounded to bf16, in fp32 too, so that all runs start from the same ones.
 
     Args:
         fields: of a transformers config, with model_type.
-        attention: transformers' attn_implementation.
+        attention: transformers' attn_implementation; None: its own of this model.
+        tokenizer: what special ids and, where fields have none, the vocabulary come from; None: tokens are made up.
+
+    Raises:
+        ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
     """
-    fields = dict(fields)
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-    check_causal(config, "the benchmark, whose data are texts,")
+    if tokenizer is None:
+        config = AutoConfig.for_model(
+            **deepcopy(fields)
+        )  # a config of two parts takes their fields out of what it is given
+        check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
+    else:
+        config = scratch_config(fields, tokenizer)
+    attention = attention or plain_implementation(config)
     with torch.device(device):
         model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if tokenizer is not None:
+        check_rows(model, tokenizer)
+        kind_of(config).prepare(model, tokenizer)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""One run of a plan in this process: assembled as scripts/chat_sft.py is, on synthetic documents.
+"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a stage.
 
 python -m sftkit.experiments.bench.worker JOB.json
 """
@@ -13,21 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.data.loader import Batches
+from sftkit.data.stages import STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.models.kinds import kind_of
+from sftkit.models.load import base_tokenizer
 from sftkit.models.padding import pad_vocabulary
 from sftkit.models.structure import count_parameters, vocab_size
+from sftkit.objectives.caption import Caption
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import Objective
 from sftkit.runtime import start as runtime
 from sftkit.runtime.rundir import METRICS
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.assemble import Run, Start, engine_of, lay_out, load_data
 from sftkit.train.loop import train
+
+OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
+"Of stages whose script names another one than NextToken."
 
 
 @dataclass(frozen=True)
@@ -59,18 +69,20 @@ class NoCheckpoints:
 
 
 class Probe(Tracker):
-    """A tracker that also notes, on every rank, when the first step has run on the device, the peak, the compiles."""
+    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak, the compiles."""
 
-    ended: float | None = None
+    noted: tuple[int, ...] = (1,)
+    "steps whose end is noted"
+    ended: dict[int, float]
     peak_memory_gib: float | None = None
     compile: dict[str, float | None]
 
     def advance(self, step: int) -> None:
         super().advance(step)
-        if self.ended is None:
+        if step in self.noted:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.ended = time.perf_counter()
+            self.ended[step] = time.perf_counter()
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         super().log_metrics(step, total_steps, values)
@@ -112,22 +124,49 @@ def run(job: Job) -> dict[str, Any]:
         return measured_run(job, rt)
 
 
+def tokenizer_of(job: Job, rt: runtime.Runtime) -> PreTrainedTokenizerBase | None:
+    """That of data.stage, trained by the first run of a bench for all of them; None: tokens are made up."""
+    cfg = job.config
+    if job.data.stage is None:
+        return None
+    return base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, job.folder.parent, rt)
+
+
+def batches_of(
+    job: Job,
+    rt: runtime.Runtime,
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    objective: Objective,
+) -> Batches:
+    """What a job trains on, laid out: synthetic documents, or what a stage's script would read, from the cache if it is there."""
+    cfg, stage = job.config, job.data.stage
+    if stage is None or tokenizer is None:
+        assert cfg.data.max_length is not None
+        return lay_out(cfg, rt, documents(job.data, vocab_size(orig_model)), cfg.data.max_length, 0, objective)
+    _, of_stage = STAGES[stage.name]
+    tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
+    start = Start(orig_model, tokenizer, stage.max_length)
+    return load_data(Run(cfg, stage.name, rt, job.folder), start, tokenize, objective).batches
+
+
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     """The row of a job in a process that has joined its group."""
-    cfg = job.config
-    orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device)
+    cfg, stage = job.config, job.data.stage
+    tokenizer = tokenizer_of(job, rt)
+    orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device, tokenizer=tokenizer)
+    kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
     parameters = count_parameters(orig_model).total
 
-    objective = NextToken(cfg.loss)
-    assert cfg.data.max_length is not None
-    examples = documents(job.data, vocab_size(orig_model))
-    batches = lay_out(cfg, rt, examples, cfg.data.max_length, 0, objective)
+    objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)
+    batches = batches_of(job, rt, orig_model, tokenizer, objective)
 
     started = time.perf_counter()
     engine = engine_of(cfg, rt, job.folder, orig_model, objective, batches.layout)
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
+    probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:
         trained = train(
             cfg,
@@ -139,7 +178,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
             tracker=probe,
             resumed={"step": 0},
         )
-    assert probe.ended is not None
+    waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,
         "precision": rt.precision,
@@ -148,10 +187,11 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "memory_plan": engine.setup.memory_plan,
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
-        **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size),
+        **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size, batches.num_documents),
         **over_ranks(on_every_rank(probe)),
         "warm_up_seconds": trained.warm_up_seconds,
-        "first_step_seconds": probe.ended - started,
+        "first_step_seconds": waited[1],
+        "first_steps_seconds": waited.get(job.steps.warm_up),
     }
 
 

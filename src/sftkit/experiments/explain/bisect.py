@@ -184,7 +184,7 @@ def children_of(path: str, parts: dict[str, Part]) -> list[Part]:
 
 @contextmanager
 def left_out(parts: tuple[Part, ...]) -> Iterator[None]:
-    """Inside, these modules and those that look like them run as plain Python in a graph around them."""
+    """Inside, these modules run as plain Python in a graph around them."""
     with ExitStack() as stack:
         for part in parts:
             part.module.forward = torch.compiler.disable(part.module.forward)  # type: ignore[method-assign]

@@ -39,17 +39,19 @@ class Difference:
 
 
 def difference(module: torch.nn.Module, call: Call, compiled: Callable[..., Any]) -> Difference:
-    """Run a module both ways on the same inputs and random numbers, forward and backward."""
+    """Run a module both ways on the same inputs and random numbers, forward and backward. A gradient that compiled code does
+    not give is as far away as can be; a module that returns no tensor does not differ."""
     eager = values(module, module, call)
     with torch._inductor.config.patch(fallback_random=True):  # else Inductor draws other random numbers than eager
         other = values(module, compiled, call)
     found = [
-        Difference(name, _relative(other[name], tensor), tensor.dtype)
+        Difference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
         for name, tensor in eager.items()
-        if name in other
     ]
     return max(
-        found, key=lambda one: (one.relative / (one.allowed or 1.0)) if one.relative == one.relative else float("inf")
+        found,
+        key=lambda one: (one.relative / (one.allowed or 1.0)) if one.relative == one.relative else float("inf"),
+        default=Difference("no output", 0.0, torch.float64),
     )
 
 

@@ -90,7 +90,7 @@ def bisected(rows: list[dict[str, Any]]) -> Html:
             [
                 row["title"],
                 badge(not there, "none" if not there else row["module"]),
-                el("span", el("code", row["where"]), el("br"), row["said"]) if there else "",
+                el("span", el("code", row["where"]), el("br"), row["said"], _others(row)) if there else "",
                 confirmed[row["confirmed"]] if there else "",
                 script if there else "",
             ]
@@ -103,6 +103,12 @@ def bisected(rows: list[dict[str, Any]]) -> Html:
         trees,
         lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the fault.",
     )
+
+
+def _others(row: dict[str, Any]) -> list[Html]:
+    """Which others are at fault, and which were not asked because they look like one that is."""
+    told = (("and", row["others"]), ("not asked, as they look like it:", row["alike"]))
+    return [el("span", el("br"), f"{words} {', '.join(names)}") for words, names in told if names]
 
 
 def _tree(row: dict[str, Any]) -> list[Html]:

@@ -19,6 +19,7 @@ from sftkit.experiments.explain.flags import config_of, folder_of, is_file
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
+from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
 from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
 from sftkit.experiments.explain.words import lines_of
@@ -38,6 +39,7 @@ def run(args: Namespace) -> int:
         ConfigError: what is wrong with the recipe, the file or the model.
     """
     out = folder_of(args)
+    quiet_profiler()
     if args.labs:
         quiet_libraries()
         device = start_device()
@@ -108,11 +110,13 @@ def bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
 
 def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
+    others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {
         "module": first.name if first else None,
         "where": first.where if first else None,
         "said": finding.said,
-        "others": [part.name for part in finding.guilty[1:]],
+        "others": [name for name in others if name in asked],
+        "alike": [name for name in others if name not in asked],
         "confirmed": finding.confirmed,
         "steps": [{"module": name, "found": found} for name, found in finding.steps],
         "script": str(script.path) if script and script.path.exists() else None,

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, trained_part
+from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, scratch_config, trained_part
 from sftkit.models.structure import decoder, vocab_size
+from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.attention import dense_kernels, documents_of, plain_implementation
+from sftkit.ops.attention import dense_kernels, plain_implementation
 from sftkit.ops.attention_choice import choose_backend
 from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
@@ -37,6 +39,19 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     shape: str = ""
     "in words: 8 x 128"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What of a tokenizer decides a new model."""
+
+    count: int
+    bos_token_id: int | None = None
+    eos_token_id: int = 0
+    pad_token_id: int | None = None
+
+    def __len__(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True)
@@ -86,16 +101,17 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
         raise ConfigError(f"data.max_length: {nothing_to_inherit(cfg.model.path)}")
-    layout = make_layout(cfg.data, length, cfg.train, 1, _lengths(length))
+    encodes = config.is_encoder_decoder
+    layout = make_layout(cfg.data, length, cfg.train, 1, _lengths(length), encoded=encodes)
     backend = choose_backend(cfg, orig_model, layout, rt).backend
-    model = ModelWithLoss(orig_model, backend, NextToken(cfg.loss))
+    model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     rows, row_length = layout.shapes[-1]
     batches = [
-        batch_of(layout, vocab_size(orig_model), rows, row_length, seed=None),
-        batch_of(layout, vocab_size(orig_model), rows, row_length, seed=1),
-        batch_of(layout, vocab_size(orig_model), rows, other_length(layout, row_length), seed=1),
+        batch_of(layout, orig_model, rows, row_length, seed=None),
+        batch_of(layout, orig_model, rows, row_length, seed=1),
+        batch_of(layout, orig_model, rows, other_length(layout, row_length), seed=1),
     ]
-    call, again, other = (_call(batch.to(rt.device), backend) for batch in batches)
+    call, again, other = (_call(model, batch.to(rt.device)) for batch in batches)
     return Subject(
         f"{type(orig_model).__name__}, {config.get_text_config().num_hidden_layers} blocks",
         decoder(orig_model),
@@ -126,13 +142,10 @@ def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
 
 
 def _new_config(model: ModelConfig) -> PretrainedConfig:
-    training, scratch = model.train_tokenizer, model.scratch or {}
-    vocabulary = training.vocab_size if training else len(load_tokenizer(model))
-    fields = {"vocab_size": vocabulary, **scratch}
-    try:
-        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+    """A tokenizer that is still to be trained has so many tokens; which of them end a text decides no graph."""
+    training = model.train_tokenizer
+    tokenizer: Any = Tokens(training.vocab_size) if training else load_tokenizer(model)
+    return scratch_config(dict(model.scratch or {}), tokenizer)
 
 
 def _config_there(model: ModelConfig) -> PretrainedConfig:
@@ -158,21 +171,24 @@ def _options(config: PretrainedConfig, cfg: Config, precision: str) -> dict[str,
     return {"dtype": DTYPES[precision], "attn_implementation": plain_implementation(config)}
 
 
-def batch_of(layout: Layout, vocabulary: int, rows: int, row_length: int, seed: int | None) -> Batch:
-    """A batch [rows, row_length] of random tokens.
+def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length: int, seed: int | None) -> Batch:
+    """A batch [rows, row_length] of random tokens, with noise for an encoder.
 
     Args:
         seed: None: the warm-up's, with the longest documents; else other tokens, in documents of other lengths.
     """
     longest = min(layout.max_doc_length, row_length)
-    slots = layout.max_docs(rows, row_length)
+    slots, vocabulary, places = layout.max_docs(rows, row_length), vocab_size(orig_model), layout.docs_per_row
+    made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
     if seed is None:
-        return warm_up_batch(rows, row_length, vocabulary, slots, layout.max_doc_length)
+        longest = layout.max_doc_length
+        return warm_up_batch(rows, row_length, vocabulary, slots, longest, docs_per_row=places, made_up=made_up)
     rng = np.random.default_rng(seed)
     sizes = rng.integers(max(longest // 2, 1), longest + 1, rows).tolist()
     ids = rng.integers(0, vocabulary, sum(sizes) + rows)
     recipe = tuple((row,) for row in range(rows))
-    return collate(Examples.of(ids, sizes), recipe, row_length, 0, slots, layout.max_doc_length)
+    examples = Examples.of(ids, sizes, made_up(rows))
+    return collate(examples, recipe, row_length, 0, slots, layout.max_doc_length, docs_per_row=places)
 
 
 def other_length(layout: Layout, row_length: int) -> int:
@@ -220,9 +236,11 @@ def _lengths(max_length: int) -> np.ndarray:
     return np.linspace(max(max_length // 8, 1), max_length, 64).astype(np.int64)
 
 
-def _call(batch: Batch, backend: str) -> Call:
+def _call(model: ModelWithLoss, batch: Batch) -> Call:
+    """The decoder's, beside what the encoder, where there is one, has made of noise."""
     rows, columns = batch.shape
-    kwargs = {**batch.inputs, "use_cache": False, "documents": documents_of(batch, backend)}
+    with torch.no_grad(), dense_kernels() if model.backend == "sdpa" else nullcontext():
+        kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
     return Call((), kwargs, f"{rows} x {columns}")
 
 
@@ -237,13 +255,21 @@ def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) 
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
+    levels = next(n for n in (1, 2) if _inside(orig_model, n) is decoder(orig_model))
     remote = ", trust_remote_code=True" if cfg.model.trust_remote_code else ""
     return (
         f"from transformers import AutoConfig, {kind_of(config).auto_class.__name__}\n\n{make}"
         f"model = {kind_of(config).auto_class.__name__}.from_config(config, dtype={orig_model.dtype}, "
         f"attn_implementation={plain_implementation(config)!r}{remote})\n"
-        f"module = model.get_decoder().to({str(orig_model.device)!r}).train()\n"
+        f"module = model{'.get_decoder()' * levels}.to({str(orig_model.device)!r}).train()\n"
     )
+
+
+def _inside(orig_model: PreTrainedModel, levels: int) -> Any:
+    found: Any = orig_model
+    for _ in range(levels):
+        found = found.get_decoder()
+    return found
 
 
 def _on(value: Any, device: torch.device) -> Any:

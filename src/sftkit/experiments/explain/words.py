@@ -42,6 +42,8 @@ def _bisected(row: dict[str, Any]) -> Iterator[str]:
         yield f"    {'fault' if step['found'] else '  ok '}  {step['module']}"
     if row["others"]:
         yield f"  and {', '.join(row['others'])}"
+    if row["alike"]:
+        yield f"  not asked, as they look like it: {', '.join(row['alike'])}"
     if row["confirmed"] is not None:
         without = "without fault" if row["confirmed"] else "still at fault: something else is too"
         yield f"  the whole with these left out of the graph: {without}"

@@ -1,0 +1,103 @@
+"""Write the tables of this folder's README out of results/results.json, beside what was published.
+
+python benchmarks/lab_captioning/tables.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+from sftkit.experiments.bench.jobs import read_jobs
+from sftkit.experiments.bench.report import differences, machine_lines, middle, number, steps_per_sec, table
+
+HERE = Path(__file__).parent
+BASELINE = "dynamic eager"
+PUBLISHED = {
+    "static eager": "3.1 (derived)",
+    "static full graph": "5.17",
+    "static optimizer compiled": "5.54",
+    "static gradient addresses": "5.32",
+    "static foreach_map": "5.28",
+    "static DDP 2": "4.59 per GPU",
+    "dynamic eager": "4.73",
+    "dynamic marked full graph": "7.78",
+    "dynamic marked blocks": "7.61",
+    "dynamic marked max-autotune": "8.13",
+    "dynamic all sizes": "7.77",
+    "dynamic all sizes max-autotune-no-cudagraphs": "7.89",
+    "eight static graphs": "7.77",
+    "eight static graphs max-autotune": "8.04",
+    "parts apart": "7.93",
+    "parts apart encoder max-autotune": "8.04",
+}
+"Steps per second on one A100 with torch 2.7, batches of 64 captions."
+WARM_UPS = {
+    "cold": ("dynamic marked full graph", "196"),
+    "saved code": ("dynamic marked full graph saved code", "56"),
+    "regional": ("dynamic marked blocks", "80"),
+}
+"The run, and the published seconds of 20 iterations, compiling among them."
+COLUMNS = (
+    *("run", "published: steps/s, A100, torch 2.7", "steps/s", "captions/s", "useful tok/s", "first 20 steps, s"),
+    *(
+        "recompiles",
+        "graph breaks",
+        "peak GiB",
+        "loss: most that it differs from its eager run",
+        f"captions/s of {BASELINE}",
+    ),
+)
+UNKNOWN = "not measured"
+MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
+
+
+def cells(name: str, rows: dict[str, dict]) -> list[str]:
+    row = rows.get(name)
+    begin = [name, PUBLISHED.get(name, "-")]
+    if row is None:
+        return [*begin, *[UNKNOWN] * (len(COLUMNS) - 2)]
+    if row["error"]:
+        return [*begin, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 3)]
+    base, reference = rows.get(BASELINE), rows.get(row["same_loss_as"])
+    mine, its = (middle(r["documents_per_sec"]) if r and not r["error"] else None for r in (row, base))
+    gaps = differences(row, reference) if reference and not reference["error"] else {}
+    return [
+        *begin,
+        number(steps_per_sec(row), "{:.2f}"),
+        number(mine, "{:,.0f}"),
+        number(middle(row["tok_per_sec"]), "{:,.0f}"),
+        number(row["first_steps_seconds"], "{:.0f}"),
+        number(row["compile"]["recompiles"], "{:.0f}"),
+        number(row["compile"]["graph_breaks"], "{:.0f}"),
+        number(row["peak_memory_gib"], "{:.1f}"),
+        f"{max(gaps.values()):.1e} in {len(gaps)} losses" if gaps else "-" if row["same_loss_as"] is None else UNKNOWN,
+        f"{mine / its:.2f} x" if mine and its else UNKNOWN,
+    ]
+
+
+def warm_up(kind: str, rows: dict[str, dict]) -> list[str]:
+    name, published = WARM_UPS[kind]
+    row = rows.get(name)
+    return [kind, name, published, UNKNOWN if row is None or row["error"] else f"{row['first_steps_seconds']:.0f}"]
+
+
+def tables(folder: Path) -> str:
+    """Machine, rows, and seconds of the warm-up as Markdown."""
+    file = folder / "results" / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    rows = {row["name"]: row for row in results["runs"]}
+    names = [job.name for job in read_jobs(folder / "plan.yaml", Path("unused"))]
+    parts = [machine_lines(results["machine"])] if rows else []
+    parts += [table(COLUMNS, [cells(name, rows) for name in names])]
+    parts += [table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    readme = HERE / "README.md"
+    made = tables(HERE)
+    readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

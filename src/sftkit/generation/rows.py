@@ -1,0 +1,158 @@
+"""Rows of a batch while they are decoded: what each has said, when it ends, their cache and their next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from sftkit.generation.answer import Answer
+from sftkit.generation.kv_cache import SharedPrefix, empty_pass
+from sftkit.generation.static_step import StaticStep
+from sftkit.models.kind import Continuation
+from sftkit.runtime.start import Runtime
+
+KEPT_SHARE = 0.75
+"When no more of a batch's rows than this go on, the others are taken out of the cache."
+KEPT_SHARE_REPLAYED = 0.5
+"The same where steps are replayed: rows that have ended cost less, and what remains is recorded anew."
+
+
+@dataclass
+class Row:
+    """A prompt that is being answered."""
+
+    index: int
+    most: int
+    "tokens of its answer at most"
+    stop_texts: tuple[str, ...]
+    tokens: list[int] = field(default_factory=list)
+    stop: str = ""
+    "why it ended; empty: it goes on"
+
+    def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        """The next token of the answer."""
+        if self.stop:
+            return
+        if token in stop_ids:
+            self.stop = "end_of_turn"
+            return
+        self.tokens.append(token)
+        # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
+        last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
+        if self.stop_texts and all(
+            cut_at(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
+        ):
+            self.stop = "stop_text"
+        if not self.stop and len(self.tokens) == self.most:
+            self.stop = "length"
+
+    def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
+        text = text_of(self.tokens, tokenizer)
+        return Answer(text[: cut_at(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
+
+
+def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of an answer, without special tokens."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def cut_at(text: str, stop_texts: Sequence[str]) -> int | None:
+    """Where the first of the stop texts begins, None if none occurs."""
+    return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
+
+
+class Decoding:
+    """A batch while it is decoded: rows that go on, their cache and their next tokens."""
+
+    def __init__(
+        self,
+        orig_model: PreTrainedModel,
+        continuation: Continuation,
+        rows: list[Row],
+        prompts: Sequence[np.ndarray],
+        prefix: SharedPrefix,
+        replay: bool,
+    ) -> None:
+        self.rows = rows
+        self._orig_model, self._continuation, self._replay = orig_model, continuation, replay
+        self._static: StaticStep | None = None
+        if not rows:
+            return
+        skip, device = len(prefix.ids), orig_model.device
+        width, most = max(map(len, prompts)) - skip, max(row.most for row in rows)
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + most), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            pad = width - (len(prompt) - skip)
+            ids[i, pad:] = prompt[skip:]
+            mask[i, skip : skip + pad] = 0
+        self._next = torch.from_numpy(ids).to(device)
+        self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
+        self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        self._seen = skip
+        self._cache: Cache = prefix.cache(len(rows), width + most)
+
+    def goes_on(self, together: Runtime | None) -> bool:
+        """Whether this rank has rows to go on with, or any rank of those that work in step."""
+        going = any(not row.stop for row in self.rows)
+        return going if together is None else together.any_rank(going)
+
+    def step(self) -> list[tuple[Row, int]]:
+        """Rows that go on, perhaps some that have ended, and the next token of each."""
+        self._drop_ended()
+        if not self.rows:
+            empty_pass(self._orig_model)
+            return []
+        alone = self._replay and self._seen > 0 and self._next.shape[1] == 1
+        self._next = self._replayed() if alone else self._read()
+        return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
+
+    def _read(self) -> torch.Tensor:
+        """The tokens after all of those that have not been read yet, int64 [B, 1]."""
+        start, end = self._seen, self._seen + self._next.shape[1]
+        read, given = self._continuation
+        logits = read(
+            **given,
+            input_ids=self._next,
+            attention_mask=self._mask[:, :end],
+            position_ids=self._positions[:, start:end],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        self._seen = end
+        return logits[:, -1].float().argmax(-1, keepdim=True)
+
+    def _replayed(self) -> torch.Tensor:
+        """The same for one token of each row, by steps of a fixed shape."""
+        if self._static is None:
+            self._static = StaticStep(
+                self._orig_model,
+                self._continuation,
+                self._cache,
+                self._next,
+                self._mask,
+                self._positions,
+                self._seen,
+            )
+        self._seen += 1
+        return self._static()
+
+    def _drop_ended(self) -> None:
+        """Take rows that have ended out of the batch, once they are many enough to pay for moving the others."""
+        going = [i for i, row in enumerate(self.rows) if not row.stop]
+        if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
+            return
+        self._static = None
+        if going:
+            index = torch.tensor(going, device=self._orig_model.device)
+            self._cache.reorder_cache(index)  # type: ignore[arg-type]
+            self._next, self._mask, self._positions = (x[index] for x in (self._next, self._mask, self._positions))
+            given = {name: x[index] for name, x in self._continuation.given.items()}
+            self._continuation = self._continuation._replace(given=given)
+        self.rows = [self.rows[i] for i in going]
