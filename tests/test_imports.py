@@ -31,11 +31,15 @@ ROOMS = {
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
         "memory",
     ),
+    "graph": (
+        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel", "compile"),
+        *("memory", "engine"),
+    ),
     "evals": (*("config", "runtime", "data", "ops", "models", "objectives", "parallel", "compile", "generation"),),
     "preflight": ("config", "runtime", "data", "models", "memory"),
     "train": (
         *("config", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel", "compile"),
-        *("checkpoint", "memory", "engine", "evals", "preflight", "reports"),
+        *("checkpoint", "memory", "engine", "graph", "evals", "preflight", "reports"),
     ),
     "launch": ("config", "runtime", "models", "preflight"),
     "experiments": (

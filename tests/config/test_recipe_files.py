@@ -9,7 +9,12 @@ from sftkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
-    *(f"{folder}/{stage}.yaml" for folder in ("default", "smoke", "smollm2_135m") for stage in ("base", "mid", "sft")),
+    *(
+        f"{folder}/{stage}.yaml"
+        for folder in ("default", "smoke", "smollm2_135m", "graph")
+        for stage in ("base", "mid", "sft")
+    ),
+    *(f"graph/sft_{passes}.yaml" for passes in ("auto_bucketing", "full_inductor", "no_passes")),
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
     "tinyllama_1_1b/sft.yaml",

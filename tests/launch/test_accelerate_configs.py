@@ -37,6 +37,7 @@ TOPOLOGIES = {
     "cpu_ddp": (8, Topology(replicas=8)),
     "ddp": (8, Topology(replicas=8)),
     "pp": (8, Topology(replicas=8)),  # the recipe says of how many stages
+    "cpu_fsdp2": (8, Topology(shards=8, sharded=True)),
     "fsdp2": (8, Topology(shards=8, sharded=True)),
     "hsdp": (8, Topology(replicas=2, shards=4, sharded=True)),
     "tp": (8, Topology(shards=4, tensor=2, sharded=True)),
@@ -126,7 +127,14 @@ def test_the_check_for_nested_keys_finds_a_misspelled_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "env"), [("cpu", 1, {}), ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"})]
+    ("name", "world_size", "env"),
+    [
+        ("cpu", 1, {}),
+        ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"}),
+        pytest.param(
+            "cpu_fsdp2", 2, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "false"}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: str, world_size: int, env: dict):
     script = tmp_path / "ranks.py"

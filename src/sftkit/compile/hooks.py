@@ -48,14 +48,15 @@ class Hook(NamedTuple):
 class HookWatch:
     """Remembers the hooks of a model when its step has been compiled, and finds those that the step does not run."""
 
-    def __init__(self, orig_model: PreTrainedModel) -> None:
-        self._model, self._hooks = orig_model, _hooks(orig_model)
+    def __init__(self, orig_model: PreTrainedModel, captured: bool = False) -> None:
+        """`captured`: the whole step is one graph, not single modules of it."""
+        self._model, self._hooks, self._captured = orig_model, _hooks(orig_model), captured
 
     def unheeded(self) -> list[str]:
         """A line for each kind of hook of a module that the train step does not run, and for each that it runs though it
         is gone, with what to do. One look at each module."""
         now = _hooks(self._model)
-        inside = _compiled(self._model) if now != self._hooks else set()
+        inside = self._inside() if now != self._hooks else set()
         changed = {
             f"{hook.module}: {hook.kind} {'added' if hook in now else 'removed'} after the warm-up, {COMPILED}"
             for hook in now ^ self._hooks
@@ -69,6 +70,13 @@ class HookWatch:
             if module not in runs and not all(map(_of_library, getattr(module, field).values()))
         }
         return sorted(changed | uncalled)
+
+    def _inside(self) -> set[str]:
+        """Names of the modules whose hooks are part of compiled code."""
+        if not self._captured:
+            return _compiled(self._model)
+        run = {module for part in called(self._model) for module in part.modules()}
+        return {name for name, module in self._model.named_modules() if module in run} | {EVERY_MODULE}
 
 
 def _of_library(hook: Any) -> bool:

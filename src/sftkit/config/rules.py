@@ -14,6 +14,7 @@ from typing import Any
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
+from sftkit.config.graph_passes import problems
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.paths import unusable
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
@@ -262,6 +263,30 @@ def _enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _graph(get: Get) -> Iterator[Problem]:
+    passes = get("graph.passes")
+    yield from (("graph.passes", problem) for problem in problems(passes))
+    if get("train.engine") != "graph":
+        for key in ("graph.passes", "graph.dump"):
+            if get(key):
+                yield key, f"only goes with train.engine graph, not {get('train.engine')}"
+        return
+    if get("data.layout") == "dynamic":
+        yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
+    if get("attention.backend") == "flex":
+        yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
+    if get("model.gradient_checkpointing"):
+        yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
+    for key in ("graph.passes", "graph.dump"):
+        if get(key) and not get("compile.enabled"):
+            yield key, "only goes with compile.enabled true: without it no graph is captured"
+    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+        if get(key):
+            yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
+
+
 def _compiled_only(get: Get) -> Iterator[Problem]:
     debug = get("compile.debug")
     if get("compile.enabled"):
@@ -423,6 +448,7 @@ _RULES = (
     _precision,
     _engine,
     _pipeline,
+    _graph,
     _compiled_only,
     _implementation,
     _schedule,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_tr
 
 from pydantic import ConfigDict, Field
 
+from sftkit.config.graph_passes import describe_passes
 from sftkit.config.optimizers import OPTIMIZERS, describe_optimizers
 
 LARGEST = 2**31 - 1
@@ -203,8 +204,8 @@ class TrainConfig:
     "The most rows per forward pass on a rank; accumulation follows from it. May change when a run is resumed."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
-    engine: Literal["blocks", "pipeline", "reference"] = "blocks"
-    "How a step is computed. blocks: packed, compiled, sharded; pipeline: the same with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
+    engine: Literal["blocks", "graph", "pipeline", "reference"] = "blocks"
+    "How a step is computed. blocks: packed, compiled, sharded; graph: one forward-backward graph that graph.passes change (experimental); pipeline: blocks with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
     pipeline_stages: Positive | None = None
     "engine pipeline: processes that the layers are spread over; the others hold copies or shards of theirs. null: all of them."
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -299,6 +300,15 @@ class CompileConfig:
 
 
 @settings
+class GraphConfig:
+    """The graph engine (train.engine graph): what is done with the captured graph."""
+
+    passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
+    dump: bool = False
+    "Write the graphs of each shape before and after every pass into <run>/graphs/, from the main rank."
+
+
+@settings
 class EvalConfig:
     """Evaluation on the eager orig_model."""
 
@@ -375,6 +385,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

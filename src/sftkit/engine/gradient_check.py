@@ -162,13 +162,15 @@ class _Sides:
         """Document by document, uncompiled; ranks that share rows all have whole ones here, so there is more to add up.
 
         Gradients are read where autograd gives them to a parameter, before any exchange, and added up over the ranks by a
-        plain sum; but not under tensor parallelism, where no rank has those of a whole matrix.
+        plain sum; but not under tensor parallelism, where no rank has those of a whole matrix, and not of weights that are
+        gathered without FSDP2, where the exchange is part of the backward pass.
         """
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
         if topology.sharded:
             gradient_sync(self.wrapped, True, self.rt)
-        exchanged = same_rows(self.rt)
+        # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
+        exchanged = same_rows(self.rt) or (topology.sharded and next(fsdp_modules(orig_model), None) is None)
         with ExitStack() as stack:
             stack.enter_context(whole_weights(orig_model))
             sums = {} if exchanged else stack.enter_context(self._heard())

@@ -79,6 +79,7 @@ def make_plan(
     rt: Runtime,
     total_bytes: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> MemoryPlan:
     """Turn train.memory and optim.name into an optimizer and a budget, and say so; eager runs get gradient checkpointing.
 
@@ -86,6 +87,7 @@ def make_plan(
         orig_model: not yet compiled or wrapped; gradient checkpointing is switched on in it if the plan wants it.
         total_bytes: memory of the device; None: that of rt.device, unknown if it is no GPU.
         backend: of attention; reference holds a dense mask.
+        sharding: how sharded ranks exchange, where the engine decides it; None: the fastest way that fits.
 
     Raises:
         ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot be cut
@@ -113,13 +115,13 @@ def make_plan(
             setup = replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
         length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
         setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
-        setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
+        setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
-            setup = replace(setup, sharding=_fastest_sharding(setup, total_bytes, rt))
+            setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
@@ -128,7 +130,7 @@ def make_plan(
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
-    sharding = Sharding() if setup is None else setup.sharding
+    sharding = (sharding or Sharding()) if setup is None else setup.sharding
     plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)
     if found is not None and not fits(found, total_bytes):
         log.warning(

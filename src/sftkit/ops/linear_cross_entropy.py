@@ -6,6 +6,8 @@ Letters: N rows of hidden states, H their width, V the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,21 @@ class LossSums(NamedTuple):
     "targets that are the argmax (the first of equals); 0 unless options.token_metrics"
     entropy: Tensor
     "entropy of the predicted distributions; 0 unless options.token_metrics"
+
+
+_operator = False
+"Whether the computation is called as one operator."
+
+
+@contextmanager
+def loss_as_operator() -> Iterator[None]:
+    """Inside, the chunks of a batch are one operator to whoever traces: no graph has to know their loop or their kernel."""
+    global _operator
+    before, _operator = _operator, True
+    try:
+        yield
+    finally:
+        _operator = before
 
 
 @torch.compiler.disable
@@ -78,7 +95,8 @@ class _LinearNLL(torch.autograd.Function):
         tokens: int | None,
     ) -> tuple[Tensor, ...]:
         wanted = ctx.needs_input_grad[:3]
-        sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, wanted)
+        compute = _called_as_operator if _operator else _sums_and_gradients
+        sums, *gradients = compute(hidden, head, bias, targets, options, softcap, tokens, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -88,6 +106,67 @@ class _LinearNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None, None
+
+
+@torch.library.custom_op("sftkit::linear_nll", mutates_args=())
+def _linear_nll(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk_tokens: int,
+    z_loss: float,
+    label_smoothing: float,
+    token_metrics: bool,
+    softcap: float | None,
+    tokens: int | None,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """The sums, [4], and the gradients that are wanted."""
+    options = LossConfig(
+        chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, token_metrics=token_metrics
+    )
+    flags = (wanted[0], wanted[1], wanted[2])
+    sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, flags)
+    return [torch.stack(sums), *(gradient for gradient in gradients if gradient is not None)]
+
+
+@_linear_nll.register_fake
+def _(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk_tokens: int,
+    z_loss: float,
+    label_smoothing: float,
+    token_metrics: bool,
+    softcap: float | None,
+    tokens: int | None,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    gradients = (d_hidden, head.new_empty(head.shape, dtype=exact), head.new_empty(len(head), dtype=exact))
+    return [hidden.new_empty(4, dtype=exact), *(g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted)]
+
+
+def _called_as_operator(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    tokens: int | None,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
+    """`_sums_and_gradients`, its computation one node of a graph."""
+    numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
+    sums, *found = _linear_nll(hidden, head, bias, targets, *numbers, softcap, tokens, wanted)
+    gradients = iter(found)
+    d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
+    return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:

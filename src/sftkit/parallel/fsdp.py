@@ -135,10 +135,12 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def set_gradient_sync(model: torch.nn.Module, last: bool) -> None:
-    """Before each micro-batch of a sharded model: whether it is the last of its step."""
-    orig_model = model.orig_model
+    """Before each micro-batch of a sharded model: whether it is the last of its step. Nothing for one whose weights are not
+    FSDP2's: it gathers and exchanges in each."""
+    orig_model = getattr(model, "orig_model", None)
+    if not isinstance(orig_model, FSDPModule):
+        return
     sharding = getattr(orig_model, "_sharding", None)
-    assert isinstance(orig_model, FSDPModule)
     assert isinstance(sharding, Sharding)
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)

@@ -44,6 +44,8 @@ COMPILE = "compile"
 "Folder with what compile.debug logs of each rank, and a summary.json and summary.md of it: compile/debug.py."
 COMPILE_SUMMARY = "summary.md"
 "In COMPILE, SUMMARY for reading."
+GRAPHS = "graphs"
+"Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/engine.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
 
@@ -197,6 +199,11 @@ def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int,
 def compile_dir(run_dir: Path, rank: int) -> Path:
     """Return the folder with what compile.debug logs of a rank."""
     return run_dir / COMPILE / _rank(rank)
+
+
+def graph_file(run_dir: Path, rows: int, row_length: int, number: int, graph: str, after: str) -> Path:
+    """Return the file with a graph of a captured shape as it was after a pass, the `number`-th that was recorded."""
+    return run_dir / GRAPHS / f"{rows}x{row_length}" / f"{number:02d}-{graph}-{after}.txt"
 
 
 def _rank(rank: int) -> str:

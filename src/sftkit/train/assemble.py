@@ -211,6 +211,10 @@ def engine_of(
     if cfg.train.engine == "reference":
         planned(None)
         return reference.build(cfg, orig_model, objective, layout, rt)
+    if cfg.train.engine == "graph":
+        from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
+
+        return graph.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
     return blocks.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
 
 

@@ -1,0 +1,89 @@
+"""Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where its code is.
+
+A pass is a function in graph/ and its entry in PASSES.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+STAGES = ("joint", "split", "codegen")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half; codegen: what
+makes code of a half, in place of an operator after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What is known of a pass before its code is imported."""
+
+    name: str
+    stage: str
+    "one of STAGES"
+    fn: str
+    "module:function, of the signature of its stage (graph/passes.py)"
+    summary: str
+    "for --help"
+    requires: tuple[str, ...] = ()
+    "passes that must come before it"
+    conflicts: tuple[str, ...] = ()
+    "passes that it does not go with"
+
+
+PASSES = {
+    spec.name: spec
+    for spec in (
+        Pass(
+            name="reshard_after_forward",
+            stage="joint",
+            fn="sftkit.graph.joint_passes:reshard_after_forward",
+            summary="weights are gathered again in the backward pass and not kept for it",
+        ),
+        Pass(
+            name="auto_bucketing",
+            stage="split",
+            fn="sftkit.graph.overlap:auto_bucketing",
+            summary="collectives are merged and moved to where an estimate of times hides them behind compute",
+            conflicts=("block_bucketing", "full_inductor"),
+        ),
+        Pass(
+            name="block_bucketing",
+            stage="split",
+            fn="sftkit.graph.overlap:block_bucketing",
+            summary="those of a decoder block are merged, and gathered while the block before it computes",
+            conflicts=("auto_bucketing", "full_inductor"),
+        ),
+        Pass(
+            name="full_inductor",
+            stage="codegen",
+            fn="sftkit.graph.codegen:full_inductor",
+            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
+            conflicts=("auto_bucketing", "block_bucketing"),
+        ),
+    )
+}
+"Every pass, in the order of --help."
+
+
+def problems(names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a list of passes: unknown, twice, in a wrong order, without what they need, or together."""
+    for name in dict.fromkeys(names):
+        if name not in PASSES:
+            near = difflib.get_close_matches(name, PASSES, n=1)
+            hint = f'. Did you mean "{near[0]}"?' if near else ""
+            yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
+        elif names.count(name) > 1:
+            yield f'"{name}" is named twice'
+    known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
+    for at, spec in enumerate(known):
+        before = [other.name for other in known[:at]]
+        yield from (f"{spec.name} needs {other} before it" for other in spec.requires if other not in before)
+        yield from (f"{spec.name} does not go with {other}" for other in spec.conflicts if other in before)
+        late = [other.name for other in known[:at] if STAGES.index(other.stage) > STAGES.index(spec.stage)]
+        yield from (f"{spec.name} comes before {other}: it works on the {spec.stage} graph" for other in late)
+
+
+def describe_passes() -> str:
+    """Compose the help of graph.passes from the table."""
+    return f"Applied in this order. {'; '.join(f'{spec.name}: {spec.summary}' for spec in PASSES.values())}."

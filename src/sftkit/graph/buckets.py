@@ -1,0 +1,69 @@
+"""Which collectives belong together: those of the weights of a decoder block, and those at the ends of the model."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+from transformers import PreTrainedModel
+
+from sftkit.graph import compat
+from sftkit.graph.graphs import collective
+from sftkit.models.structure import decoder_blocks, embedding_module
+
+EMBEDDING, HEAD = "embedding", "head"
+_MARK = "sftkit_bucket"
+"In node.meta['custom'], which torch copies with a node."
+
+
+def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
+    """Return the bucket of each parameter by its name, in the order in which a forward pass uses them: the embedding, each
+    block, then final norm and head. Tied weights belong to the embedding."""
+    block_of = {id(p): f"block{i}" for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
+    block_of |= {id(p): EMBEDDING for p in embedding_module(orig_model).parameters()}
+    named = dict(orig_model.named_parameters(remove_duplicate=False))
+    return {f"{prefix}{name}": block_of.get(id(p), HEAD) for name, p in named.items()}
+
+
+def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
+    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        name = compat.parameter_of(node)
+        if name in buckets:
+            for found in _gathers(node):
+                _mark(found, buckets[name])
+    for name, node in compat.gradients_of(graph).items():
+        if name in buckets:
+            for found in _reductions(node):
+                _mark(found, buckets[name])
+
+
+def bucket_of(node: Node) -> str | None:
+    """Return the bucket that a collective belongs to; None of any other node."""
+    return node.meta.get("custom", {}).get(_MARK)  # type: ignore[no-any-return]
+
+
+def _mark(node: Node, bucket: str) -> None:
+    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: bucket}
+
+
+def _gathers(weight: Node) -> list[Node]:
+    """The all-gathers that a weight's piece goes into, through nodes with no other input."""
+    found, waiting = [], [weight]
+    while waiting:
+        for user in waiting.pop().users:
+            if collective(user) == "all-gather":
+                found.append(user)
+            elif len(user.all_input_nodes) == 1 and user.op != "output":
+                waiting.append(user)
+    return found
+
+
+def _reductions(gradient: Node) -> list[Node]:
+    """The reduce-scatters that a gradient's piece comes from, through nodes with one input and sums of several."""
+    found, waiting = [], [gradient]
+    while waiting:
+        node = waiting.pop()
+        if collective(node) == "reduce-scatter":
+            found.append(node)
+        elif len(node.all_input_nodes) == 1 or "add" in str(node.target):
+            waiting.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,112 @@
+"""One graph of a micro-batch's forward and backward pass, loss and sharding included, captured once for a shape.
+
+The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is decided for good, what it
+computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in; named sums and gradients come out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sftkit.data.collate import Batch
+from sftkit.graph import compat
+from sftkit.graph.buckets import buckets_of, mark_buckets
+from sftkit.graph.passes import Passes
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.sums import Sums
+from sftkit.ops.linear_cross_entropy import loss_as_operator
+
+OWN = ("targets", "doc_ids", "cu_seqlens")
+"Tensors of a batch that a graph takes beside what the model is given."
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+"Name and shape of each tensor that a graph takes."
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """What a graph takes of a batch. Which positions have targets is not among it: there would be a graph for every number of
+    them, so the loss looks at all, and those without one weigh nothing."""
+    return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
+
+
+def signature_of(batch: Batch) -> Signature:
+    """What decides which graph a batch needs."""
+    return tuple((name, tuple(tensor.shape)) for name, tensor in tensors_of(batch).items())
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured forward and backward pass."""
+
+    run: Callable[..., tuple[Tensor, ...]]
+    "of parameters, buffers and a batch's tensors, flat; autograd calls the backward half"
+    state: list[Tensor]
+    "parameters and buffers in the order of the graph"
+    measured: list[str]
+    "names of the outputs after the loss"
+    seconds: float
+    "what it took to capture and compile"
+
+    def __call__(self, batch: Batch) -> Sums:
+        """The sums of a batch of this graph's signature."""
+        loss, *measured = self.run(*self.state, *tensors_of(batch).values())
+        return Sums(loss, dict(zip(self.measured, measured, strict=True)))
+
+
+class _Traced(torch.nn.Module):
+    """A model with its loss as a function of plain tensors, in the order of `tensors_of`."""
+
+    def __init__(self, model: ModelWithLoss, batch: Batch) -> None:
+        super().__init__()
+        self.model, self.batch = model, batch
+        self.measured: list[str] = []
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(tensors_of(self.batch), tensors, strict=True))
+        own: dict[str, Any] = {name: given[name] for name in OWN}
+        everywhere = torch.arange(given["targets"].numel(), device=given["targets"].device)
+        inputs = {name: given[name] for name in self.batch.inputs}
+        sums = self.model(replace(self.batch, inputs=inputs, target_index=everywhere, **own))
+        self.measured = list(sums.measured)
+        return (sums.loss, *sums.measured.values())
+
+
+def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
+    """Capture the graph of batches like this one; no collective runs. Gradients and random state stay as they are.
+
+    Args:
+        batch: on the device. Its numbers on the host are part of the graph.
+
+    Raises:
+        ConfigError: this torch lacks something that it takes.
+    """
+    started, traced = time.perf_counter(), _Traced(model, batch)
+    with ExitStack() as stack:
+        stack.enter_context(loss_as_operator())
+        joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), passes.for_inductor)
+        mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
+        passes.on_joint(joint.graph_module)
+        halves = _half("forward", passes), _half("backward", passes)
+        run = compat.compile_joint(joint, compat.partition(passes.for_inductor, passes.saves_memory), *halves)
+    # By name, in the captured order: parameters() leaves out the second name of a tied weight.
+    named = {
+        **dict(traced.named_parameters(remove_duplicate=False)),
+        **dict(traced.named_buffers(remove_duplicate=False)),
+    }
+    state = [named[name] for name in (*joint.params_spec, *joint.buffers_spec)]
+    return Graph(run, state, traced.measured, time.perf_counter() - started)
+
+
+def _half(name: str, passes: Passes) -> compat.Compiler:
+    def compile_half(graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
+        passes.on_half(name, graph)
+        return passes.compile_half(name, graph, examples)
+
+    return compile_half

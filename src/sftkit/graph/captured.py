@@ -1,0 +1,118 @@
+"""What the step calls: a model with its loss, by its captured graphs, held to the shapes that were captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from sftkit.data.collate import Batch
+from sftkit.errors import RecompileError
+from sftkit.graph.buckets import buckets_of
+from sftkit.graph.capture import Graph, Signature, capture, signature_of
+from sftkit.graph.passes import Passes, Stage
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.sums import Sums
+
+log = logging.getLogger(__name__)
+
+OnRecompile = Literal["error", "warn", "eager"]
+
+
+class CapturedModel(torch.nn.Module):
+    """Sums of a batch by the graph of its shape. A shape without one runs eagerly, but inside `contract` as that says."""
+
+    def __init__(self, model: ModelWithLoss, passes: Sequence[str], saves_memory: bool = False) -> None:
+        """
+        Args:
+            passes: names of graph.passes, in order.
+            saves_memory: see Passes.
+        """
+        super().__init__()
+        self.model, self._passes, self._saves_memory = model, passes, saves_memory
+        self._graphs: dict[Signature, Graph] = {}
+        self._on_other: OnRecompile | None = None
+        self.stages: dict[tuple[int, int], list[Stage]] = {}
+        "of each captured shape what its graphs were like"
+        self.late: list[str] = []
+        "shapes that were captured after the warm-up, for a person"
+        self.fallbacks: list[str] = []
+        "of each call that ran eagerly inside the contract why"
+
+    def capture(self, batch: Batch) -> None:
+        """Capture the graph of batches like this one. No collective runs."""
+        buckets = dict.fromkeys(buckets_of(self.model.orig_model).values())
+        passes = Passes(self._passes, list(buckets), self._saves_memory)
+        self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
+        self.stages[batch.shape] = passes.stages
+
+    def forget(self) -> None:
+        """Drop all graphs: every batch runs eagerly from here on."""
+        self._graphs.clear()
+        self.stages.clear()
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def seconds(self) -> float:
+        """What all captures took."""
+        return sum(graph.seconds for graph in self._graphs.values())
+
+    @contextmanager
+    def contract(self, on_recompile: OnRecompile) -> Iterator[None]:
+        """Inside, a shape that was not captured is an error, or captured now (warn), or run eagerly, and told.
+
+        Raises:
+            RecompileError: the shape, and those that there are.
+        """
+        before, self._on_other = self._on_other, on_recompile
+        try:
+            yield
+        finally:
+            self._on_other = before
+
+    def forward(self, batch: Batch) -> Sums:
+        """The sums of a batch."""
+        graph = self._graphs.get(signature_of(batch))
+        if graph is not None:
+            return graph(batch)
+        if not self._graphs or self._on_other is None:
+            return self.model(batch)  # type: ignore[no-any-return]
+        return self._other(batch)
+
+    def _other(self, batch: Batch) -> Sums:
+        reason = self._reason(batch)
+        if self._on_other == "error":
+            raise RecompileError(
+                f"a training step needs a graph that the warm-up did not capture: {reason}\n"
+                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If this "
+                "step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
+                "compile.on_recompile=eager (run it without a graph)"
+            )
+        if self._on_other == "eager":
+            self.fallbacks.append(reason)
+            return self.model(batch)  # type: ignore[no-any-return]
+        self.late.append(reason)
+        log.warning("capturing a graph inside training: %s", reason)
+        self.capture(batch)
+        return self(batch)  # type: ignore[no-any-return]
+
+    def _reason(self, batch: Batch) -> str:
+        """What of the batch no graph has."""
+        rows, length = batch.shape
+        known = sorted(self.stages)
+        declared = ", ".join(f"{r} x {t}" for r, t in known)
+        if batch.shape not in known:
+            return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
+        signatures = [dict(one) for one in self._graphs if dict(one)["targets"] == batch.shape]
+        differing = [
+            f"{name} {list(shape)} (captured: {' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
+            for name, shape in signature_of(batch)
+            if all(s.get(name) != shape for s in signatures)
+        ]
+        return f"a micro-batch of {rows} x {length} positions with {', '.join(differing) or 'other inputs'}"

@@ -1,0 +1,177 @@
+"""Every name of torch that its makers may change without notice, and that the graph engine stands on: nothing else in this room
+imports one. A name that this torch does not have is an error that says so; arguments that it does not have are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sftkit.errors import ConfigError
+
+TESTED = ("2.11", "2.13")
+"Versions of torch that the engine was run on."
+Boxed = Callable[[list[Any]], Any]
+"A function of one list, which it empties, so that what is in it is freed as soon as it is used."
+Compiler = Callable[[GraphModule, Sequence[Any]], Boxed]
+
+
+def private(module: str, name: str) -> Any:
+    """Return an object of torch by its place.
+
+    Raises:
+        ConfigError: this torch does not have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"train.engine=graph: torch {torch.__version__} has no {module}.{name}, which it stands on; it was run on torch "
+            f"{' and '.join(TESTED)}: install one of them, or set train.engine=blocks"
+        ) from error
+
+
+def accepted(fn: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Return those of the options that the function has in this version of torch."""
+    parameters = inspect.signature(fn).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Tensor], for_inductor: bool) -> Any:
+    """Trace the module's forward pass and the backward pass of its outputs as one functional graph, with fake tensors.
+
+    Args:
+        stack: holds what must stay in force until `compile_joint`.
+        for_inductor: operators are decomposed into those that Inductor knows.
+
+    Returns:
+        torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first inputs.
+    """
+    export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+    table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
+    return export(stack, module, tuple(inputs), decompositions=table)
+
+
+def compile_joint(
+    joint: Any, partition: Callable[..., Any], forward: Compiler, backward: Compiler
+) -> Callable[..., Any]:
+    """Split a joint graph and compile both halves.
+
+    Returns:
+        a function of parameters, buffers and inputs, flat and in the order of the specs, that autograd knows.
+    """
+    compile_ = private("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
+    return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)  # type: ignore[no-any-return]
+
+
+def parameter_of(node: Node) -> str | None:
+    """Return the name of the parameter that an input of a captured graph is, or is the local piece of; None of any other."""
+    found = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
+    return found.group(1) if found else None
+
+
+def gradients_of(graph: GraphModule) -> dict[str, Node]:
+    """Return the nodes of a captured graph that are gradients of parameters, or their local pieces, by the parameter's name."""
+    (output,) = graph.graph.find_nodes(op="output")
+    found: dict[str, Node] = {}
+    for node, description in zip(output.args[0], output.meta["desc"], strict=True):
+        named = re.search(r"GradAOTOutput\(grad_of=ParamAOTInput\(target='([^']+)'\)", repr(description))
+        if named and isinstance(node, Node) and node.op != "placeholder":  # not the mesh of a DTensor
+            found[named.group(1)] = node
+    return found
+
+
+def overlap_collectives(graph: GraphModule, estimate: Callable[[Node, int | None], float | None]) -> None:
+    """Merge and move the collectives of a graph, in place, so that compute hides them.
+
+    Args:
+        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own estimate.
+    """
+    schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
+    options = accepted(schedule, compute_estimator="analytical")
+    with _without_gpu():
+        schedule(graph, collective_bucketing=True, custom_runtime_estimation=estimate, **options)
+
+
+def bucket_collectives(graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None]) -> None:
+    """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used."""
+    bucket = private("torch._inductor.fx_passes.overlap_manual_scheduling", "manual_overlap_bucketing")
+
+    def stack_of(node: Node) -> list[tuple[str, type]]:
+        name = bucket_of(node)
+        return [] if name is None else [(name, torch.nn.Module)]
+
+    with _without_gpu():
+        bucket(graph, list(plan), insert_overlap_deps=False, module_stack_fn=stack_of)
+
+
+@contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Inside, the schedulers do not ask for a GPU's bandwidth or speed on a machine that has none, where they fail."""
+    scheduling = "torch._inductor.fx_passes.overlap_scheduling"
+    stand_ins: dict[tuple[str, str], Callable[..., float]] = {
+        ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13
+        (scheduling, "get_gpu_dram_gbps"): lambda: 10.0,
+        (scheduling, "estimate_runtime_analytical"): lambda node: 0.0,  # torch 2.11
+    }
+    with ExitStack() as stack:
+        for (module, name), value in stand_ins.items() if not torch.cuda.is_available() else ():
+            where = sys.modules.get(module)
+            if where is not None and hasattr(where, name):
+                stack.callback(setattr, where, name, getattr(where, name))
+                setattr(where, name, value)
+        yield
+
+
+def partition(for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
+    """Return the split of a joint graph: what eager execution would keep for the backward pass, or the least that torch's
+    activation memory budget asks for.
+
+    Args:
+        for_inductor: what is cheap when it is fused is computed again.
+        saves_memory: the budget is asked.
+    """
+    default = private("torch._functorch.partitioners", "default_partition")
+    least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
+    simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
+    if not for_inductor and not saves_memory:
+        return default  # type: ignore[no-any-return]
+
+    def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        if for_inductor:
+            simplify(graph)
+        # torch 2.13 has the mesh of a DTensor among the inputs, and would have to know its size.
+        known = {"unsafe_treat_script_objects_as_zero_size": True}
+        config = torch._functorch.config
+        with config.patch({name: value for name, value in known.items() if hasattr(config, name)}):
+            return least(graph, inputs, **options, compiler="inductor")
+
+    return split
+
+
+def by_inductor(graph: GraphModule, examples: Sequence[Any], is_backward: bool) -> Boxed:
+    """Return the graph compiled by Inductor."""
+    compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
+    return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
+
+
+def boxed(graph: GraphModule) -> Boxed:
+    """Return the graph as generated Python that frees each value after its last use, its inputs too."""
+    graph.graph.set_codegen(private("torch.fx.graph", "_BoxedCodeGen")())
+    graph.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return graph(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
+    return run

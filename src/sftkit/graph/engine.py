@@ -1,0 +1,320 @@
+"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers the core's own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.compile.contract import step_contract
+from sftkit.compile.hooks import HookWatch
+from sftkit.compile.records import RecordsOfRanks, records_of
+from sftkit.compile.switches import compiler_switches
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import Config, ModelConfig
+from sftkit.data.loader import StepBatches
+from sftkit.data.pack import Layout
+from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
+from sftkit.engine.engine import EngineReport, Setup, WarmUp
+from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.roundings import limits
+from sftkit.engine.self_check import check_documents
+from sftkit.engine.step import optimizer_step
+from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
+from sftkit.errors import ConfigError
+from sftkit.graph.captured import CapturedModel
+from sftkit.graph.graphs import Counts
+from sftkit.graph.passes import Stage
+from sftkit.graph.place import place
+from sftkit.memory.explain import explained
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
+from sftkit.models.structure import decoder_blocks
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
+from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
+from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.parallel.fsdp import Sharding
+from sftkit.runtime.files import replace_text
+from sftkit.runtime.hardware import peak_memory_gib
+from sftkit.runtime.progress import working
+from sftkit.runtime.rundir import graph_file
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.spikes import Spikes
+from sftkit.tracking.tracker import Kind
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    objective: Objective,
+    layout: Layout,
+    rt: Runtime,
+    run_dir: Path,
+    source: ModelConfig | None = None,
+    planned: Callable[[MemoryPlan], None] = lambda _: None,
+) -> GraphEngine:
+    """Turn a model into an engine; every rank calls it.
+
+    Args:
+        orig_model: as loaded; it is moved to the device, and sharded where there are several processes.
+        source: where the weights of an empty model come from (models.load).
+        planned: called with the memory plan, before weights are read, moved or sharded.
+
+    Raises:
+        ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
+    """
+    check_topology(rt)
+    with ExitStack() as stack:  # what fails on the way puts back what was set
+        choice = choose_backend(cfg, orig_model, layout, rt)
+        if choice.backend == "flex":
+            raise ConfigError("train.engine=graph has no FlexAttention yet: set attention.backend=varlen or reference")
+        keeps = "reshard_after_forward" not in cfg.graph.passes
+        sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
+        plan = make_plan(_planned(cfg), orig_model, layout, rt, backend=choice.backend, sharding=sharding)
+        planned(plan)
+        model = ModelWithLoss(orig_model, choice.backend, objective)
+        stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
+        place(model, source, rt)
+        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+        engine = GraphEngine(cfg, rt, layout, plan, model, optimizer, choice, run_dir, stack.pop_all())
+    rt.at_end.callback(engine.close)  # for a run that ends before its first step
+    return engine
+
+
+def _planned(cfg: Config) -> Config:
+    """The recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
+    fuses costs no time."""
+    kept = cfg.compile.activation_memory_budget
+    if kept is None and cfg.train.memory == "speed" and "full_inductor" not in cfg.graph.passes:
+        kept = 1.0
+    return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
+
+
+def check_topology(rt: Runtime) -> None:
+    """Refuse processes that the engine has no sharding for.
+
+    Raises:
+        ConfigError: replicas of whole models, tensor or context parallelism.
+    """
+    topology = rt.topology
+    if rt.world_size > 1 and not topology.sharded:
+        raise ConfigError(
+            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
+            "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
+        )
+    if topology.parts > 1:
+        raise ConfigError(
+            f"train.engine=graph has no tensor or context parallelism yet ({topology.describe()}): set tp_size and cp_size "
+            "to 1, or train.engine=blocks"
+        )
+
+
+def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:
+    """Write the graphs of every shape as text; a full disk costs the files, not the run."""
+    try:
+        for (rows, row_length), each in stages.items():
+            for number, stage in enumerate(each):
+                path = graph_file(run_dir, rows, row_length, number, stage.graph, stage.after)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, f"# {stage.counts}\n{stage.text}\n")
+    except OSError as error:
+        log.warning("the graphs of graph.dump cannot be written: %s", error)
+
+
+class GraphEngine:
+    """See engine.Engine."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        rt: Runtime,
+        layout: Layout,
+        plan: MemoryPlan,
+        model: ModelWithLoss,
+        optimizer: Optimizer,
+        attention: Choice,
+        run_dir: Path,
+        at_close: ExitStack,
+    ) -> None:
+        """
+        Args:
+            model: placed: on the device, its weights sharded where there are several processes.
+            at_close: puts back what was set in the process for it.
+        """
+        self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, run_dir
+        self.model, self.optimizer = model, optimizer
+        size = checkpoint_bytes(model.orig_model, plan)
+        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
+        self.captured = CapturedModel(model, cfg.graph.passes, plan.activation_memory_budget < 1.0)
+        self.compiled = False
+        "after the warm-up: whether steps run captured graphs"
+        self._at_close = at_close
+        self._watch: CompileWatch | None = None
+        self._hooks: HookWatch | None = None
+        self._records = RecordsOfRanks(rt)
+
+    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+        """Capture every declared shape, and run its heaviest batch forward and backward with the optimizer's memory taken."""
+        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
+        self._watch = watch = CompileWatch()
+        self._at_close.callback(watch.close)
+        started = time.perf_counter()
+        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)))
+        backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
+        check = check_documents(self.model, eager, rt.device, layout.max_length)
+        orig_model.train()
+        with working("capturing the graph of a step"):
+            self.compiled = cfg.compile.enabled and self._capture()
+        if cfg.graph.dump and rt.is_main:
+            dump(self.captured.stages, rt.place(self._run_dir))
+        losses: dict[tuple[int, int], float] = {}
+        with explained(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+            self._run_shapes(losses)
+        self.optimizer.warm_up(self.compiled)
+        watch.warm_up_done()
+        self._hooks = HookWatch(orig_model, captured=self.compiled)
+        parameters = list(parameters_of(self.optimizer.param_groups))
+        same = check_gradients(self.model, self.captured, parameters, layout, rt, eager, self.compiled, allowed)
+        seconds = time.perf_counter() - started
+        self._say(say, seconds)
+        checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
+        checks += [gradients_check(same, allowed, backend), self._compiled_check(losses, eager)]
+        return WarmUp(self.compiled, seconds, checks)
+
+    def _capture(self) -> bool:
+        """Whether every rank has all graphs; if not, none keeps any, or it is an error, as compile.on_failure says."""
+        error: Exception | None = None
+        try:
+            for rows, row_length in self._layout.shapes:
+                self.captured.capture(heaviest(self._rt, self.model.orig_model, self._layout, rows, row_length))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as caught:
+            error = caught
+        if not self._rt.any_rank(error is not None):
+            return True
+        reason = " ".join(str(error or "it failed on another rank").split())[:300]
+        if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
+            raise ConfigError(f"train.engine=graph: the graph of a step cannot be captured here: {reason}") from error
+        log.warning(
+            "the graph of a step cannot be captured, training eagerly: %s (train.engine=blocks compiles)", reason
+        )
+        self.captured.forget()
+        return False
+
+    def _run_shapes(self, losses: dict[tuple[int, int], float]) -> None:
+        """Forward and backward of each declared shape; random state and gradients are as before.
+
+        Args:
+            losses: filled with the objective per target of each shape.
+        """
+        rt, model, layout = self._rt, self.model, self._layout
+        run_shape = shape_runner(rt, self.captured, model.orig_model, layout, model.objective, losses)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
+                run_shape(rows, row_length)
+                model.zero_grad(set_to_none=True)
+
+    def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
+        """The warm-up's largest batch again, without the graph."""
+        orig_model = self.model.orig_model
+        if not self.compiled or has_dropout(orig_model):
+            return compiled_check(None, None, orig_model.dtype)
+        shape = self._layout.shapes[-1]
+        batch = heaviest(self._rt, orig_model, self._layout, *shape)
+        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
+
+    def _say(self, say: Callable[[str], None], seconds: float) -> None:
+        """What was captured and what each pass made of it, for the console."""
+        layout = self._layout
+        declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
+        kind = f"{layout.kind} rows, shapes {declared}"
+        if not self.compiled:
+            say(f"{kind}; eager")
+        else:
+            number = self.captured.num_graphs
+            say(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            known: dict[str, Counts] = {}
+            for stage in self.captured.stages[layout.shapes[-1]]:
+                if known.get(stage.graph) != stage.counts:
+                    say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
+                known[stage.graph] = stage.counts
+        if self._rt.device.type == "cuda":
+            say(compare(self._plan, peak_memory_gib(self._rt.device)))
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Inside, no graph is captured or compiled any more, as compile.on_recompile says, and running out of memory is
+        explained."""
+        on_recompile, watch = self._cfg.compile.on_recompile, self.watch
+        contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
+        with self.captured.contract(on_recompile), contract, explained(self._plan, self._cfg, self._layout):
+            yield
+
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
+        """The captured forward and backward passes, whose gradients are exchanged in each; one update."""
+        max_norm, objective = self._cfg.optim.max_grad_norm, self.model.objective
+        return optimizer_step(
+            self.captured,
+            self.optimizer,
+            objective,
+            batches,
+            learning_rate,
+            max_norm,
+            self._rt,
+            stop=stop,
+            spikes=spikes,
+        )
+
+    @property
+    def watch(self) -> CompileWatch:
+        assert self._watch is not None, "warm_up comes first"
+        return self._watch
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, nothing should be compiled."""
+        return self.watch.evaluating()
+
+    def report(self, error: BaseException | None = None) -> EngineReport:
+        """What was captured, and what ran without a graph, on all ranks."""
+        watch, captured = self.watch, self.captured
+        assert self._hooks is not None, "warm_up comes first"
+        own = records_of(watch, self._hooks.unheeded())
+        own = replace(
+            own,
+            recompiles=own.recompiles + len(captured.late),
+            fallbacks=own.fallbacks + len(captured.fallbacks),
+            recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
+            fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
+        )
+        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        counts = watch.counts()
+        counts["compile/graphs"] += captured.num_graphs
+        counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
+        counts |= {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+        graphs = int(counts["compile/graphs"]) if self.compiled else None
+        events: list[tuple[Kind, list[str]]] = [
+            ("recompile", list(records.recompile_kinds)),
+            ("fallback", list(records.fallback_kinds)),
+            ("hook", list(records.hooks)),
+        ]
+        checks = [*compile_checks(graphs, watch.evaluations, records, error), hooks_check(records.hooks)]
+        return EngineReport(counts, events, checks)
+
+    def close(self) -> None:
+        """Put the compiler's settings back."""
+        self._at_close.close()

@@ -1,0 +1,86 @@
+"""Looking at graphs: which nodes are collectives, and how many of what kind a graph has."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+"How names of collective operators begin, and what they are called here."
+
+
+class Counts(NamedTuple):
+    """The size of a graph."""
+
+    nodes: int
+    "operators: neither inputs nor outputs"
+    collectives: dict[str, int]
+    "by kind, those that there are"
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items())
+        return f"{self.nodes} operators, {named or 'no collectives'}"
+
+
+def collective(node: Node) -> str | None:
+    """The kind of a collective; None of any other node."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    namespace, _, name = node.target._schema.name.partition("::")
+    if "c10d_functional" not in namespace:
+        return None
+    return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
+
+
+def counts_of(graph: GraphModule) -> Counts:
+    """Count the operators of a graph."""
+    nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
+    return Counts(len(nodes), dict(Counter(kind for node in nodes if (kind := collective(node)) is not None)))
+
+
+def gathered_from(graph: GraphModule) -> list[Node]:
+    """The nodes of a graph that lead from pieces of weights to whole ones: casts, all-gathers, their waits, and views of what
+    they give, in order."""
+    weights: set[Node] = set()
+    whole: set[Node] = set()
+    for node in graph.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            weights.add(node)  # an input; a batch's are never all-gathered
+        elif collective(node) == "all-gather" and weights.issuperset(inputs):
+            whole |= {node, *_leading_to(inputs[0])}
+        elif inputs and whole.issuperset(inputs) and _keeps_values(node):
+            whole.add(node)
+        elif len(inputs) == 1 and weights.issuperset(inputs) and _keeps_values(node):
+            weights.add(node)
+    return [node for node in graph.graph.nodes if node in whole]
+
+
+def _leading_to(node: Node) -> list[Node]:
+    """A node and those before it up to an input, which is left out."""
+    found = []
+    while node.op != "placeholder":
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
+
+
+_COPIES = {"aten::_to_copy", "aten::_unsafe_view", "aten::clone", "aten::cat", "aten::constant_pad_nd", "aten::split"}
+_COPIES |= {"_c10d_functional::wait_tensor"}
+
+
+def _keeps_values(node: Node) -> bool:
+    """Whether a node only casts, cuts, joins, fills up or waits."""
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target._schema.name in _COPIES)

@@ -1,0 +1,51 @@
+"""Passes over the halves of a split graph that merge collectives and move them to where compute hides them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import flop_counter
+
+from sftkit.graph import compat
+from sftkit.graph.buckets import bucket_of
+from sftkit.graph.graphs import collective, counts_of
+
+CPU_FLOPS, CPU_BYTES = 1e11, 1e9
+"Per second: where nothing is known of the device, compute and collectives of a CPU have some order of magnitude."
+GPU_FLOPS = 5e14
+"Per second, of a matrix product in bf16 on an H100 or H200."
+
+
+def auto_bucketing(graph: GraphModule, _: Sequence[str]) -> None:
+    """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
+    if counts_of(graph).collectives:
+        compat.overlap_collectives(graph, _milliseconds)
+
+
+def block_bucketing(graph: GraphModule, buckets: Sequence[str]) -> None:
+    """Merge the collectives of each bucket, and gather a bucket while the one before it is used."""
+    if counts_of(graph).collectives:
+        compat.bucket_collectives(graph, buckets, bucket_of)
+
+
+def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
+    """An estimate for a node; None: torch's own, of a collective between GPUs.
+
+    Args:
+        num_bytes: that a collective moves, instead of those that it does.
+    """
+    value = node.meta.get("val")
+    on_gpu = isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    if collective(node) is not None:
+        if on_gpu:
+            return None
+        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        return 1e3 * (size if num_bytes is None else num_bytes) / CPU_BYTES
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is None:
+        return None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[attr-defined]
+    return 1e3 * formula(*args, **kwargs, out_val=value) / (GPU_FLOPS if on_gpu else CPU_FLOPS)

@@ -1,0 +1,77 @@
+"""The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from sftkit.config.graph_passes import PASSES, Pass
+from sftkit.graph import compat
+from sftkit.graph.graphs import Counts, counts_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph at one point of its way."""
+
+    graph: str
+    "joint, forward or backward"
+    after: str
+    "the pass that it comes from: captured, split, or a name of graph.passes"
+    counts: Counts
+    text: str
+
+
+@dataclass
+class Passes:
+    """Applies the passes that a recipe names; one object for each graph that is captured."""
+
+    names: Sequence[str]
+    buckets: Sequence[str]
+    "what weights are bucketed by, in the order in which they are used"
+    saves_memory: bool = False
+    "whether the split keeps no more for the backward pass than torch's activation memory budget"
+    stages: list[Stage] = field(default_factory=list)
+    "what the graphs were like, in order"
+
+    def on_joint(self, graph: GraphModule) -> None:
+        """Change the captured graph, in place."""
+        self._record("joint", "captured", graph)
+        for spec in self._at("joint"):
+            _function(spec)(graph)
+            graph.recompile()
+            self._record("joint", spec.name, graph)
+
+    def on_half(self, half: str, graph: GraphModule) -> None:
+        """Change the forward or the backward half, in place."""
+        self._record(half, "split", graph)
+        for spec in self._at("split"):
+            _function(spec)(graph, self.buckets)
+            graph.recompile()
+            self._record(half, spec.name, graph)
+
+    @property
+    def for_inductor(self) -> bool:
+        """Whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
+        return "full_inductor" in self.names
+
+    def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
+        """What runs the forward or the backward half."""
+        for spec in self._at("codegen"):
+            return _function(spec)(graph, examples, half)  # type: ignore[no-any-return]
+        return compat.boxed(graph)
+
+    def _at(self, stage: str) -> list[Pass]:
+        return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
+
+    def _record(self, name: str, after: str, graph: GraphModule) -> None:
+        self.stages.append(Stage(name, after, counts_of(graph), graph.print_readable(print_output=False)))
+
+
+def _function(spec: Pass) -> Any:
+    module, _, name = spec.fn.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,30 @@
+"""A model on its device, or cut over the processes: its weights read, each rank its own pieces."""
+
+from __future__ import annotations
+
+from sftkit.config.schema import ModelConfig
+from sftkit.graph.sharding import shard
+from sftkit.models.weights import load_model_weights, make_room
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.fsdp import make_meshes
+from sftkit.runtime.progress import working
+from sftkit.runtime.start import Runtime
+
+
+def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:
+    """Weights on the device, sharded where the launcher asks for it; every rank calls it.
+
+    Args:
+        source: where the weights of an empty model come from (models.load).
+    """
+    if not rt.topology.sharded:
+        model.to(rt.device)
+        return
+    empty = any(p.is_meta for p in model.parameters())
+    shard(model, make_meshes(rt.topology, rt.device.type).blocks, rt.precision)
+    make_room(model.orig_model, rt.device)
+    if empty:
+        assert source is not None
+        with working(f"reading the weights of {source.path}"):
+            load_model_weights(model.orig_model, source)
+    rt.say(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -1,0 +1,114 @@
+"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by `redistribute`.
+
+No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced into a
+graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from sftkit.models.structure import head
+from sftkit.objectives.model_with_loss import ModelWithLoss
+
+_GATHER = "_sftkit_gather"
+"Attribute of a module that is sharded: its Gather."
+_READS = "_sftkit_reads"
+"Attribute of a module while its own parameters are read: then they come gathered."
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How a weight is gathered and its gradient summed."""
+
+    reduce_dtype: torch.dtype | None
+    "of the sum of gradients over the ranks; None: their own"
+
+    def __call__(self, param: DTensor) -> Tensor:
+        """The whole weight: a plain tensor, whose gradient is the sum over all ranks."""
+        everywhere = [Replicate()] * param.device_mesh.ndim
+        whole = param.redistribute(placements=everywhere, backward_dtype=self.reduce_dtype)
+        return whole.to_local(grad_placements=[Partial()] * param.device_mesh.ndim)
+
+
+def shard(model: ModelWithLoss, mesh: DeviceMesh, precision: str) -> None:
+    """Cut every weight of the model over the last dimension of the mesh, in place; over the others they are copies.
+
+    Args:
+        precision: of the weights; bf16 gradients are summed over the ranks in fp32.
+    """
+    gather = Gather(torch.float32 if precision == "bf16" else None)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    pieces: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
+    for module in model.orig_model.modules():
+        names = []
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) not in pieces:
+                piece = distribute_tensor(param.data, mesh, placements, src_data_rank=None)
+                pieces[id(param)] = torch.nn.Parameter(piece, requires_grad=param.requires_grad)
+            module.register_parameter(name, pieces[id(param)])
+            names.append(name)
+        if names:
+            module.__class__ = _gathering(type(module), tuple(names))  # type: ignore[arg-type]  # torch hashes modules
+            module.__dict__[_GATHER] = gather
+    _gather_head(model)
+
+
+def _gather_head(model: ModelWithLoss) -> None:
+    """The loss reads the head's weight without calling it."""
+    inner: Callable[..., Any] = model.sums_of_chosen
+
+    def sums_of_chosen(*args: Any) -> Any:
+        with reading(head(model.orig_model)):
+            return inner(*args)
+
+    model.sums_of_chosen = sums_of_chosen  # type: ignore[method-assign,assignment]
+
+
+def is_sharded(orig_model: PreTrainedModel) -> bool:
+    """Whether its weights are gathered like this."""
+    return any(_GATHER in module.__dict__ for module in orig_model.modules())
+
+
+@contextmanager
+def reading(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the module's own parameters come gathered; outside, as elsewhere, they are this rank's DTensors."""
+    before = module.__dict__.get(_READS, False)
+    module.__dict__[_READS] = True
+    try:
+        yield
+    finally:
+        module.__dict__[_READS] = before
+
+
+@cache
+def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch.nn.Module]:
+    """A class of the same name whose forward pass reads these parameters gathered."""
+
+    @wraps(cls.forward)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with reading(self):
+            return cls.forward(self, *args, **kwargs)
+
+    members = {name: property(_reader(name)) for name in names}
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
+
+
+def _reader(name: str) -> Callable[[torch.nn.Module], Tensor | None]:
+    def read(self: torch.nn.Module) -> Tensor | None:
+        param = self._parameters[name]
+        if self.__dict__.get(_READS) and isinstance(param, DTensor):
+            return self.__dict__[_GATHER](param)  # type: ignore[no-any-return]
+        return param
+
+    return read

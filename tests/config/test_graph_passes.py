@@ -1,0 +1,96 @@
+"""Passes of the graph engine are checked with the recipe, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sftkit.config import graph_passes
+from sftkit.config.graph_passes import PASSES, STAGES, Pass, problems
+from sftkit.config.load import read_config
+from sftkit.errors import ConfigError
+
+
+def made(name: str, stage: str = "joint", **facts: tuple[str, ...]) -> Pass:
+    return Pass(name=name, stage=stage, fn="x:y", summary="", **facts)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four passes of two stages."""
+    specs = (
+        made("tags"),
+        made("bucket", "split", conflicts=("merge",)),
+        made("merge", "split", conflicts=("bucket",)),
+        made("codegen", "split", requires=("tags",)),
+    )
+    monkeypatch.setattr(graph_passes, "STAGES", ("joint", "split"))
+    monkeypatch.setattr(graph_passes, "PASSES", {spec.name: spec for spec in specs})
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("tags", "bucket"), []),
+        (("tags", "bucket", "codegen"), []),
+        (("tag",), ['"tag" is not one of tags, bucket, merge, codegen. Did you mean "tags"?']),
+        (("tags", "tags"), ['"tags" is named twice']),
+        (("bucket", "tags"), ["tags comes before bucket: it works on the joint graph"]),
+        (("bucket", "merge"), ["merge does not go with bucket"]),
+        (("codegen",), ["codegen needs tags before it"]),
+    ],
+)
+def test_a_list_of_passes_is_refused_with_what_is_wrong(known: None, names: tuple[str, ...], found: list[str]) -> None:
+    assert list(problems(names)) == found
+
+
+def test_every_pass_names_a_stage_and_known_others() -> None:
+    for name, spec in PASSES.items():
+        assert spec.name == name
+        assert spec.stage in STAGES
+        assert {*spec.requires, *spec.conflicts} <= PASSES.keys()
+        for other in spec.conflicts:
+            assert name in PASSES[other].conflicts, f"{name} and {other}: one alone says so"
+
+
+RECIPE = """
+run: {dir: runs/x}
+model: {path: some/model}
+data: {train: [{path: "builtin:tasks"}], max_length: 64}
+train: {max_steps: 2, engine: graph}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["graph.passes=[reshard_after_foward]"],
+            'graph.passes: "reshard_after_foward" is not one of .*Did you mean "reshard_after_forward"',
+        ),
+        (["train.engine=blocks", "graph.dump=true"], "graph.dump: only goes with train.engine graph, not blocks"),
+        (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
+        (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
+        (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
+        (["attention.backend=flex"], "attention.backend: flex does not go with train.engine graph"),
+        (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: train.memory says so"),
+        (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
+        (
+            ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],
+            "graph.passes: only goes with compile.enabled true",
+        ),
+    ],
+)
+def test_what_the_graph_engine_cannot_do_is_refused_with_the_recipe(
+    tmp_path: Path, settings: list[str], message: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    with pytest.raises(ConfigError, match=message):
+        read_config(str(tmp_path / "recipe.yaml"), settings)
+
+
+def test_a_recipe_of_the_graph_engine_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    cfg = read_config(str(tmp_path / "recipe.yaml"), ["graph.passes=[reshard_after_forward]", "graph.dump=true"])
+    assert cfg.graph.passes == ("reshard_after_forward",)

@@ -1,0 +1,107 @@
+"""The graph engine through the real scripts: two processes under accelerate's environment, resumed on one, loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import preloaded
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ENV = {
+    **os.environ,
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "HF_ENDPOINT": "http://127.0.0.1:9",
+}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+TINY = (
+    "train.max_steps=4",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "log.every=1",
+    "log.wandb=off",
+    "checkpoint.every=2",
+    "eval.tasks=[]",
+    "eval.samples=1",
+    "eval.max_new_tokens=2",
+)
+DOCS, TASKS = "{path: 'builtin:docs', max_rows: 20}", "{path: 'builtin:tasks', max_rows: 200}"
+OF_BASE = (
+    f"model.train_tokenizer.sources=[{DOCS}, {TASKS}]",
+    f"data.train=[{DOCS}]",
+    "data.val=[{path: 'builtin:docs', split: heldout, max_rows: 2}]",
+    "model.scratch.hidden_size=32",
+    "model.scratch.intermediate_size=64",
+    "model.scratch.num_hidden_layers=1",
+)
+OF_SFT = (f"data.train=[{TASKS}]", "data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]")
+
+
+def run(folder: Path, script: str, recipe: str, name: str, *settings: str, ranks: int = 1) -> str:
+    words = [f"scripts/{script}", f"recipes/graph/{recipe}.yaml", f"run.dir={folder}/{name}"]
+    words += [f"data.cache_dir={folder}/cache", *TINY, *settings]
+    done = preloaded.run(words, ranks, ENV | (FSDP2 if ranks > 1 else {}))
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/loss"] for row in rows}
+
+
+def checks(folder: Path) -> dict[str, Any]:
+    return {row["name"]: row["ok"] for row in json.loads((folder / "proof.json").read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Base training on two processes, four steps, graphs written down."""
+    folder = tmp_path_factory.mktemp("graph")
+    (folder / "base.log").write_text(run(folder, "base_train.py", "base", "base", *OF_BASE, "graph.dump=true", ranks=2))
+    return folder
+
+
+def test_two_processes_train_by_the_graph_and_prove_it(base: Path) -> None:
+    text, summary = (base / "base.log").read_text(), json.loads((base / "base" / "summary.json").read_text())
+    assert summary["compiled"] is True
+    assert summary["metrics"]["compile/graphs"] == 1
+    assert summary["metrics"]["compile/recompiles"] == 0
+    assert summary["evals"]["val/loss"] > 0
+    assert "fsdp2, 2 shards: weights gathered inside the graph" in text
+    assert "forward graph, block_bucketing: " in text
+    found = checks(base / "base")
+    assert found["Same gradients as the plain model"] is found["The step is compiled"] is True
+    assert False not in found.values()
+    names = [path.name for path in sorted((base / "base" / "graphs" / "1x128").iterdir())]
+    assert names[:3] == ["00-joint-captured.txt", "01-joint-reshard_after_forward.txt", "02-forward-split.txt"]
+    assert names[3:] == ["03-forward-block_bucketing.txt", "04-backward-split.txt", "05-backward-block_bucketing.txt"]
+    assert "all_gather_into_tensor" in (base / "base" / "graphs" / "1x128" / names[0]).read_text()
+
+
+def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> None:
+    again = base / "again"
+    shutil.copytree(base / "base", again)
+    shutil.rmtree(again / "step-000004")
+    (again / "LATEST").write_text("step-000002\n")
+    run(base, "base_train.py", "base", "again", *OF_BASE, "train.resume=auto")
+    assert losses(again) == pytest.approx(losses(base / "base"), rel=1e-5)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(base / name / "step-000004") for name in ("again", "base"))
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(base: Path) -> None:
+    settings = (f"model.path={base}/base", *OF_SFT)
+    run(base, "chat_sft.py", "sft", "sft", *settings, ranks=2)
+    plain = ("train.engine=blocks", "graph.passes=[]", "compile.enabled=false")
+    run(base, "chat_sft.py", "sft", "blocks", *settings, *plain)
+    assert losses(base / "sft") == pytest.approx(losses(base / "blocks"), rel=1e-5)
+    assert False not in checks(base / "sft").values()

@@ -1,0 +1,170 @@
+"""Run on ranks by the tests of the graph engine: models through several engines in one launch; rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from sftkit.config.schema import (
+    CompileConfig,
+    Config,
+    DataConfig,
+    GraphConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from sftkit.config.topology import Topology
+from sftkit.data.loader import Batches
+from sftkit.data.pack import Layout
+from sftkit.engine.engine import Engine
+from sftkit.engine.step import gradients
+from sftkit.graph.engine import GraphEngine
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.sums import Totals
+from sftkit.optim.protocol import parameters_of
+from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
+from sftkit.train.assemble import engine_of
+
+STEPS = 5
+LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
+
+
+def tiny_qwen3() -> PreTrainedModel:
+    """One layer, norms of heads, embedding and head tied."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def uneven_llama() -> PreTrainedModel:
+    """No even number of channels in its feed-forward layers, nor of tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE + 1,
+        hidden_size=32,
+        intermediate_size=65,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def bf16_llama() -> PreTrainedModel:
+    return tiny_llama(layers=1).to(torch.bfloat16)
+
+
+MODELS = {
+    "llama": partial(tiny_llama, layers=1),
+    "deep llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "uneven llama": uneven_llama,
+    "bf16 llama": bf16_llama,
+}
+
+
+def config(engine: str, passes: Sequence[str] = (), compiled: bool = True, precision: str = "fp32") -> Config:
+    """A recipe of a tiny model; `engine` eager: the graph engine without a graph."""
+    return Config(
+        run=RunConfig(dir="."),
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train=()),
+        optim=OptimConfig(name="adamw", eps=1e-4),
+        train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
+        graph=GraphConfig(passes=tuple(passes)),
+        compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
+    )
+
+
+def rows_of(rt: runtime.Runtime) -> tuple[Layout, Batches]:
+    """Packed rows, other documents in each step, the same global batches on any number of ranks."""
+    examples = make_examples(LENGTHS, target_share=0.3)
+    layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
+    return layout, Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
+    """An engine of a model, and its rows."""
+    layout, batches = rows_of(rt)
+    return engine_of(cfg, rt, Path(), MODELS[model](), NextToken(cfg.loss), layout), batches
+
+
+def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
+    """Every gradient of the first step, then some steps and the weights that come out."""
+    engine, batches = made(rt, model, cfg)
+    checks = engine.warm_up(lambda _: None).checks
+    orig_model, parameters = engine.model.orig_model, list(parameters_of(engine.optimizer.param_groups))
+    first = next(iter(batches.steps(0, 1)))
+    step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
+    totals = Totals.zeros(engine.model.objective.measured, rt.device)
+    gradients(step_model, parameters, first.micro_batches, first.divisor, totals, rt)
+    found = {name: whole(p.grad).tolist() for name, p in orig_model.named_parameters()}
+    orig_model.zero_grad(set_to_none=True)
+    losses = []
+    with engine.guarded():
+        for step in batches.steps(0, STEPS):
+            sums = over_ranks(rt, engine.step(step, 1e-2).sums)
+            losses.append(float(sums["nll"]) / step.num_targets)
+    report = engine.report()
+    stages = engine.captured.stages if isinstance(engine, GraphEngine) else {}
+    engine.close()
+    return {
+        "gradients": found,
+        "losses": losses,
+        "weights": {name: float(whole(p).double().square().sum()) for name, p in orig_model.named_parameters()},
+        "names": list(orig_model.state_dict()),
+        "pieces": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),
+        "checks": {check.name: check.ok for check in [*checks, *report.checks]},
+        "metrics": report.metrics,
+        "stages": [{**asdict(s), "counts": s.counts._asdict()} for each in stages.values() for s in each],
+    }
+
+
+def main(out: str, *cases: str) -> None:
+    """A case: `model; eager or graph; passes, separated by commas`. Four ranks are two copies of two shards."""
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+    replicas = 2 if rt.world_size == 4 else 1
+    rt = replace(rt, topology=Topology(replicas=replicas, shards=rt.world_size // replicas, sharded=True))
+    results = {}
+    for case in cases:
+        model, how, *passes = (part.strip() for part in case.split(";"))
+        names = passes[0].split(",") if passes else ()
+        precision = "bf16" if model.startswith("bf16") else "fp32"
+        rt = replace(rt, precision=precision)
+        results[case] = train(rt, model, config("graph", names, compiled=how == "graph", precision=precision))
+    if rt.is_main:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    script(partial(main, *sys.argv[1:]))
