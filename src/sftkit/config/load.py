@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
 from sftkit.config.paths import expanded
-from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
+from sftkit.config.rule import Rule, Unusable
+from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
