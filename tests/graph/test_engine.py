@@ -104,7 +104,9 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     same(found, alone(model))
     check_proved(found)
     assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
-    assert collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
+    summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
+    assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
+    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
 
 
 def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
