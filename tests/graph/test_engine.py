@@ -13,10 +13,11 @@ import pytest
 import torch
 from graph_worker import MODELS, config, train
 from helpers import cpu_runtime, torchrun
+from transformers import T5Config
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.engine import check_topology
+from sftkit.graph.place import check_possible
 
 BLOCKS = "reshard_after_forward,block_bucketing"
 TWO = (f"llama; graph; {BLOCKS}", "qwen3; graph")
@@ -152,4 +153,11 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
 def test_processes_that_it_has_no_sharding_for_are_refused(topology: Topology, message: str) -> None:
     rt: Any = SimpleNamespace(topology=topology, world_size=2)
     with pytest.raises(ConfigError, match=message):
-        check_topology(rt)
+        check_possible(rt, MODELS["llama"]())
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    rt: Any = SimpleNamespace(topology=Topology(), world_size=1)
+    t5: Any = SimpleNamespace(config=T5Config())
+    with pytest.raises(ConfigError, match=r"decoders alone, and t5 has an encoder: set train\.engine=blocks"):
+        check_possible(rt, t5)

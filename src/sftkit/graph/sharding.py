@@ -54,7 +54,7 @@ class _GatheredOfCopies(torch.autograd.Function):
         return param.redistribute(placements=[Replicate()] * ctx.mesh.ndim).to_local()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         *copies, shards = ctx.placements
         gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
         parts = [Partial() for _ in copies]
