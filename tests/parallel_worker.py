@@ -39,6 +39,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -58,8 +59,10 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+STEPS = 10
 MODELS = {
     "llama": tiny_llama,
+    "deep": lambda: tiny_llama(layers=5),
     "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
@@ -75,6 +78,8 @@ TWO_RANKS = {
     "llama context": ("llama", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
+    "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
+    "qwen3 pipeline, gpipe": ("qwen3", Topology(stages=2), Sharding(), "adamw"),  # embedding and head are one weight
 }
 FOUR_RANKS = {
     "llama hsdp": ("llama", Topology(replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
@@ -83,9 +88,17 @@ FOUR_RANKS = {
     "mistral fsdp2 x tensor": ("mistral", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "qwen2 fsdp2 x tensor": ("qwen2", Topology(shards=2, tensor=2, sharded=True), Sharding(), "adamw"),
     "llama fsdp2 x context": ("llama", Topology(shards=2, context=2, sharded=True), Sharding(False, False), "adamw"),
+    "llama pipeline x fsdp2": ("llama", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "qwen3 pipeline x fsdp2, gpipe": ("qwen3", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "deep pipeline x fsdp2, interleaved": ("deep", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "deep pipeline, interleaved": ("deep", Topology(stages=2, replicas=2), Sharding(), "adamw"),
+    "deep pipeline of 4": ("deep", Topology(stages=4), Sharding(), "adamw"),
+    "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
+    "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
+    "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
-FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2")
+FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline")
 "Cases that compile with eager; the others with aot_eager, which takes longer, and their graphs go both ways."
 
 
@@ -98,7 +111,12 @@ def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
 
 
 def train(
-    rt: runtime.Runtime, model_name: str, sharding: Sharding, optim: str, backend: str = "eager"
+    rt: runtime.Runtime,
+    model_name: str,
+    sharding: Sharding,
+    optim: str,
+    backend: str = "eager",
+    schedule: str = "",
 ) -> dict[str, Any]:
     """A few compiled steps, a validation and a greedy answer."""
     torch._dynamo.reset()
@@ -106,10 +124,11 @@ def train(
     orig_model = MODELS[model_name]()
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     compile = CompileConfig(backend=backend, fullgraph=True)
-    modules = compile_model(orig_model, compile, sharded=rt.topology.sharded)
-    wrapped = distribute(model, None, sharding, rt)
+    modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
+    wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule or "1f1b"))  # type: ignore[arg-type]
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
-    check_documents(model, "reference", rt.device)
+    with whole_weights(orig_model):
+        check_documents(model, "reference", rt.device)
     rows, flags, last = [], [], rt.rank == rt.world_size - 1
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
@@ -120,19 +139,21 @@ def train(
         same = check_gradients(
             model, wrapped, trained, layout, rt, "reference", compiled=True, allowed=limits(torch.float32, 2)
         )
-        for step in batches.steps(0, 6):
+        for step in batches.steps(0, STEPS):
             outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-2, 1.0, rt, stop=last)
             sums = over_ranks(rt, outcome.sums)
             rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
             flags.append(outcome.flags.vector[:2].tolist())
         counts = watch.counts()
-    values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
-    let_go(orig_model)
     weights = {}
-    for name, param in orig_model.named_parameters():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
-        weights[name] = whole.double().square().sum().item()
-    pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters())
+    with whole_weights(orig_model):
+        values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
+        let_go(orig_model)
+        for name, param in orig_model.named_parameters():
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            weights[name] = whole.double().square().sum().item()
+    held = (p for p in orig_model.parameters() if not p.is_meta)
+    pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in held)
     return {
         "rows": rows,
         "flags": flags,
@@ -150,7 +171,9 @@ def main(out: str, *names: str) -> None:
     for name in names:
         model, rt.topology, sharding, optim = CASES[rt.world_size][name]
         backend = "eager" if name in FORWARD_GRAPHS_ONLY else "aot_eager"
-        results[name] = train(rt, model, sharding, optim, backend)
+        results[name] = train(
+            rt, model, sharding, optim, backend, name.partition(", ")[2] if "pipeline" in name else ""
+        )
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

@@ -14,7 +14,7 @@ try_it = check.check_sandbox.__wrapped__
 "`check_sandbox`, whatever was found out before."
 MISSING = check.check_sandbox()
 works = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
-SHORT = Limits(cpu_seconds=1, wall_seconds=20)
+SHORT = Limits(cpu_seconds=1, wall_seconds=60)
 AWAKE = Limits(wall_seconds=1.5)
 "For programs that sleep: nothing else ends them."
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sharded_worker import Job, gathered, start
+from sharded_worker import Job, gather, gathered, start
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -34,6 +34,8 @@ def everything(job: Job) -> dict[str, torch.Tensor]:
     """Weights and optimizer states, whole."""
     states = named_states(job.optimizer, job.orig_model)
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in states.items()}
+    if job.rt.topology.stages > 1:  # those of all stages
+        whole = {name: tensor for found in gather(whole) for name, tensor in found.items()}
     return {**gathered(job.orig_model), **whole}
 
 

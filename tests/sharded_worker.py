@@ -36,6 +36,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -50,6 +51,9 @@ TOPOLOGIES = {
     "fsdp2 of 4": Topology(shards=4, sharded=True),
     "tensor": Topology(tensor=2, sharded=True),
     "context": Topology(context=2, sharded=True),
+    "pipeline": Topology(stages=2),
+    "pipeline x ddp": Topology(stages=2, replicas=2),
+    "pipeline x fsdp2": Topology(stages=2, shards=2, sharded=True),
     "hsdp": Topology(replicas=2, shards=2, sharded=True),
     "fsdp2 x tensor": Topology(shards=2, tensor=2, sharded=True),
     "fsdp2 x context": Topology(shards=2, context=2, sharded=True),
@@ -66,8 +70,9 @@ def start() -> Runtime:
 
 def gathered(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, whole."""
-    named = [*orig_model.named_parameters(), *orig_model.named_buffers()]
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+    with whole_weights(orig_model):
+        named = [*orig_model.named_parameters(), *orig_model.named_buffers()]
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
 
 
 class Job:
@@ -88,7 +93,7 @@ class Job:
         self.again = partial(Job, rt, topology, folder, precision, sharding, optim, chat_template, pad_vocab)
         source = ModelConfig(path=str(folder), chat_template=chat_template, pad_vocab_to_multiple_of=pad_vocab)
         tokenizer = load_tokenizer(source) if chat_template else NO_TOKENS
-        self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.sharded)
+        self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.partial)
         self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))
         self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]

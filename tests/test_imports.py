@@ -22,7 +22,7 @@ ROOMS = {
     "optim": ("config", "runtime", "ops", "models"),
     "reports": ("config", "runtime", "models"),
     "tracking": ("config", "runtime", "data", "models", "objectives", "reports"),
-    "parallel": ("config", "runtime", "models", "objectives"),
+    "parallel": ("config", "runtime", "data", "ops", "models", "objectives"),
     "compile": ("config", "runtime", "data", "ops", "models"),
     "checkpoint": ("config", "runtime", "data", "models", "optim"),
     "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),

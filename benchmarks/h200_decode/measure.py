@@ -38,6 +38,8 @@ from sftkit.runtime.hardware import environment
 
 ENDS_WITHIN = 130
 "Seconds for all parts; what is under way then is broken off, what comes after it left out."
+SHOWN = 80
+"Characters of an error."
 MOST_RUNS, RUN_SECONDS = 3, 2.0
 "Later calls of each way that are timed, and the seconds after which none begins."
 
@@ -112,7 +114,7 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
             run["same_texts"] = sum(a == b for a, b in zip(found, expected, strict=True)) / rows
             run["different_texts"] = len(set(found))
         except Exception as error:
-            run["error"] = f"{type(error).__name__}: {error}"
+            run["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}"
         run["part_seconds"] = time.perf_counter() - started
         results["runs"].append(run)
         results["seconds"] = time.perf_counter() - began

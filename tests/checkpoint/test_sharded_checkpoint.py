@@ -89,6 +89,11 @@ def test_two_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topolog
     check_alone(folder, "llama fsdp2")
 
 
+def test_a_pipeline_resumes_bitwise_what_it_saved_and_others_go_on_from_it(folder: Path) -> None:
+    check(folder, 2, [("qwen3", "pipeline", "bf16"), ("llama", "pipeline", "fp32")], [("llama", "pipeline", "ddp")])
+    check_alone(folder, "llama pipeline")
+
+
 @pytest.mark.slow
 def test_scripts_take_what_ranks_with_tensor_parallelism_have_saved(folder: Path) -> None:
     check(folder, 2, [("chat", "tensor", "fp32")], [])
@@ -114,20 +119,23 @@ def test_two_ranks_resume_in_every_other_way(folder: Path) -> None:
     save += [("qwen3", topology, "bf16") for topology in ("fsdp2", "context")]
     save += [("qwen3", "tensor", "bf16", optim) for optim in ("adamw_sr", "muon")]
     resume = [("llama", "one", "tensor"), ("llama", "tensor", "context"), ("llama", "context", "ddp")]
-    resume += [("llama", "ddp", "tensor")]
+    resume += [("llama", "ddp", "tensor"), ("llama", "ddp", "pipeline"), ("llama", "one", "pipeline")]
     check(folder, 2, save, resume)
     check_alone(folder, "llama tensor")
 
 
 @pytest.mark.slow
 def test_four_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topologies_did(folder: Path) -> None:
-    four = ("fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x context")
+    four = ("fsdp2 of 4", "hsdp", "fsdp2 x tensor", "fsdp2 x context", "pipeline x ddp", "pipeline x fsdp2")
     save: list[Case] = [("llama", topology, "fp32") for topology in four]
     save += [("qwen3", topology, "bf16") for topology in four] + [("qwen3", "fsdp2 x tensor", "bf16", "muon")]
     resume = [
         ("llama", "hsdp", "fsdp2 of 4"),
         ("llama", "fsdp2 x tensor", "hsdp"),
         ("llama", "fsdp2 of 4", "fsdp2 x tensor"),
+        ("llama", "hsdp", "pipeline x ddp"),
+        ("llama", "pipeline x ddp", "fsdp2 of 4"),
+        ("llama", "fsdp2 x tensor", "pipeline x fsdp2"),
     ]
     check(folder, 4, save, resume)
     check(folder, 2, [], [("llama", "fsdp2 of 4", "fsdp2"), ("llama", "fsdp2 x tensor", "tensor")])

@@ -58,6 +58,7 @@ def test_a_minimal_recipe_has_the_defaults(recipe: Path):
     assert cfg.data.train == (SourceConfig(path="builtin:tasks"),)
 
 
+PIPELINE = ["train.engine=pipeline", "train.pipeline_stages=2"]
 REFERENCE = ["train.engine=reference", "train.precision=fp32"]
 
 
@@ -354,6 +355,11 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["optim.name=adamw8bit", "train.precision=fp32"], "optim.name: adamw8bit rounds weights to bf16"),
         (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8: rowwise does not go with train.precision fp32"),
         (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
+        (["train.pipeline_stages=2"], "train.pipeline_stages: only goes with train.engine pipeline, not blocks"),
+        (["train.pipeline_schedule=gpipe"], "train.pipeline_schedule: only goes with train.engine pipeline"),
+        ([*PIPELINE, "data.layout=bucketed"], "rows of data.layout bucketed have several: take packed or fixed"),
+        ([*PIPELINE, "train.fp8=rowwise"], "train.fp8: does not go with train.engine pipeline"),
+        ([*PIPELINE, "compile.mode=reduce-overhead"], "which CUDA graphs would overwrite"),
         (["train.engine=reference"], "train.engine: reference computes in fp32: set train.precision=fp32"),
         ([*REFERENCE, "optim.name=muon"], "train.engine: reference has torch's AdamW only: set optim.name=adamw"),
         ([*REFERENCE, "train.memory=low"], "train.memory: has no effect with train.engine reference"),
@@ -596,3 +602,19 @@ def test_checkpoints_that_no_setting_ever_makes_are_problems(recipe: Path) -> No
     good = ["checkpoint.every=10", "checkpoint.pin_every=20", "checkpoint.best=eval/families/acc"]
     good += ["eval.every=10", "eval.tasks=[families]"]
     read_config(recipe, good, 1)
+
+
+def test_a_pipeline_has_rows_of_its_own_once_and_needs_as_many_micro_batches_as_stages(
+    recipe: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["train.engine=pipeline", "train.global_batch_size=6", "train.micro_batch_size=2"]
+    with pytest.raises(
+        ConfigError, match=r"2 makes 3 micro-batches of a step, and a pipeline of 4 stages .*: set 1 or"
+    ):
+        read_config(recipe, words)
+    assert read_config(recipe, [*words, "train.pipeline_schedule=gpipe"]).train.pipeline_stages is None
+    assert read_config(recipe, [*words, "train.micro_batch_size=1"])
+    with pytest.raises(ConfigError, match="7 cannot be shared equally by 2 processes"):  # each stage has two copies
+        read_config(recipe, [*words, "train.pipeline_stages=2", "train.global_batch_size=7"])
+    assert read_config(recipe, [*words, "train.pipeline_stages=2", "train.micro_batch_size=1"])

@@ -44,6 +44,28 @@ def test_the_launchers_variables_name_the_mesh(
 
 
 @pytest.mark.parametrize(
+    ("stages", "topology", "described"),
+    [
+        (None, Topology(stages=4), "pipeline of 4 stages"),
+        (2, Topology(stages=2, replicas=2), "pipeline of 2 stages x ddp"),
+        (1, Topology(replicas=4), "ddp"),
+    ],
+)
+def test_the_recipe_says_of_how_many_stages(stages: int | None, topology: Topology, described: str) -> None:
+    found = read_topology({}, 4, stages)
+    assert found == topology
+    assert (found.world_size, found.describe()) == (4, described)
+    assert found.row_ranks * found.stages == 4
+
+
+def test_stages_that_do_not_divide_the_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.pipeline_stages=3 does not divide the 4 processes"):
+        read_topology({}, 4, 3)
+    with pytest.raises(ConfigError, match=r"not with tp_size or cp_size"):
+        read_topology(mesh(tp=2), 4, 2)
+
+
+@pytest.mark.parametrize(
     ("sizes", "shards"), [({"dp_replicate": 2}, 4), ({"tp": 2}, 4), ({"cp": 4}, 2), ({"dp_replicate": 2, "tp": 4}, 1)]
 )
 def test_minus_one_takes_the_processes_that_the_other_sizes_leave(sizes: dict[str, int], shards: int) -> None:

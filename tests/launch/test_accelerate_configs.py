@@ -36,6 +36,7 @@ TOPOLOGIES = {
     "single_gpu": (1, Topology()),
     "cpu_ddp": (8, Topology(replicas=8)),
     "ddp": (8, Topology(replicas=8)),
+    "pp": (8, Topology(replicas=8)),  # the recipe says of how many stages
     "cpu_fsdp2": (8, Topology(shards=8, sharded=True)),
     "fsdp2": (8, Topology(shards=8, sharded=True)),
     "hsdp": (8, Topology(replicas=2, shards=4, sharded=True)),

@@ -207,9 +207,10 @@ def test_a_signal_that_was_ignored_at_the_start_is_a_stop_only_where_a_launcher_
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         stopping.close()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert "SIGHUP" in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert "SIGHUP" in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
 
 
 def test_what_is_written_to_a_terminal_that_was_closed_is_lost_and_no_error() -> None:

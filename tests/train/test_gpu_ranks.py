@@ -123,12 +123,29 @@ def test_a_sharded_run_that_is_stopped_and_resumed_is_the_uninterrupted_run_bitw
 
 
 def test_a_run_goes_on_under_other_topologies(whole: Run) -> None:
-    for config, last in (("ddp", 15), ("fsdp2", 30), ("tp", 45), ("ddp", STEPS)):
-        run = Run(whole.dir.parent / "moved", config, "train.resume=auto", f"train.max_steps={last}")
+    for config, last in (("ddp", 12), ("fsdp2", 24), ("pp", 36), ("tp", 48), ("ddp", STEPS)):
+        engine = "pipeline" if config == "pp" else "blocks"
+        words = (f"train.engine={engine}", f"train.max_steps={last}")
+        run = Run(whole.dir.parent / "moved", config, "train.resume=auto", *words)
         assert run.end() == 0, config
     losses = run.losses()
     for step, loss in whole.losses().items():
         assert losses[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_pipeline_has_the_losses_of_shards(whole: Run, schedule: str) -> None:
+    words = ("train.engine=pipeline", f"train.pipeline_schedule={schedule}", "model.scratch.num_hidden_layers=4")
+    run = Run(whole.dir.parent / schedule, "pp", *words, "train.max_steps=12")
+    assert run.end() == 0
+    assert "s a micro-batch: with 4 of them in a step a process waits" in run.output
+    same = Run(whole.dir.parent / f"{schedule}, sharded", "fsdp2", words[-1], "train.max_steps=12")
+    assert same.end() == 0
+    losses = run.losses()
+    for step, loss in same.losses().items():
+        assert losses[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
+    proof = json.loads((run.dir / "proof.json").read_text())
+    assert [row["name"] for row in proof["rows"] if row["ok"] is False] == []
 
 
 def test_a_killed_rank_is_named_within_seconds(whole: Run) -> None:

@@ -25,6 +25,7 @@ from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_m
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kinds import kind_of
+from sftkit.models.stages import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
@@ -138,7 +139,12 @@ class Checkpoints:
         if generation is not None:
             generation.pad_token_id = self.tokenizer.pad_token_id
         weights = snapshot_weights(self.orig_model, rank, world_size)
-        states = snapshot_states(named_states(self.optimizer, self.orig_model), rank, world_size)
+        named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
+        among = (rank, world_size)
+        if stages is not None:
+            named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
+            among = stages.alike
+        states = snapshot_states(named, *among)
         copies_done(self.rt.device)
         kept = {
             "step": step,
@@ -221,7 +227,8 @@ class Checkpoints:
             raise lines
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
-        load_states(tensors, folder / OPTIMIZER)
+        stages = stages_of(self.orig_model)
+        load_states(tensors, folder / OPTIMIZER, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,14 +168,20 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def load_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def load_states(
+    tensors: dict[str, torch.Tensor], folder: Path, elsewhere: Callable[[str], bool] = lambda _: False
+) -> None:
     """Read states into `tensors`, in place; each rank reads the parts that it holds, on its own.
+
+    Args:
+        elsewhere: whether a state of that name is another rank's alone.
 
     Raises:
         ConfigError: names, shapes or dtypes are not those of the checkpoint, or a file in it is not what it should be.
     """
     reader = SafeReader(folder)
-    _check_fit(tensors, reader.read_metadata().state_dict_metadata, folder)
+    saved = reader.read_metadata().state_dict_metadata
+    _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

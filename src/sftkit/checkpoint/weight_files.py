@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sftkit.checkpoint.state_store import to_host
 from sftkit.models.padding import without_padding
+from sftkit.models.stages import stages_of
 
 MAX_FILE_BYTES = 5 * 10**9
 SINGLE_FILE = "model.safetensors"
@@ -41,18 +43,22 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
     ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
     mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the vocabulary
-    is left out.
+    is left out. Stages of a pipeline each write files of their own.
     """
     tensors, cut = saved_tensors(orig_model), without_padding(orig_model)
-    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    stages = stages_of(orig_model)
+    is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, cut, keep=rank == 0) if is_sharded or rank == 0 else None)
     sizes = {name: _without_padding(tensor, cut) for name, tensor in tensors.items()}
-    plan = plan_files({name: numel * tensors[name].element_size() for name, numel in sizes.items()}, MAX_FILE_BYTES)
+    num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
+    writers = {name: stages.writer(name) for name in tensors} if stages else {}
+    plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)
     files = {}
     for position, (file, names) in enumerate(plan.items()):
-        writer = position % world_size == rank
-        kept = _gathered({name: tensors[name] for name in names}, cut, keep=writer)
+        writer = writers.get(names[0], position % world_size)
+        held = {name: tensors[name] for name in names if not tensors[name].is_meta}
+        kept = _gathered(held, cut, keep=writer == rank)
         if kept is not None:
             files[file] = kept
     index = {
@@ -105,12 +111,19 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     return bool(conversions)
 
 
-def plan_files(num_bytes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order; a file is larger than `max_bytes` only for a single tensor that is."""
+def plan_files(
+    num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
+) -> dict[str, list[str]]:
+    """File name -> names of its tensors, in order; a file is larger than `max_bytes` only for a single tensor that is.
+
+    Args:
+        writers: of each tensor the rank that writes it, one for all of a file; empty or None: any rank.
+    """
     groups: list[list[str]] = [[]]
-    size = 0
+    size, writers = 0, writers or {}
     for name, count in num_bytes.items():
-        if groups[-1] and size + count > max_bytes:
+        last = groups[-1]
+        if last and (size + count > max_bytes or writers.get(name) != writers.get(last[0])):
             groups.append([])
             size = 0
         groups[-1].append(name)

@@ -48,7 +48,7 @@ def compile_model(
 
     Args:
         dynamic_layout: row lengths vary freely: one graph with symbolic sizes, or a symbolic row length.
-        sharded: weights will be gathered between graphs, so the scope is block, whatever compile.scope says.
+        sharded: no process has all weights at once, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
@@ -63,7 +63,7 @@ def compile_model(
         parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded)]
     else:
         if sharded and compile.scope == "model":
-            log.info("compile.scope: block, because sharded weights are gathered block by block")
+            log.info("compile.scope: block, because no process has all weights at once")
         parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:

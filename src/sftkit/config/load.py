@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
 from sftkit.config.paths import expanded
-from sftkit.config.rules import Rule, Unusable, cross_check, run_dir_can_be_made
-from sftkit.config.schema import Config, source_label
+from sftkit.config.rule import Rule, Unusable
+from sftkit.config.rules import cross_check, run_dir_can_be_made
+from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
@@ -40,8 +41,11 @@ def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
     return read_command_line(description, [run_dir_can_be_made, *more])
 
 
-def read_command_line(description: str | None, more: Sequence[Rule] = (), world_size: int | None = None) -> Config:
-    """What load_config returns, for a script that makes no run directory; `world_size` as in read_config."""
+def read_command_line(
+    description: str | None, more: Sequence[Rule] = (), row_ranks: Callable[[TrainConfig], int] | None = None
+) -> Config:
+    """What load_config returns, for a script that makes no run directory; `row_ranks`: of a launch, how many
+    processes have rows of their own; None: by the environment."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         say(help_text(description or "", running()))
@@ -50,7 +54,7 @@ def read_command_line(description: str | None, more: Sequence[Rule] = (), world_
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
     try:
-        cfg, tree = _resolve(settings[0], settings[1:], world_size, more)
+        cfg, tree = _resolve(settings[0], settings[1:], row_ranks, more)
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):
@@ -62,14 +66,21 @@ def read_command_line(description: str | None, more: Sequence[Rule] = (), world_
 
 
 def read_config(
-    recipe: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, more: Sequence[Rule] = ()
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | Callable[[TrainConfig], int] | None = None,
+    more: Sequence[Rule] = (),
 ) -> Config:
     """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1).
+
+    Args:
+        world_size: those that have rows of their own; a function where that depends on the recipe (stages of a pipeline).
 
     Raises:
         ConfigError: all problems together, those that further rules find too.
     """
-    return _resolve(recipe, overrides, world_size, more)[0]
+    row_ranks = (lambda _: world_size) if isinstance(world_size, int) else world_size
+    return _resolve(recipe, overrides, row_ranks, more)[0]
 
 
 def to_yaml(cfg: Config) -> str:
@@ -112,7 +123,7 @@ def kept_settings(tree: Node) -> list[str]:
 
 
 def _resolve(
-    recipe: str | Path, overrides: Sequence[str], world_size: int | None, more: Sequence[Rule]
+    recipe: str | Path, overrides: Sequence[str], row_ranks: Callable[[TrainConfig], int] | None, more: Sequence[Rule]
 ) -> tuple[Config, Node]:
     problems: list[str] = []
     words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
@@ -135,8 +146,11 @@ def _resolve(
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
     cfg = _validate(tree, str(recipe), dropped, problems)
-    if world_size is None:
-        world_size = _row_ranks(problems)
+    try:
+        world_size = (row_ranks or _row_ranks)(TrainConfig() if cfg is None else cfg.train)
+    except ConfigError as error:
+        problems.append(str(error))
+        world_size = 1
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
         keys = _keys(key)
         place = tree.nearest(keys).place
@@ -157,14 +171,10 @@ def _report(problems: list[str]) -> ConfigError:
     return ConfigError("\n".join(lines[:MOST_PROBLEMS] + more))
 
 
-def _row_ranks(problems: list[str]) -> int:
+def _row_ranks(train: TrainConfig) -> int:
     """Processes of this launch, or groups of them, that have rows of their own."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        return read_topology(os.environ, processes).row_ranks
-    except ConfigError as error:
-        problems.append(str(error))
-        return 1
+    return read_topology(os.environ, processes, stages_of(train)).row_ranks
 
 
 def _expand(tree: Node, problems: list[str]) -> None:

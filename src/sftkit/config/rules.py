@@ -5,36 +5,27 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
+from sftkit.config.compile_rules import COMPILE_RULES
+from sftkit.config.engine_rules import ENGINE_RULES, enough_micro_batches
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
-from sftkit.config.graph_passes import problems
-from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.paths import unusable
-from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
+from sftkit.config.rule import Get, Problem, Rule, Unusable
+from sftkit.config.schema import SourceConfig, source_label
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
-Problem = tuple[str, str]
-Get = Callable[[str], Any]
-"Value of a dotted key, default included. Raises Unusable for a key that already has a problem."
-
-
-Rule = Callable[[Get], Iterator[Problem]]
-
-
-class Unusable(Exception):
-    """The rule asks for a value that was already reported: skip the rule. Its text is the key that has the problem."""
 
 
 def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterator[Problem]:
     """All problems between settings, and those that further rules find."""
-    rules: list[Rule] = [*_RULES, functools.partial(_batch_divides, world_size=world_size), *more]
+    of_ranks = (functools.partial(rule, world_size=world_size) for rule in (_batch_divides, enough_micro_batches))
+    rules: list[Rule] = [*_RULES, *of_ranks, *more]
     for rule in rules:
         try:
             yield from rule(get)
@@ -198,74 +189,6 @@ def _precision(get: Get) -> Iterator[Problem]:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 
 
-def _engine(get: Get) -> Iterator[Problem]:
-    if get("train.engine") != "reference":
-        return
-    if get("train.precision") != "fp32":
-        yield "train.engine", "reference computes in fp32: set train.precision=fp32"
-    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
-    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
-    for key, default in unused.items():
-        if (get(key) or None) != default:
-            yield key, "has no effect with train.engine reference, which is plain: leave it out"
-    if get("optim.name") not in ("auto", DEFAULT):
-        yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
-
-
-def _graph(get: Get) -> Iterator[Problem]:
-    passes = get("graph.passes")
-    yield from (("graph.passes", problem) for problem in problems(passes))
-    if get("train.engine") != "graph":
-        for key in ("graph.passes", "graph.dump"):
-            if get(key):
-                yield key, f"only goes with train.engine graph, not {get('train.engine')}"
-        return
-    if get("data.layout") == "dynamic":
-        yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
-    if get("attention.backend") == "flex":
-        yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
-    if get("train.fp8") is not None:
-        yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
-    if get("model.gradient_checkpointing"):
-        yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
-    for key in ("graph.passes", "graph.dump"):
-        if get(key) and not get("compile.enabled"):
-            yield key, "only goes with compile.enabled true: without it no graph is captured"
-    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
-        if get(key):
-            yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
-
-
-def _compiled_only(get: Get) -> Iterator[Problem]:
-    debug = get("compile.debug")
-    if get("compile.enabled"):
-        hidden = sorted(FROM_COMPILER & set(debug))
-        if hidden and get("compile.cache") is not None:
-            yield (
-                "compile.debug",
-                f"{', '.join(hidden)} needs everything compiled anew and does not go with compile.cache: set it to null",
-            )
-        return
-    if debug:
-        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
-    if get("train.fp8") is not None:
-        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
-    if get("compile.cache") is not None:
-        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
-
-
-def _implementation(get: Get) -> Iterator[Problem]:
-    implementation = get("optim.implementation")
-    if implementation == "auto":
-        if get("optim.static_gradients"):
-            yield "optim.static_gradients", "only goes with optim.implementation compiled or foreach_map, not auto"
-        return
-    if get("optim.name") != DEFAULT:
-        yield "optim.implementation", f"{implementation} only goes with optim.name {DEFAULT}, not {get('optim.name')}"
-    if not get("compile.enabled"):
-        yield "optim.implementation", f"{implementation} only goes with compile.enabled true: nothing is compiled"
-
-
 def _schedule(get: Get) -> Iterator[Problem]:
     if get("optim.schedule") == "wsd":
         warmup, decay = get("optim.warmup_ratio"), get("optim.decay_ratio")
@@ -287,49 +210,6 @@ def _resume(get: Get) -> Iterator[Problem]:
     resume = get("train.resume")
     if resume is not None and resume != "auto" and not re.search(r"/|\\|^step-", resume):
         yield "train.resume", f'"{resume}" is neither auto, null nor the path of a step directory'
-
-
-def _inductor_only(get: Get) -> Iterator[Problem]:
-    backend, modules = get("compile.backend"), get("compile.modules") or {}
-    given = {"compile.mode": get("compile.mode"), "compile.options": get("compile.options")}
-    if backend == "inductor":
-        return
-    for key, value in given.items():
-        if value is not None:
-            shown = f"{value} only" if isinstance(value, str) else "only"
-            yield key, f"{shown} goes with compile.backend inductor, not {backend}"
-    for path, own in modules.items():
-        for name in ("mode", "options"):
-            if own.get(name) is not None:
-                yield "compile.modules", f"{path}: {name} only goes with compile.backend inductor, not {backend}"
-
-
-def _options(get: Get) -> Iterator[Problem]:
-    named = {"compile.options": get("compile.options")}
-    named |= {
-        f"compile.modules.{path}.options": own.get("options") for path, own in (get("compile.modules") or {}).items()
-    }
-    for place, options in named.items():
-        for name, value in (options or {}).items():
-            if not isinstance(value, bool | int | float | str):
-                yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
-
-
-def _compile_modules(get: Get) -> Iterator[Problem]:
-    modules, layout = get("compile.modules"), get("data.layout")
-    if modules is None:
-        return
-    if not any(own.get("enabled", True) for own in modules.values()):
-        yield (
-            "compile.modules",
-            "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing",
-        )
-    for path, own in modules.items():
-        dynamic = own.get("dynamic")
-        if dynamic == "marked" and layout != "dynamic":
-            yield "compile.modules", f"{path}: dynamic: marked only goes with layout dynamic, not {layout}"
-        elif isinstance(dynamic, bool) and layout == "dynamic":
-            yield "compile.modules", f"{path}: dynamic: layout dynamic makes the row length symbolic: marked or null"
 
 
 def _eval(get: Get) -> Iterator[Problem]:
@@ -395,17 +275,12 @@ _RULES = (
     _dynamic,
     _attention,
     _precision,
-    _engine,
-    _graph,
-    _compiled_only,
-    _implementation,
+    *ENGINE_RULES,
+    *COMPILE_RULES,
     _schedule,
     _betas,
     _duration,
     _resume,
-    _inductor_only,
-    _options,
-    _compile_modules,
     _eval,
     _names,
 )

@@ -204,8 +204,14 @@ class TrainConfig:
     "The most rows per forward pass on a rank; accumulation follows from it. May change when a run is resumed."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
-    engine: Literal["blocks", "graph", "reference"] = "blocks"
-    "How a step is computed. blocks: packed, compiled, sharded; graph: one forward-backward graph that graph.passes change (experimental); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
+    engine: Literal["blocks", "graph", "pipeline", "reference"] = "blocks"
+    "How a step is computed. blocks: packed, compiled, sharded; graph: one forward-backward graph that graph.passes change (experimental); pipeline: blocks with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
+    pipeline_stages: Positive | None = None
+    "engine pipeline: processes that the layers are spread over; the others hold copies or shards of theirs. null: all of them."
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits half as long and sends twice as much."
+    pipeline_layers: tuple[Positive, ...] | None = None
+    "engine pipeline: layers of each stage, in order; null: by the work in them, head and loss counted. The warm-up measures what they take, and says what would be more even."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -216,6 +222,11 @@ class TrainConfig:
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
     "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, model.path, model.revision."
+
+
+def stages_of(train: TrainConfig) -> int | None:
+    """Stages that the layers are spread over; None: as many as there are processes."""
+    return train.pipeline_stages if train.engine == "pipeline" else 1
 
 
 @settings

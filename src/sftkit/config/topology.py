@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -18,8 +18,10 @@ REST = -1
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh of processes, outermost first: replicas x shards x (context or tensor)."""
+    """Sizes of the mesh of processes, outermost first: stages x replicas x shards x (context or tensor)."""
 
+    stages: int = 1
+    "processes that a copy's layers are spread over, one after the other (pipeline); the same rows pass through all of them"
     replicas: int = 1
     "copies of the weights"
     shards: int = 1
@@ -33,7 +35,17 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        return self.replicas * self.shards * self.context * self.tensor
+        return self.stages * self.replicas * self.shards * self.context * self.tensor
+
+    @property
+    def partial(self) -> bool:
+        """Whether a process holds a part of the weights only."""
+        return self.sharded or self.stages > 1
+
+    @property
+    def stage_ranks(self) -> int:
+        """Processes that hold the same layers."""
+        return self.world_size // self.stages
 
     @property
     def row_ranks(self) -> int:
@@ -46,7 +58,10 @@ class Topology:
         return self.context * self.tensor
 
     def describe(self) -> str:
-        """For the console: `fsdp2, 2 replicas x 4 shards`."""
+        """For the console: `fsdp2, 2 replicas x 4 shards`; `pipeline of 2 stages, ddp of 2`."""
+        if self.stages > 1:
+            rest = replace(self, stages=1).describe() if self.world_size > self.stages else ""
+            return f"pipeline of {self.stages} stages{rest and f' x {rest}'}"
         if not self.sharded:
             return "ddp" if self.replicas > 1 else "one process"
         sizes = {"replicas": self.replicas, "shards": self.shards, "context": self.context, "tensor": self.tensor}
@@ -54,8 +69,11 @@ class Topology:
         return f"fsdp2, {named}"
 
 
-def take_topology(environ: MutableMapping[str, str], world_size: int) -> Topology:
+def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
     """The topology that the launcher asks for, and its variables taken out of the environment.
+
+    Args:
+        stages: of a pipeline, which is the recipe's; None: as many as there are processes.
 
     Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, refuse tensor parallelism, and
     shard after a compile of its own. Without these variables it only starts the process group.
@@ -63,14 +81,30 @@ def take_topology(environ: MutableMapping[str, str], world_size: int) -> Topolog
     Raises:
         ConfigError: sizes that do not fit the number of processes, or what is not supported.
     """
-    topology = read_topology(environ, world_size)
+    topology = read_topology(environ, world_size, stages)
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
         environ.pop(name, None)
     return topology
 
 
-def read_topology(environ: Mapping[str, str], world_size: int) -> Topology:
+def read_topology(environ: Mapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
     """What `take_topology` returns."""
+    stages = world_size if stages is None else stages
+    if world_size % stages:
+        raise ConfigError(
+            f"train.pipeline_stages={stages} does not divide the {world_size} processes that were started: change it, or "
+            "--num_processes"
+        )
+    found = replace(_of_a_stage(environ, world_size // stages), stages=stages)
+    if stages > 1 and found.parts > 1:
+        raise ConfigError(
+            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1"
+        )
+    return found
+
+
+def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
+    """How the processes share the work that hold the same layers."""
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
     _refuse(environ)
@@ -84,8 +118,9 @@ def read_topology(environ: Mapping[str, str], world_size: int) -> Topology:
     if topology.world_size != world_size:
         named = " x ".join(f"{SIZES[field].lower()} {size}" for field, size in sizes.items())
         raise ConfigError(
-            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started: change the "
-            "sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the others leave)"
+            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (of each stage, "
+            "in a pipeline): change the sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the "
+            "others leave)"
         )
     if topology.context > 1 and topology.tensor > 1:
         raise ConfigError(
@@ -95,11 +130,12 @@ def read_topology(environ: Mapping[str, str], world_size: int) -> Topology:
     return topology
 
 
-def topology_of(config_file: Path, processes: int | None = None) -> Topology:
+def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:
     """The topology of a launch with this accelerate config.
 
     Args:
         processes: None: the file's num_processes.
+        stages: as of read_topology.
 
     Raises:
         ConfigError: no accelerate config, or what read_topology raises.
@@ -116,7 +152,7 @@ def topology_of(config_file: Path, processes: int | None = None) -> Topology:
         ) from None
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
-    return read_topology(environ, number)
+    return read_topology(environ, number, stages)
 
 
 def _refuse(environ: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,9 @@ from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.parallel.balance import describe_seconds
+from sftkit.parallel.pipeline import Pipelined
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
@@ -81,10 +84,12 @@ def build(
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, objective)
-        modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.sharded)
+        modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.partial)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
-        wrapped = distribute(model, source, plan.sharding, rt)  # after compile: what is sharded is hooked around graphs
+        wrapped = distribute(
+            model, source, plan.sharding, rt, cfg.train
+        )  # after compile: what is sharded is hooked around graphs
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
@@ -134,7 +139,8 @@ class Blocks:
         started = time.perf_counter()
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        check = check_documents(self.model, eager, rt.device, layout.max_length)
+        with whole_weights(orig_model):
+            check = check_documents(self.model, eager, rt.device, layout.max_length)
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)
@@ -142,7 +148,7 @@ class Blocks:
         with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = warm_up(
-                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.sharded
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.partial
                 )
             if not self.compiled:
                 self.model.backend = eager
@@ -153,6 +159,8 @@ class Blocks:
             same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled, allowed)
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
+        if isinstance(self._wrapped, Pipelined):
+            say(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
             say(compare(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
@@ -172,7 +180,17 @@ class Blocks:
             return compiled_check(None, None, orig_model.dtype)
         shape = self._layout.shapes[-1]
         batch = heaviest(self._rt, orig_model, self._layout, *shape)
-        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
+        with whole_weights(orig_model):
+            return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
+
+    def _stage_seconds(self, pipelined: Pipelined) -> str:
+        """What the stages of a pipeline take, for the console."""
+        batch = heaviest(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            seconds = pipelined.seconds(batch, self.model.objective.count(batch))
+        places = self._rt.topology.stages
+        return describe_seconds(pipelined.layout.layers, seconds, self._layout.accumulation, places)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """What the warm-up built, for the console."""
@@ -208,9 +226,11 @@ class Blocks:
         assert self._watch is not None, "warm_up comes first"
         return self._watch
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, nothing should be compiled."""
-        return self.watch.evaluating()
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, nothing should be compiled, and the model is whole."""
+        with whole_weights(self.model.orig_model), self.watch.evaluating():
+            yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """What the compiler did on all ranks, from its own records."""

@@ -28,10 +28,12 @@ from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random,
 from sftkit.engine.step import gradients
 from sftkit.engine.warmup import has_dropout
 from sftkit.models.float8 import position_multiple
+from sftkit.models.stages import stages_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.parallel.fsdp import fsdp_modules, let_go, plain_backward
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.tensor import whole_rows
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
@@ -117,6 +119,8 @@ class _Sides:
         self.blocks = block_of(model.orig_model)
         tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
         self.places = places_of(model.orig_model, self.named, tokens)
+        self.names = rt.united(list(self.places))
+        "of all ranks: a stage has places in its own parameters only"
 
     def compare(self, whole: list[Batch], own: list[Batch]) -> Difference:
         """
@@ -144,7 +148,7 @@ class _Sides:
         targets = sum(self.model.objective.count(batch) for batch in whole)
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
-            targets = round(float(self.rt.sum(count)) / self.rt.topology.parts)
+            targets = round(float(self.rt.sum(count)) / (self.rt.topology.parts * self.rt.topology.stages))
         return targets
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
@@ -168,6 +172,7 @@ class _Sides:
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
         exchanged = same_rows(self.rt) or (topology.sharded and next(fsdp_modules(orig_model), None) is None)
         with ExitStack() as stack:
+            stack.enter_context(whole_weights(orig_model))
             sums = {} if exchanged else stack.enter_context(self._heard())
             for inside in (
                 run_eagerly(),
@@ -189,9 +194,17 @@ class _Sides:
             return found
         self.model.zero_grad(set_to_none=True)
         if topology.sharded:
-            whole = self.rt.sum(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
+            whole = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
             sums = dict(zip(sums, whole, strict=True))
         return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.places.items()}
+
+    def _over_alike(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the ranks that have places in the same parameters."""
+        stages = stages_of(self.model.orig_model)
+        if stages is None:
+            return self.rt.sum(values)
+        torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
+        return values
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:
@@ -211,7 +224,7 @@ class _Sides:
 
         handles, heard = [], set[str]()
         orig_model = self.model.orig_model
-        for piece in [None, *fsdp_modules(orig_model)]:
+        for piece in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
             if piece is not None:
                 piece.unshard()  # from then on the module has the whole weights, the same objects each time
             for name, p in orig_model.named_parameters():
@@ -235,11 +248,13 @@ class _Sides:
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Difference:
         """Over all ranks, which find the same."""
-        sums = []
+        sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
+        rows = {name: row for row, name in enumerate(self.names)}
         for name, places in self.places.items():
             a, b = ours[name], plain[name]
-            sums.append(torch.stack([(a - b).square().sum(), b.square().sum(), (a * b).sum()]) * places.each)
-        return largest(dict(zip(self.places, self.rt.sum(torch.stack(sums)).tolist(), strict=True)), self.blocks)
+            found = torch.stack([(a - b).square().sum(), b.square().sum(), (a * b).sum()])
+            sums[rows[name]] = found * places.each
+        return largest(dict(zip(self.names, self.rt.sum(sums).tolist(), strict=True)), self.blocks)
 
 
 def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ SIZES = (8, 5)
 ROW_LENGTH = 16
 "Of the row without the compiler, for each rank that shares it."
 MICRO_BATCHES = 3
-"At most: the fewest that make a step add bf16 gradients up in fp32."
+"At most: the fewest that make a step add bf16 gradients up in fp32; in a pipeline also as many as it has stages."
 TOKENS = 32
 "Different tokens in the documents, at most: the rows of embedding and head that all ranks compare are the same few."
 
@@ -69,7 +69,7 @@ def _micro_batches(
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
     whole, own = [], []
-    for _ in range(min(layout.accumulation, MICRO_BATCHES)):
+    for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         examples.is_target[2::3] = False
         collated = (

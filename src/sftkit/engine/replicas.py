@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,25 +43,31 @@ class Replicas:
             return
         tensors = self._shared()
         differing = []
-        for name, sums in zip(tensors, self._exchange(tensors.values()), strict=True):
+        names = self._rt.united(list(tensors))
+        for name, sums in zip(names, self._exchange([tensors.get(name) for name in names]), strict=True):
             differing += [(name, ranks) for ranks in parted(sums)]
         if differing:
             raise self._error(step, differing, len(tensors))
 
     def _shared(self) -> dict[str, torch.Tensor]:
-        """Tensors of which another rank holds the same piece, by name, the same names on every rank."""
-        named = {**dict(self._orig_model.named_parameters()), **kept_buffers(self._orig_model)}
+        """Tensors of which another rank holds the same piece, by name, the same names on every rank but of other stages; of a
+        stage all."""
+        held = {name: p for name, p in self._orig_model.named_parameters() if not p.is_meta}
+        named = {**held, **kept_buffers(self._orig_model)}
         named |= named_states(self._optimizer, self._orig_model)
         return {name: tensor for name, tensor in named.items() if len(holders(tensor, self._rt.world_size)) > 1}
 
     @torch.no_grad()
-    def _exchange(self, tensors: Iterable[torch.Tensor]) -> list[list[tuple[int, int]]]:
-        """Of each tensor what every rank has: (the first rank that holds this piece, checksum)."""
+    def _exchange(self, tensors: Sequence[torch.Tensor | None]) -> list[list[tuple[int, int]]]:
+        """Of each tensor what every rank has: (the first rank that holds this piece, checksum); None: another stage's, a piece
+        of its own that nobody else has."""
         device, ranks = self._rt.device, self._rt.world_size
         sums, first = [], []
         for tensor in tensors:
-            sums.append(checksum(tensor).to(device))
-            first.append(min(holders(tensor, ranks)))
+            sums.append(
+                torch.zeros((), dtype=torch.int64, device=device) if tensor is None else checksum(tensor).to(device)
+            )
+            first.append(-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)))
         if not sums:
             return []
         table = torch.zeros(ranks, 2, len(sums), dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.gradients import clip_coefficient, squared_norm
 from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import Flags, StepOutcome
@@ -77,6 +78,8 @@ def gradients(
     Returns:
         the minimised sum of each micro-batch, 1-d, on the device
     """
+    if isinstance(model, Pipelined):
+        return model.gradients(micro_batches, divisor, totals)
     losses = []
     last, earlier = len(micro_batches) - 1, GradientSum(parameters, len(micro_batches))
     for i, batch in enumerate(micro_batches):
@@ -115,7 +118,8 @@ def optimizer_step(
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(objective.measured, rt.device)
     losses = gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
-    squared = squared_norm(parameters, rt.world_size)
+    copies = model.copies() if isinstance(model, Pipelined) else None
+    squared = squared_norm(parameters, rt.world_size, copies)
     grad_norm, flags = exchange(squared, totals, stop, rt, spikes, step_batches.divisor)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)

@@ -16,9 +16,10 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
-from sftkit.objectives.sums import LOSS
+from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention_choice import DROPOUTS
 from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_sync
 from sftkit.runtime.start import Runtime
 
@@ -62,7 +63,7 @@ def shape_runner(
     losses: dict[tuple[int, int], float],
 ) -> Callable[[int, int], None]:
     """A function that runs the heaviest batch of a shape, forward and backward; replicas do without communication, pieces
-    of a model as in a step of several micro-batches, if the run's have several.
+    of a model as in a step of several micro-batches, if the run's have several; stages as in a step.
 
     Args:
         losses: filled with the objective per target of each shape.
@@ -70,6 +71,12 @@ def shape_runner(
 
     def run_shape(rows: int, row_length: int) -> None:
         batch = heaviest(rt, orig_model, layout, rows, row_length)
+        if isinstance(model, Pipelined):
+            totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
+            count = max(layout.accumulation * objective.count(batch), 1)
+            model.gradients([batch] * layout.accumulation, count, totals)
+            losses[rows, row_length] = float(rt.sum(totals[LOSS])) / rt.data_world_size / count
+            return
         syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
         for sync in syncs:
             with gradient_sync(model, sync, rt):

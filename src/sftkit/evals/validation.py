@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -35,7 +36,8 @@ def validate(
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
     """(nats, targets, bytes) of one source over all ranks."""
-    layout = validation_layout(layout, examples.lengths)
+    ranks = rt.world_size // rt.topology.parts  # those of a pipeline each have the whole model here
+    layout = validation_layout(replace(layout, world_size=ranks), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     was_training = model.orig_model.training
@@ -44,7 +46,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
         with torch.no_grad(), run_eagerly():
             for batch in plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False):
                 rt.check_stop()
-                for rows in batch.micro_batches(layout, rt.data_rank):
+                for rows in batch.micro_batches(layout, rt.rank // rt.topology.parts):
                     max_docs = layout.max_docs(len(rows), batch.row_length)
                     collated = collate(
                         examples,

@@ -1,6 +1,7 @@
 """Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
 .venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
+.venv/bin/python -m sftkit.launch --demo    what processes of a group do together, shown on two of them
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.schema import stages_of
 from sftkit.config.stages import stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
@@ -50,7 +52,11 @@ class Launch:
 
 
 def choose(
-    hardware: Hardware, global_batch_size: int, environ: Mapping[str, str], replica: Replica | None = None
+    hardware: Hardware,
+    global_batch_size: int,
+    environ: Mapping[str, str],
+    replica: Replica | None = None,
+    stages: int | None = 1,
 ) -> Launch:
     """The most GPUs that share the global batch equally; without a GPU one CPU process with a thread for each core that is
     free: threads that share cores with others wait for each other.
@@ -59,9 +65,10 @@ def choose(
 
     Args:
         replica: what a copy of the model needs; None: unknown, taken to fit.
+        stages: of a pipeline; None: all GPUs.
 
     Raises:
-        ConfigError: the GPUs together have no room for it.
+        ConfigError: the GPUs together have no room for it, or they are fewer than the stages.
     """
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
@@ -73,7 +80,12 @@ def choose(
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
         note = f", {threads} thread" + "s" * (threads != "1")
     else:
-        processes = max(n for n in range(1, hardware.gpus + 1) if global_batch_size % n == 0)
+        shared = [n for n in range(1, hardware.gpus + 1) if _shares(global_batch_size, n, stages)]
+        if not shared:
+            raise ConfigError(
+                f"train.pipeline_stages={stages}: this machine has {hardware.gpus} GPUs: take fewer stages"
+            )
+        processes = max(shared)
         found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
         found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
         note = f", {processes} processes" if processes > 1 else ""
@@ -83,12 +95,19 @@ def choose(
                 f"the most that divide train.global_batch_size {global_batch_size}"
             )
         _check_room(hardware, processes, replica)
-        why = _why_cut(hardware, replica) if processes > 1 else None
-        name = "single_gpu.yaml" if processes == 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        why = _why_cut(hardware, replica) if processes > 1 and stages == 1 else None
+        several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        name = "single_gpu.yaml" if processes == 1 else several
         if why:
             note += f"{': ' if processes == hardware.gpus else '; '}{why}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
+
+
+def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
+    """Whether the processes, or those of each stage, can share the rows of a step equally."""
+    row_ranks, rest = divmod(processes, stages or processes)
+    return rest == 0 and global_batch_size % row_ranks == 0
 
 
 def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> None:
@@ -178,7 +197,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if line := finished(cfg):
         say(line)
         return 0
-    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg))
+    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg), stages_of(cfg.train))
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
@@ -223,6 +242,12 @@ def _signals():
             signal.signal(signum, handler)
 
 
+def demo() -> int:
+    """Run parallel/primer.py on two processes, without a GPU. Returns the exit code."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
+    return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
+
+
 def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
@@ -232,6 +257,8 @@ def main() -> int:
             )
         )
         return 0
+    if words == ["--demo"]:
+        return demo()
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

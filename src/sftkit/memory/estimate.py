@@ -57,6 +57,10 @@ class Setup:
     topology: Topology = field(default_factory=Topology)
     sharding: Sharding = field(default_factory=Sharding)
     "how a sharded topology gathers weights and exchanges gradients"
+    stage_layers: tuple[int, ...] = ()
+    "of a pipeline, of each stage"
+    schedule: str = "1f1b"
+    "of a pipeline"
     encoder: Shape | None = None
     "its sizes; None: the model has none"
     encoded_length: int = 0
@@ -172,6 +176,8 @@ def estimate(s: Setup) -> Estimate:
     """
     m, width = s.shape, WIDTH[s.precision]
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.parts
+    if s.topology.stages > 1:
+        return max(estimates_of_places(s), key=lambda place: place.total)
     if s.topology.sharded:
         return _sharded(s, tokens)
     weights = gradients = width * m.parameters
@@ -209,6 +215,10 @@ def _encoder_block_bytes(s: Setup) -> float:
 
 def held_bytes(s: Setup) -> int:
     """Weights, gradients and optimizer states that a rank holds whatever its rows are: no step takes less."""
+    if s.topology.stages > 1:
+        whole = replace(s, topology=replace(s.topology, stages=1))
+        shapes = [shape_of_place(s, place) for place in range(s.topology.stages)]
+        return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
     pieces = s.topology.shards * s.topology.parts if s.topology.sharded else 1
     return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // pieces
 
@@ -238,6 +248,61 @@ def _sharded(s: Setup, tokens: int) -> Estimate:
     )
     at_end = replace(at_start, gradients=at_start.gradients + on_their_way, activations=0)
     return max(at_start, at_end, key=lambda moment: moment.total)
+
+
+def estimates_of_places(s: Setup) -> list[Estimate]:
+    """The peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an evaluation,
+    with the weights of all stages."""
+    return [_staged(s, place) for place in range(s.topology.stages)]
+
+
+def _staged(s: Setup, place: int) -> Estimate:
+    m, width, places = s.shape, WIDTH[s.precision], s.topology.stages
+    tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
+    own, first, last = s.stage_layers[place::places], place == 0, place == places - 1
+    shape = shape_of_place(s, place)
+    alone = replace(s, shape=shape)
+    at_once: float = count if s.schedule == "gpipe" else min(count, places - place)
+    if (
+        len(own) > 1 and s.schedule != "gpipe"
+    ):  # Megatron-LM's order: the stages in turn, as many micro-batches as processes
+        at_once = min(count, (2 * (places - place - 1) + (len(own) - 1) * places + 1) / len(own))
+    received = (2 * len(own) - first - last) * count * tokens * m.hidden
+    hidden = int(width * (at_once * tokens * shape.blocks * kept_elements(alone) + received))
+    weights = gradients = width * shape.parameters
+    sums = 4 * shape.parameters if sums_in_fp32(s.layout, s.precision) else 0
+    block = tokens * _block_bytes_per_token(s) + _mask_bytes(s)
+    loss = _loss_bytes(s, tokens) if last else 0
+    head = width * m.vocab * m.hidden
+    states = _state_bytes(alone)
+    earlier = 0 if sums or count == 1 else gradients
+    if (
+        s.topology.sharded
+    ):  # weights are gathered for the step, gradients of the micro-batches whole and fp32 until its end
+        pieces = s.topology.shards
+        states, gradients = states // pieces, gradients // pieces
+        weights, sums = weights + weights // pieces, 4 * shape.parameters if count > 1 else 0
+        earlier = 0
+    at_start = Estimate(weights, states, earlier, sums, hidden, int(max(loss, block + (head if first or last else 0))))
+    at_end = replace(at_start, gradients=gradients, activations=width * received, transient=int(block))
+    evaluating = Estimate(width * m.parameters, states, 0, 0, width * received, int(_loss_bytes(s, tokens)))
+    return max(at_start, at_end, evaluating, key=lambda moment: moment.total)
+
+
+def shape_of_place(s: Setup, place: int) -> Shape:
+    """The sizes of what one process of a pipeline holds."""
+    m, places = s.shape, s.topology.stages
+    blocks = sum(s.stage_layers[place::places])
+    embedding = m.vocab * m.hidden
+    ends = (embedding if place == 0 else 0) + (max(m.ends - embedding, embedding) if place == places - 1 else 0)
+    share = blocks / m.blocks
+    return replace(
+        m,
+        parameters=round((m.parameters - m.ends) * share) + ends,
+        ends=ends,
+        matrices=round(m.matrices * share),
+        blocks=blocks,
+    )
 
 
 def sums_in_fp32(layout: Layout, precision: str) -> bool:

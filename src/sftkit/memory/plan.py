@@ -31,6 +31,7 @@ from sftkit.memory.estimate import (
 from sftkit.models.kinds import kind_of
 from sftkit.ops.dtensor import local
 from sftkit.optim.protocol import Optimizer
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
@@ -90,7 +91,7 @@ def make_plan(
 
     Raises:
         ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot be cut
-            over the tensor-parallel ranks; or weights, gradients and optimizer states alone are more than a GPU has.
+            over the tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone are more than a GPU has.
     """
     if rt.topology.tensor > 1:
         check_tensor_parallel(orig_model, rt.topology.tensor)
@@ -109,6 +110,9 @@ def make_plan(
     if shape is not None:
         chunk, topology = cfg.loss.chunk_tokens, rt.topology
         setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology)
+        if topology.stages > 1:
+            layers = layers_of_stages(orig_model, cfg.train, topology.stages)
+            setup = replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
         length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
         setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
@@ -121,8 +125,8 @@ def make_plan(
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
-    parameters = 0 if rt.topology.sharded else sum(p.numel() for p in orig_model.parameters())
-    earlier = parameters * earlier_gradient_width(layout, rt.precision)  # sharded ranks meet theirs in the warm-up
+    parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
+    earlier = parameters * earlier_gradient_width(layout, rt.precision)  # shards and stages meet theirs in the warm-up
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
@@ -143,7 +147,7 @@ def _check_room(s: Setup, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    pieces = s.topology.world_size // s.topology.replicas if s.topology.sharded else 1
+    pieces = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in _optimizer(s) if held_bytes(after) <= total_bytes]
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * pieces // total_bytes)} such GPUs or more")
     raise ConfigError(
@@ -363,7 +367,8 @@ def _more_shards(s: Setup) -> list[Option]:
         s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
     )
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
-    return [(f"accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
+    engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
+    return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
 
 
 def _chunk(s: Setup) -> list[Option]:

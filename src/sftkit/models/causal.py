@@ -22,6 +22,26 @@ from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 
 
+def inputs_of(given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None) -> dict[str, Any]:
+    """Arguments of a decoder: what it is given, and where the documents of the batch are."""
+    return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+
+
+def decoded(
+    module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
+) -> Tensor:
+    """What a decoder makes of a batch, [B, C, H]; the other arguments as in kind.ModelKind.hidden_states.
+
+    Args:
+        module: the decoder, or one with some of its layers. inputs: what it is given beside the documents.
+    """
+    with dense_kernels() if backend == "sdpa" else nullcontext():
+        outputs = module(**inputs_of(inputs, batch, backend, context_group))
+    hidden = outputs.last_hidden_state
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
+
+
 class CausalLM:
     """Whatever `get_decoder` and `get_output_embeddings` of transformers take apart."""
 
@@ -80,17 +100,13 @@ class CausalLM:
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
         """Tokens and where their documents are."""
-        return {**batch.inputs, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+        return inputs_of(batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
         """The decoder's last hidden states; documents of a row do not see each other."""
-        with dense_kernels() if backend == "sdpa" else nullcontext():
-            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
-        hidden = outputs.last_hidden_state
-        assert isinstance(hidden, torch.Tensor)
-        return hidden
+        return decoded(decoder(orig_model), batch.inputs, batch, backend, context_group)
 
     def head(self, orig_model: PreTrainedModel) -> Head:
         """The output projection and the soft cap of its logits."""

@@ -119,11 +119,11 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name -> what is to be filled, a weight with several names under the first."""
+    """Name -> what is to be filled, a weight with several names under the first; not what is another rank's (on meta)."""
     seen: set[int] = set()
     found = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not tensor.is_meta:
             seen.add(id(tensor))
             found[name] = tensor
     return found

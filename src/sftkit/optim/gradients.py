@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,10 +15,15 @@ CHUNK = 1 << 16
 
 
 @torch.no_grad()
-def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Tensor:
+def squared_norm(
+    parameters: Iterable[torch.Tensor], world_size: int, copies: Mapping[int, int] | None = None
+) -> torch.Tensor:
     """This rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
 
     What several ranks hold, a replica or an unsharded weight, each counts for one part of that many.
+
+    Args:
+        copies: id of a parameter -> ranks that hold it; None: all of them.
 
     Returns:
         0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
@@ -28,7 +33,7 @@ def squared_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.T
     for p in parameters:
         device = p.device
         if p.grad is not None:
-            by_copies.setdefault(_copies(p, world_size), []).append(local(p.grad))
+            by_copies.setdefault(_copies(p, (copies or {}).get(id(p), world_size)), []).append(local(p.grad))
     if not by_copies:  # as ranks with gradients have it: they add up their shares
         return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()

@@ -1,4 +1,4 @@
-"""A model with its loss, compiled in place, becomes what the train step calls: replicas (DDP) or pieces (FSDP2)."""
+"""A model with its loss, compiled in place, becomes what the train step calls: replicas (DDP), pieces (FSDP2) or stages."""
 
 from __future__ import annotations
 
@@ -8,25 +8,34 @@ from typing import TypeVar
 
 import torch
 
-from sftkit.config.schema import ModelConfig
+from sftkit.config.schema import ModelConfig, TrainConfig
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
+from sftkit.parallel.pipeline import Pipelined, into_stages
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def distribute(model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime) -> torch.nn.Module:
+def distribute(
+    model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime, train: TrainConfig | None = None
+) -> torch.nn.Module:
     """Weights on the device, shared out as the launcher asks; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
+        train: of a pipeline: its layers and schedule; None: the defaults.
 
     Returns:
         what the train step calls; `model.orig_model` stays the same object.
     """
+    if rt.topology.stages > 1:
+        train = train or TrainConfig()
+        layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
+        return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
         return replicate(model, rt)
     empty = any(p.is_meta for p in model.parameters())
@@ -53,7 +62,10 @@ def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
 
 
 def gradient_sync(model: torch.nn.Module, sync: bool, rt: Runtime) -> AbstractContextManager[object]:
-    """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says."""
+    """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says. Of a pipeline
+    around all micro-batches of a step: whether they are exchanged."""
+    if isinstance(model, Pipelined):
+        return model.exchanging(sync)
     if rt.topology.sharded:
         set_gradient_sync(model, sync)
         return nullcontext()
@@ -61,5 +73,5 @@ def gradient_sync(model: torch.nn.Module, sync: bool, rt: Runtime) -> AbstractCo
 
 
 def gradient_scale(rt: Runtime) -> float:
-    """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, the sharded model adds up."""
-    return 1.0 if rt.topology.sharded else float(rt.world_size)
+    """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, shards and stages add up."""
+    return 1.0 if rt.topology.partial else float(rt.world_size)

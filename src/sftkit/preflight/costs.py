@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
-from sftkit.memory.estimate import GIB
+from sftkit.memory.estimate import GIB, Setup, estimates_of_places
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
 from sftkit.runtime.rundir import ARCHIVED, CONFIG, ENVIRONMENT, METRICS
 
@@ -205,8 +205,28 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
         "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
         "fits": fitting,
         "parts_gib": parts,
+        "stages": _stages(plan.setup),
         "remedies": [remedy.text for remedy in remedies(plan, cfg, layout)[:3]],
     }
+
+
+def _stages(setup: Setup) -> list[dict[str, Any]]:
+    """Of each process of a pipeline its layers, its share of the work of a learned token and its peak; empty without one."""
+    places = setup.topology.stages
+    if places == 1:
+        return []
+    m = setup.shape
+    layer, head = (m.parameters - m.ends) / m.blocks, m.vocab * m.hidden
+    whole, found = layer * m.blocks + head, estimates_of_places(setup)
+    layers = [sum(setup.stage_layers[place::places]) for place in range(places)]
+    return [
+        {
+            "layers": layers[place],
+            "flops_share": (layer * layers[place] + head * (place == places - 1)) / whole,
+            "estimated_gib": found[place].total / GIB,
+        }
+        for place in range(places)
+    ]
 
 
 def disk_facts(

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from sftkit.config.eval_tasks import METRICS, METRICS_IN_CHAT
-from sftkit.config.rules import Get, Problem
+from sftkit.config.rule import Get, Problem
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.load import read_command_line
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, TrainConfig, stages_of
 from sftkit.config.stages import SCRIPTS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
@@ -37,13 +37,21 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     flags, sys.argv[1:] = parser.parse_known_args()
     if flags.num_processes and not flags.config_file:
         parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
+
+    def launched(train: TrainConfig) -> Topology:
+        one = not flags.config_file
+        return Topology() if one else topology_of(flags.config_file, flags.num_processes, stages_of(train))
+
     try:
-        flags.topology = topology_of(flags.config_file, flags.num_processes) if flags.config_file else Topology()
+        launched(TrainConfig())
     except ConfigError as error:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    cfg = read_command_line(text, data_of(stage), flags.topology.row_ranks)  # what is left: recipe and key=value
+    cfg = read_command_line(
+        text, data_of(stage), lambda train: launched(train).row_ranks
+    )  # what is left: recipe, key=value
+    flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]
     return cfg, flags
 

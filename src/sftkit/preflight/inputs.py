@@ -15,7 +15,7 @@ from typing import Any
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.paths import did_you_mean
-from sftkit.config.rules import Get, Problem, Rule, Unusable
+from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
 from sftkit.data import conversation, hub, readers, rows
 from sftkit.data.origin import Origin, find_here

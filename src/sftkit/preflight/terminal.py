@@ -160,7 +160,11 @@ def memory_text(found: dict[str, Any]) -> str:
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
-    return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}"
+    stages = " + ".join(
+        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work, {preflight.size_text(stage['estimated_gib'])}"
+        for stage in memory["stages"]
+    )
+    return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
 
 
 def disk_text(found: dict[str, Any]) -> str:

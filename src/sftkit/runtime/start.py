@@ -7,10 +7,11 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,7 +27,7 @@ from accelerate.utils import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import RunConfig, TrainConfig
+from sftkit.config.schema import RunConfig, TrainConfig, stages_of
 from sftkit.config.terminal import Level, SayHandler, say
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
@@ -130,13 +131,19 @@ class Runtime:
 
     @property
     def data_world_size(self) -> int:
-        """Groups of ranks that hold different rows; fewer than ranks under tensor and context parallelism."""
-        return self.world_size // self.topology.parts
+        """Groups of ranks that hold different rows; fewer than ranks in a pipeline and under tensor and context
+        parallelism."""
+        return self.world_size // (self.topology.stages * self.topology.parts)
 
     @property
     def data_rank(self) -> int:
         """Which of these groups this rank belongs to."""
-        return self.rank // self.topology.parts
+        return self.rank // self.topology.parts % self.data_world_size
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of this rank's rows is computed here: not in a stage before the last."""
+        return self.rank >= self.world_size - self.world_size // self.topology.stages
 
     @property
     def device(self) -> torch.device:
@@ -167,6 +174,14 @@ class Runtime:
         box = [decide() if self.is_main else None]
         broadcast_object_list(box)
         return box[0]  # type: ignore[return-value]
+
+    def united(self, names: Sequence[str]) -> list[str]:
+        """The names of all ranks, each once, in the same order on every rank; every rank must ask."""
+        if self.topology.stages == 1:  # ranks have the same ones
+            return list(names)
+        found: list[Sequence[str]] = [()] * self.world_size
+        torch.distributed.all_gather_object(found, list(names))
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -228,7 +243,7 @@ def start(
     """
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
-    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages_of(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with=dashboard,

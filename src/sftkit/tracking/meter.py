@@ -99,7 +99,8 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
-        self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
+        if self._rt.has_loss:
+            self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
         self._pairs += self._layer_pairs(step_batches)
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0

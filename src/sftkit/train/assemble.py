@@ -117,9 +117,9 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """
     cfg, rt = run.cfg, run.rt
     check_options(cfg.compile)
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.sharded)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
-        named_parts(orig_model, cfg.compile, rt.topology.sharded)
+        named_parts(orig_model, cfg.compile, rt.topology.partial)
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)

@@ -27,6 +27,7 @@ from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import positions, vocab_size
 from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.tensor import whole_rows
 from sftkit.runtime.files import replace_text
 from sftkit.runtime.manifest import check_loadable
@@ -128,7 +129,13 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), sdpa_kernel(SDPBackend.MATH), whole_rows(orig_model):
+        with (
+            whole_weights(orig_model),
+            torch.no_grad(),
+            run_eagerly(),
+            sdpa_kernel(SDPBackend.MATH),
+            whole_rows(orig_model),
+        ):
             batch = torch.tensor([ids], device=orig_model.device)
             kind = kind_of(orig_model.config)
             made_up = kind.made_up_inputs(orig_model, 1, length)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # comes with accelerate
 import yaml
 
-from sftkit.config.schema import Positive, settings
+from sftkit.config.schema import Positive, TrainConfig, settings, stages_of
 from sftkit.launch.hardware import cpu_cores
 from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.runtime.signals import exit_on_signals
@@ -57,10 +57,11 @@ class Processes:
         keys = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
         return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
 
-    @property
-    def data_ranks(self) -> int:
-        """Groups of processes that train different rows: those of tensor and context parallelism share theirs."""
-        return max(1, self.count // (self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
+    def data_ranks(self, train: TrainConfig) -> int:
+        """Groups of processes that train different rows: those of tensor and context parallelism and the stages of a pipeline
+        share theirs."""
+        stages = stages_of(train) or self.count
+        return max(1, self.count // (stages * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
 
 
 def topologies() -> list[str]:

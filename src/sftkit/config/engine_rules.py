@@ -1,0 +1,101 @@
+"""What each engine asks of the other settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from sftkit.config.graph_passes import problems
+from sftkit.config.optimizers import DEFAULT
+from sftkit.config.rule import Get, Problem, Rule
+
+
+def _engine(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "reference":
+        return
+    if get("train.precision") != "fp32":
+        yield "train.engine", "reference computes in fp32: set train.precision=fp32"
+    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
+    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
+    for key, default in unused.items():
+        if (get(key) or None) != default:
+            yield key, "has no effect with train.engine reference, which is plain: leave it out"
+    if get("optim.name") not in ("auto", DEFAULT):
+        yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
+
+
+def _pipeline(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "pipeline":
+        for key, default in {
+            "train.pipeline_stages": None,
+            "train.pipeline_schedule": "1f1b",
+            "train.pipeline_layers": None,
+        }.items():
+            if get(key) != default:
+                yield key, f"only goes with train.engine pipeline, not {get('train.engine')}"
+        return
+    if get("data.layout") in ("bucketed", "dynamic"):
+        yield (
+            "train.engine",
+            f"pipeline sends hidden states of one shape from stage to stage, and rows of data.layout {get('data.layout')} have "
+            "several: take packed or fixed",
+        )
+    if get("train.fp8") is not None:
+        yield "train.fp8", "does not go with train.engine pipeline: its scales are not exchanged between stages"
+    if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
+        yield (
+            "train.engine",
+            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take compile.mode "
+            "default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
+        )
+
+
+def enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
+    """`world_size`: of processes with rows of their own; each takes a step in this many pieces of one size."""
+    stages, rows = get("train.pipeline_stages"), get("train.global_batch_size") // world_size
+    schedule = get("train.pipeline_schedule")
+    if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
+        return
+    most = get("train.micro_batch_size")
+    count = min(rows // size for size in range(1, min(most, rows) + 1) if rows % size == 0)
+    stages = stages or int(os.environ.get("WORLD_SIZE", "1"))
+    if schedule == "interleaved":
+        if count % max(1, count // stages):
+            yield (
+                "train.micro_batch_size",
+                f"{most} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
+                f"of one size for {stages} processes: choose it so that they are a multiple of {stages}",
+            )
+    elif count < stages:
+        yield (
+            "train.micro_batch_size",
+            f"{most} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "
+            f"needs {stages} or more: set {max(rows // stages, 1)} or less, or a larger train.global_batch_size",
+        )
+
+
+def _graph(get: Get) -> Iterator[Problem]:
+    passes = get("graph.passes")
+    yield from (("graph.passes", problem) for problem in problems(passes))
+    if get("train.engine") != "graph":
+        for key in ("graph.passes", "graph.dump"):
+            if get(key):
+                yield key, f"only goes with train.engine graph, not {get('train.engine')}"
+        return
+    if get("data.layout") == "dynamic":
+        yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
+    if get("attention.backend") == "flex":
+        yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
+    if get("model.gradient_checkpointing"):
+        yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
+    for key in ("graph.passes", "graph.dump"):
+        if get(key) and not get("compile.enabled"):
+            yield key, "only goes with compile.enabled true: without it no graph is captured"
+    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+        if get(key):
+            yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_engine, _pipeline, _graph)

@@ -1,0 +1,99 @@
+"""How many layers each stage of a pipeline has: as even as the work comes, with head and loss as part of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import TrainConfig
+from sftkit.errors import ConfigError
+from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"Architectures whose decoder is an embedding, layers that are alike, and a norm."
+WORTH_SAYING = 0.97
+"A split is named whose slowest stage takes less than this share of the slowest one's time."
+
+
+def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, places: int) -> tuple[int, ...]:
+    """Layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
+
+    Args:
+        places: ranks that the rows pass through.
+
+    Raises:
+        ConfigError: a model that has no stages, or layers that are not the model's.
+    """
+    count = len(decoder_blocks(orig_model))
+    per_place = 2 if train.pipeline_schedule == "interleaved" else 1
+    given = train.pipeline_layers
+    stages = len(given) if given and per_place > 1 else places * per_place
+    _check_model(orig_model, count, stages)
+    if given is None:
+        found = count_parameters(orig_model)
+        return balanced(count, found.body / count, found.head, stages)
+    if sum(given) != count or len(given) != stages or len(given) % places:
+        several = f"{2 * places} (or another multiple of {places})" if per_place > 1 else f"{places}"
+        raise ConfigError(
+            f"train.pipeline_layers={list(given)}: must be {several} numbers that add up to the {count} layers of the model"
+        )
+    return given
+
+
+def _check_model(orig_model: PreTrainedModel, count: int, stages: int) -> None:
+    config = orig_model.config.get_text_config()
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, {', '.join(MODEL_TYPES)} can: take "
+            "train.engine=blocks with accelerate_configs/fsdp2.yaml"
+        )
+    if len(attention_windows(orig_model) or ()) != 1:
+        raise ConfigError(
+            "train.engine=pipeline: some layers of this model have a sliding window and some have none, and transformers "
+            "counts layers from the first one it has: take train.engine=blocks"
+        )
+    if stages > count:
+        raise ConfigError(
+            f"train.engine=pipeline: {stages} stages for the {count} layers of the model: lower train.pipeline_stages, or take "
+            "train.pipeline_schedule=1f1b, which has one for each process"
+        )
+
+
+def balanced(count: int, layer: float, head: float, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, one or more, so that the slowest takes least.
+
+    Args:
+        layer, head: what a layer takes, and what the last stage takes beside its layers.
+    """
+    costs = [layer] * (stages - 1) + [layer + head]
+    layers = [1] * stages
+    for _ in range(count - stages):
+        lightest = min(range(stages), key=lambda stage: costs[stage])
+        costs[lightest] += layer
+        layers[lightest] += 1
+    return tuple(layers)
+
+
+def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, places: int) -> str:
+    """A line about what each stage took for a micro-batch, forward and backward, and about a better split if there is one.
+
+    Args:
+        seconds: of each stage.
+    """
+    *others, last = seconds
+    layer = sum(others) / sum(layers[:-1])
+    head = max(last - layer * layers[-1], 0.0)
+    slowest = max(sum(seconds[place::places]) for place in range(places))
+    idle = 1.0 - micro_batches * sum(seconds) / places / (
+        slowest * (micro_batches + (places - 1) * places / len(layers))
+    )
+    line = (
+        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them in a step a "
+        f"process waits {idle:.0%} of it"
+    )
+    better = balanced(sum(layers), layer, head, len(layers))
+    costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
+    if max(sum(costs[place::places]) for place in range(places)) < WORTH_SAYING * slowest:
+        line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
+    return line

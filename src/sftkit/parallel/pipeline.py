@@ -1,0 +1,226 @@
+"""Micro-batches through the stages of a model, in the order of a schedule of torch.distributed.pipelining.
+
+Torch's stages and schedules send hidden states and their gradients, and say when which micro-batch is forward or backward. What
+they would do to a batch, to the loss and to gradients is ours: a stage takes each micro-batch whole, the loss is a sum over the
+divisor of the global batch, bf16 gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import ModelConfig
+from sftkit.data.collate import Batch
+from sftkit.models.structure import embedding_of
+from sftkit.models.weights import load_model_weights
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.sums import LOSS, Totals
+from sftkit.ops.dtensor import local
+from sftkit.parallel.stages import Stage, Stages, cut_layers, fill_with_memory, shard_stage
+from sftkit.runtime.progress import working
+from sftkit.runtime.start import Runtime
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+TIMES = 3
+FEW = 3
+"Micro-batches from which bf16 gradients add up in fp32: two of them make one rounding, with or without."
+
+
+class Pipelined(torch.nn.Module):
+    """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
+
+    def __init__(self, model: ModelWithLoss, layout: Stages, stages: list[Stage], schedule: str) -> None:
+        """`stages`: of this rank, where they are sharded at all sharded."""
+        super().__init__()
+        self.model, self.layout, self.stages = model, layout, stages
+        self.exchanges = True
+        "whether gradients are added up over ranks that hold the same layers"
+        self._schedule = schedule
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._ends = _ends_group(layout)
+        self._sums: dict[torch.nn.Parameter, Tensor] = {}
+        self._sums_up = False
+        for p in self.held():
+            if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor):
+                p.register_post_accumulate_grad_hook(self._take)
+
+    def held(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters that this rank has."""
+        return (p for p in self.model.orig_model.parameters() if not p.is_meta)
+
+    def copies(self) -> dict[int, int]:
+        """id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
+        alike, holders = self.layout.mesh.size(1), self.layout.holders
+        return {id(p): alike * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
+
+    def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
+        """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of each to
+        `totals`, in the last stage. No host sync.
+
+        Returns:
+            the minimised sum of each micro-batch, 1-d, on the device; zeros but in the last stage
+        """
+        batches, count = list(micro_batches), len(micro_batches)
+        schedule = self._schedule_of(batches[0], count)
+        for stage in self.stages:
+            stage.begin(batches, 1.0 / max(divisor, 1))
+        self._sums_up = count >= FEW
+        given = [torch.zeros(count)] if self.stages[0].first else []
+        target = torch.zeros(count) if self.stages[-1].last else None
+        try:
+            schedule.step(*given, target=target)
+        except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
+            raise error.__cause__ or error from None
+        self._exchange()
+        found = self.stages[-1].totals
+        for each in found:
+            totals.add_(each)
+        return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
+
+    def seconds(self, batch: Batch, divisor: int) -> list[float]:
+        """What each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
+        times, on every rank; every rank calls it. Gradients are dropped."""
+        found = torch.zeros(len(self.layout.layers), dtype=torch.float64, device=next(self.held()).device)
+        weight = embedding_of(self.model.orig_model)
+        for stage in self.stages:
+            given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=found.device)
+            best = float("inf")
+            for _ in range(TIMES):
+                stage.begin([batch], 1.0 / max(divisor, 1))
+                _wait_for(found.device)
+                started = time.perf_counter()
+                out = stage(given.detach().requires_grad_())
+                out.backward(torch.ones_like(out))
+                _wait_for(found.device)
+                best = min(best, time.perf_counter() - started)
+                self.model.zero_grad(set_to_none=True)
+            found[stage.number] = best
+        dist.all_reduce(found, group=self.layout.group)
+        return found.tolist()
+
+    @contextmanager
+    def exchanging(self, exchanges: bool) -> Iterator[None]:
+        """Inside, ranks that hold the same layers add their gradients up, or keep them to themselves."""
+        before, self.exchanges = self.exchanges, exchanges
+        try:
+            yield
+        finally:
+            self.exchanges = before
+
+    def _schedule_of(self, batch: Batch, count: int) -> Any:
+        """torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
+        key = (*batch.shape, count)
+        if key not in self._schedules:
+            stages = [self._torch_stage(stage, batch) for stage in self.stages]
+            what = stages if self._schedule == "interleaved" else stages[0]
+            made = SCHEDULES[self._schedule](what, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _torch_stage(self, stage: Stage, batch: Batch) -> PipelineStage:
+        weight, device = embedding_of(self.model.orig_model), next(self.held()).device
+        hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device, requires_grad=True)
+        loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), device=device, requires_grad=True)
+        return PipelineStage(
+            stage,
+            stage.number,
+            len(self.layout.layers),
+            device,
+            input_args=torch.empty(1) if stage.first else hidden,
+            output_args=loss if stage.last else hidden,
+            group=self.layout.group,
+        )
+
+    def _take(self, p: torch.nn.Parameter) -> None:
+        """Move the gradient of a micro-batch into the fp32 sum."""
+        if not self._sums_up:
+            return
+        assert p.grad is not None
+        if p in self._sums:
+            self._sums[p].add_(p.grad)
+        else:
+            self._sums[p] = p.grad.float()
+        p.grad = None
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Add up what several ranks hold: the tied weight over both ends, all over ranks with the same layers."""
+        self._sums_up = False
+        for name, p in self.model.orig_model.named_parameters():
+            if p.is_meta or not p.requires_grad:
+                continue
+            total = self._sums.pop(p, p.grad)
+            assert total is not None, f"{name} has no gradient"
+            if len(self.layout.holders[name]) > 1:
+                dist.all_reduce(local(total), group=self._ends)
+            if self.exchanges and self.layout.mesh.size(1) > 1 and not isinstance(p, DTensor):
+                dist.all_reduce(total, group=self.layout.mesh.get_group("alike"))
+            p.grad = total.to(p.dtype)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ends_group(stages: Stages) -> dist.ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
+    found = None
+    for ranks in stages.mesh.mesh.T.tolist():
+        group = dist.new_group([ranks[0], ranks[-1]])
+        if dist.get_rank() in (ranks[0], ranks[-1]):
+            found = group
+    return found
+
+
+def _shards(rt: Runtime) -> DeviceMesh:
+    """What the weights of a stage are cut over; every rank calls it."""
+    t = rt.topology
+    whole = init_device_mesh(
+        rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=("stages", "replicas", "shards")
+    )
+    return whole["shards"] if t.replicas == 1 else whole["replicas", "shards"]
+
+
+def into_stages(
+    model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
+) -> Pipelined:
+    """The model in place cut into stages, each on its rank; every rank calls it.
+
+    Args:
+        source: where the weights of an empty model come from (models.load).
+        layers: of each stage (balance.layers_of_stages).
+    """
+    orig_model = model.orig_model
+    assert isinstance(orig_model, PreTrainedModel)
+    empty = any(p.is_meta for p in orig_model.parameters())
+    layout = cut_layers(orig_model, layers, rt.topology, rt.device)
+    stages = [Stage(model, layers, number) for number in layout.own]
+    if rt.topology.sharded:
+        mesh = _shards(rt)
+        for stage in stages:
+            shard_stage(stage, mesh, rt.precision)
+            if empty:
+                fill_with_memory(stage, rt.device)
+        orig_model.tie_weights()
+    if empty:
+        assert source is not None
+        with working(f"reading the weights of {source.path}"):
+            load_model_weights(orig_model, source)
+    rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
+    return Pipelined(model, layout, stages, schedule)

@@ -1,0 +1,100 @@
+"""What processes of a group do together, on two processes of this machine's CPU: `python -m sftkit.launch --demo`.
+
+Each step is a call of torch.distributed on a tensor of four numbers, other ones on each process. What a rank has after it is
+gathered and printed by rank 0, beside what training uses the call for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from sftkit.config.terminal import say
+
+# torch 2.13 renames both; 2.11 knows the second names only.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Every rank has the sum."""
+    dist.all_reduce(own)
+    return own
+
+
+def all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Every rank has the pieces of all."""
+    whole = torch.empty(dist.get_world_size() * len(own))
+    _gather(whole, own)
+    return whole
+
+
+def reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Every rank has its piece of the sum."""
+    piece = torch.empty(len(own) // dist.get_world_size())
+    _scatter(piece, own)
+    return piece
+
+
+def broadcast(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Every rank has what rank 0 had."""
+    dist.broadcast(own, src=0)
+    return own
+
+
+def send(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Rank 1 has what rank 0 has sent."""
+    if rank == 0:
+        dist.send(own, dst=1)
+    if rank == 1:
+        dist.recv(own, src=0)
+    return own
+
+
+STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] = (
+    ("all_reduce", all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
+    ("all_gather", all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
+    ("reduce_scatter", reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its piece"),
+    ("broadcast", broadcast, "what the main rank decides; weights of other stages for an evaluation"),
+    ("send, recv", send, "pp.yaml: hidden states to the next stage, their gradients back"),
+)
+
+
+def numbers(rank: int) -> torch.Tensor:
+    """What a rank begins with: fp32 [4]."""
+    return torch.arange(4.0) + 10 * rank
+
+
+def main() -> int:
+    """Join the group, take the steps, leave it."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def tell(text: str) -> None:
+        if rank == 0:
+            say(text)
+
+    tell(f"init_process_group: {ranks} processes, each knows its rank and how many there are")
+    tell(_row("", "", [f"rank {each}" for each in range(ranks)]))
+    tell(_row("before", "", _of_all(numbers(rank))))
+    for name, do, used in STEPS:
+        tell(_row(name, used, _of_all(do(numbers(rank), rank))))
+    dist.destroy_process_group()
+    return 0
+
+
+def _of_all(value: torch.Tensor) -> list[str]:
+    """What each rank has, as text, on every rank."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, " ".join(f"{number:g}" for number in value.tolist()))
+    return found
+
+
+def _row(name: str, used: str, values: list[str]) -> str:
+    return f"{name:<16}{''.join(f'{value:<28}' for value in values)}{used}".rstrip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

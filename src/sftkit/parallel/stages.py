@@ -1,0 +1,210 @@
+"""A model cut between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta device.
+
+The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's. Embedding
+and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that is embedding and
+head at once is on both, and the gradients of the two are added up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.config.topology import Topology
+from sftkit.data.collate import Batch
+from sftkit.models.causal import decoded
+from sftkit.models.stages import Stages, stages_of
+from sftkit.models.structure import decoder, decoder_blocks, embedding_module, head
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.sums import Totals
+
+
+def cut_layers(
+    orig_model: PreTrainedModel, layers: tuple[int, ...], topology: Topology, device: torch.device
+) -> Stages:
+    """Leave this rank the weights of its stages, on the device; every rank calls it.
+
+    Weights that were on the meta device get memory, but those that will be sharded; those of other stages lose it.
+    """
+    sizes = (topology.stages, topology.stage_ranks)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
+    later = topology.sharded  # what has no memory gets it in pieces
+    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages))
+    orig_model._stages = stages  # type: ignore[assignment]
+    names = {id(p): name for name, p in orig_model.named_parameters()}
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in orig_model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in made:
+                    made[id(p)] = _placed(p, stages.holds(names[id(p)]), device, later)
+                module._parameters[name] = made[id(p)]
+    return stages
+
+
+def _placed(p: torch.nn.Parameter, held: bool, device: torch.device, later: bool) -> torch.nn.Parameter:
+    if not held:
+        return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+    if later and p.is_meta:
+        return p
+    value = torch.empty_like(p, device=device) if p.is_meta else p.data.to(device)
+    return torch.nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], places: int) -> dict[str, tuple[int, ...]]:
+    of_layer = [stage % places for stage, count in enumerate(layers) for _ in range(count)]
+    last = places - 1
+    at: dict[int, tuple[int, ...]] = {}
+    for place, block in zip(of_layer, decoder_blocks(orig_model), strict=True):
+        at |= {id(p): (place,) for p in block.parameters()}
+    tied = {id(p) for p in head(orig_model).parameters()}
+    for p in embedding_module(orig_model).parameters():
+        at[id(p)] = (0, last) if id(p) in tied else (0,)
+    return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
+
+
+@contextmanager
+def whole_weights(orig_model: torch.nn.Module) -> Iterator[None]:
+    """Inside, this rank has the weights of all stages, gathered once, without gradients but for its own: for evaluation,
+    generation and checks. Every rank enters it. Nothing for a model that is no pipeline's."""
+    stages = stages_of(orig_model)
+    if stages is None or stages.whole:
+        yield
+        return
+    gathered = {id(p): _gathered(p, name, stages) for name, p in orig_model.named_parameters()}
+    given = [
+        (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
+    ]
+    sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    stages.whole = True
+    try:
+        for module, name, p in given:
+            module._parameters[name] = gathered[id(p)]
+        for module in sharded:  # nothing is left for FSDP to gather
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        stages.whole = False
+        for module, name, p in given:
+            module._parameters[name] = p
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _gathered(p: torch.nn.Parameter, name: str, stages: Stages) -> torch.nn.Parameter:
+    """A parameter, whole: this rank's own where it is, else a copy; every rank calls it."""
+    if isinstance(p, DTensor):
+        value = p.full_tensor().detach()
+    else:
+        value = torch.empty_like(p, device=stages.mesh.device_type) if p.is_meta else p.detach()
+    dist.broadcast(value, src=dist.get_global_rank(stages.group, stages.holders[name][0]), group=stages.group)
+    if not p.is_meta and not isinstance(p, DTensor):
+        return p
+    return torch.nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+class Stage(torch.nn.Module):
+    """Consecutive layers of a model as what a schedule calls, with one micro-batch after the other.
+
+    Between stages only hidden states travel; what else a micro-batch has, each stage takes from its own copy of it.
+    """
+
+    def __init__(self, model: ModelWithLoss, layers: tuple[int, ...], number: int) -> None:
+        """`layers`: of every stage. `number`: of this one."""
+        super().__init__()
+        orig_model = model.orig_model
+        self.number, self.first, self.last = number, number == 0, number == len(layers) - 1
+        self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], self.last)
+        self.head = head(orig_model) if self.last else None
+        tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
+        self.tied = embedding_module(orig_model) if tied and not self.first else None
+        "what has the head's weight too, so that sharding finds it"
+        self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
+        self._batches: list[Batch] = []
+        self._scale = 1.0
+        self.totals: list[Totals] = []
+        "of each micro-batch, in the last stage"
+
+    def blocks(self) -> Iterator[torch.nn.Module]:
+        """Its layers."""
+        layers = self.decoder.layers
+        assert isinstance(layers, torch.nn.ModuleList)
+        return iter(layers)
+
+    def begin(self, batches: list[Batch], scale: float) -> None:
+        """Take the micro-batches of a step; the loss is multiplied by `scale`."""
+        self._batches, self._scale, self.totals = batches[::-1], scale, []
+
+    def forward(self, given: Tensor) -> Tensor:
+        """The next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
+
+        Args:
+            given: hidden states of the stage before; the first stage is given nothing that it reads.
+        """
+        (model,) = self._of
+        batch = self._batches.pop()
+        inputs = dict(batch.inputs)
+        if not self.first:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = given
+        hidden = decoded(self.decoder, inputs, batch, model.backend)
+        if not self.last:
+            return hidden.contiguous()  # what is sent, and what torch 2.11 asks for
+        sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
+        self.totals.append(Totals.of(sums))
+        return torch.stack([sums.loss * self._scale])
+
+
+def _part(whole: torch.nn.Module, first: int, count: int, last: bool) -> torch.nn.Module:
+    """A decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
+    part = copy.copy(whole)
+    part._modules = dict(whole._modules)
+    layers = whole.layers
+    assert isinstance(layers, torch.nn.ModuleList)
+    part.layers = layers[first : first + count]
+    if first:
+        del part._modules[next(name for name, child in whole.named_children() if isinstance(child, torch.nn.Embedding))]
+    if not last:
+        part.norm = torch.nn.Identity()
+    return part
+
+
+def shard_stage(stage: Stage, mesh: DeviceMesh, precision: str) -> None:
+    """Cut the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients exchanged once,
+    summed in fp32, as torch's schedules do it.
+
+    Args:
+        mesh: [shards] or [replicas, shards].
+        precision: of the weights.
+    """
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False
+    )
+    for block in stage.blocks():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for piece in stage.modules():
+        if isinstance(piece, FSDPModule):
+            piece.set_gradient_divide_factor(1.0)
+            piece.set_force_sum_reduction_for_comms(True)
+
+
+def fill_with_memory(stage: Stage, device: torch.device) -> None:
+    """Memory for pieces of weights that are on the meta device; buffers stay as they are."""
+    buffers = {id(module): dict(module._buffers) for module in stage.modules()}
+    stage.to_empty(device=device)
+    for module in stage.modules():
+        module._buffers.update(buffers[id(module)])

@@ -1,0 +1,116 @@
+"""How layers are spread over stages, what that takes, and what cannot be spread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
+
+from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+from sftkit.memory.estimate import Setup, estimate, estimates_of_places, held_bytes, shape_of, shape_of_place
+from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
+
+
+@pytest.mark.parametrize(
+    ("count", "head", "stages", "layers"),
+    [
+        (8, 0.0, 2, (4, 4)),
+        (28, 9.9, 2, (19, 9)),  # Qwen3 0.6B: the head is worth ten layers
+        (28, 9.9, 4, (9, 9, 9, 1)),
+        (32, 2.4, 4, (9, 9, 8, 6)),
+        (4, 100.0, 4, (1, 1, 1, 1)),
+    ],
+)
+def test_the_slowest_stage_takes_least(count: int, head: float, stages: int, layers: tuple[int, ...]) -> None:
+    found = balanced(count, 1.0, head, stages)
+    assert found == layers
+    assert sum(found) == count
+
+    def slowest(split: tuple[int, ...]) -> float:
+        return max(*split[:-1], split[-1] + head)
+
+    for i in range(stages):
+        for j in range(stages):
+            if i != j and found[i] > 1:
+                other = tuple(n - (k == i) + (k == j) for k, n in enumerate(found))
+                assert slowest(other) >= slowest(found)
+
+
+def test_measured_seconds_name_a_more_even_split() -> None:
+    line = describe_seconds((14, 14), (0.14, 0.24), 8, 2)
+    assert line.startswith(
+        "stages take 0.14 + 0.24 s a micro-batch: with 8 of them in a step a process waits 30% of it"
+    )
+    assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
+    assert "more even" not in describe_seconds((19, 9), (0.19, 0.19), 8, 2)
+    assert "waits 11% of it" in describe_seconds((19, 9), (0.19, 0.19), 8, 2)  # 1 of 9
+    assert "waits 6% of it" in describe_seconds((7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1), 8, 2)  # interleaved: half of it
+
+
+def pipeline(**train: Any) -> TrainConfig:
+    return TrainConfig(engine="pipeline", **train)
+
+
+def test_layers_are_the_recipes_or_follow_from_the_work() -> None:
+    deep = tiny_llama(layers=6)
+    assert sum(layers_of_stages(deep, pipeline(), 2)) == 6
+    assert layers_of_stages(deep, pipeline(pipeline_layers=(4, 2)), 2) == (4, 2)
+    assert len(layers_of_stages(deep, pipeline(pipeline_schedule="interleaved"), 2)) == 4
+    three_each = pipeline(pipeline_schedule="interleaved", pipeline_layers=(1, 1, 1, 1, 1, 1))
+    assert layers_of_stages(deep, three_each, 2) == (1,) * 6
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (pipeline(pipeline_layers=(3, 2)), r"pipeline_layers=\[3, 2\]: must be 2 numbers that add up to the 6 layers"),
+        (pipeline(pipeline_layers=(2, 2, 2)), r"must be 2 numbers"),
+        (
+            pipeline(pipeline_layers=(2, 2, 2), pipeline_schedule="interleaved"),
+            r"must be 4 \(or another multiple of 2\) numbers",
+        ),
+    ],
+)
+def test_layers_that_are_not_the_models_are_refused(train: TrainConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layers_of_stages(tiny_llama(layers=6), train, 2)
+
+
+def test_models_that_have_no_such_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 stages for the 2 layers of the model: lower"):
+        layers_of_stages(tiny_llama(), pipeline(), 4)
+    with pytest.raises(ConfigError, match="some layers of this model have a sliding window and some have none"):
+        layers_of_stages(tiny_qwen3_with_windows(), pipeline(), 2)
+
+
+def setup(**changes: Any) -> Setup:
+    lengths = make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 8).lengths
+    layout = replace(make_layout_of("packed", lengths), global_batch_size=16, micro_batch_size=2)
+    shape = shape_of(tiny_llama(layers=6))
+    assert shape is not None
+    return replace(
+        Setup(shape, layout, "adamw", "bf16", 64, 1.0, True, False, topology=Topology(stages=2), stage_layers=(4, 2)),
+        **changes,
+    )
+
+
+def test_the_memory_of_a_step_is_that_of_the_process_that_takes_most() -> None:
+    s = setup()
+    first, last = estimates_of_places(s)
+    assert estimate(s) == max(first, last, key=lambda place: place.total)
+    shapes = [shape_of_place(s, place) for place in (0, 1)]
+    assert sum(shape.parameters for shape in shapes) == s.shape.parameters
+    assert [shape.blocks for shape in shapes] == [4, 2]
+    whole = replace(s, topology=Topology())
+    assert max(first.optimizer, last.optimizer) < estimate(whole).optimizer
+    assert held_bytes(s) < held_bytes(whole)
+
+
+def test_gpipe_holds_the_activations_of_all_micro_batches() -> None:
+    large = replace(setup().shape, hidden=512, inner=2048, query=512, key=512)
+    one = {name: estimate(setup(shape=large, schedule=name)).activations for name in ("1f1b", "gpipe")}
+    assert one["gpipe"] > 2 * one["1f1b"]
