@@ -22,7 +22,7 @@ $(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error
 $(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate explain lab
+.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate explain lab toolkit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -91,3 +91,6 @@ explain: install ## what the compiler makes of a model: make explain RECIPE=... 
 
 lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
 	$(PY) benchmarks/lab.py $(ARGS)
+
+toolkit: install ## the graph engine with each set of passes at debug size, on two processes of this CPU
+	$(PY) -m sftkit.experiments.bench benchmarks/graph_engine/plan.yaml $(ARGS)

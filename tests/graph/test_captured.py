@@ -124,6 +124,7 @@ def test_arguments_that_this_torch_lacks_are_left_out() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_budget_of_activations_keeps_less_for_the_backward_pass_and_computes_the_same() -> None:
     model = ModelWithLoss(MODELS["llama"](), "reference", NextToken(LossConfig()))
     kept = {}

@@ -13,14 +13,16 @@ import pytest
 import torch
 from graph_worker import MODELS, config, train
 from helpers import cpu_runtime, torchrun
+from transformers import T5Config
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.engine import check_topology
+from sftkit.graph.place import check_possible
 
 BLOCKS = "reshard_after_forward,block_bucketing"
-TWO = (f"llama; graph; {BLOCKS}", "qwen3; graph")
+TWO = (f"llama; graph; {BLOCKS}",)
 SLOW_TWO = (
+    "qwen3; graph",
     "llama; eager",
     "qwen3; eager",
     f"deep llama; graph; {BLOCKS}",
@@ -73,6 +75,7 @@ def check_proved(found: dict[str, Any]) -> None:
     assert found["metrics"]["compile/recompiles"] == found["metrics"]["compile/fallbacks"] == 0
 
 
+@pytest.mark.slow
 def test_one_process_by_its_graph_computes_what_it_does_eagerly() -> None:
     found = train(cpu_runtime(), "llama", config("graph"))
     same(found, alone("llama"))
@@ -104,7 +107,9 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     same(found, alone(model))
     check_proved(found)
     assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
-    assert collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
+    summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
+    assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
+    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
 
 
 def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -113,14 +118,18 @@ def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[s
 
 
 def test_passes_change_how_often_ranks_exchange_as_they_say() -> None:
-    of_blocks, plain = (collectives(case, ranks(2, *TWO)) for case in TWO)
+    of_blocks = collectives(*TWO, ranks(2, *TWO))
     # Of a block 9 weights, norms among them, and at the ends the embedding, and the final norm with the head.
     assert of_blocks["joint captured"] == {"all-gather": 12, "reduce-scatter": 12}
     assert of_blocks["forward split"] == {"all-gather": 12}
     assert of_blocks["forward block_bucketing"] == {"all-gather": 3}
     assert of_blocks["backward split"] == {"reduce-scatter": 12, "all-gather": 10}  # not the embedding, not the head
     assert of_blocks["backward block_bucketing"] == {"all-gather": 2, "reduce-scatter": 3}
-    assert plain["backward split"].keys() == {"reduce-scatter"}, "without resharding nothing is gathered again"
+
+
+@pytest.mark.slow
+def test_without_resharding_nothing_is_gathered_again() -> None:
+    assert collectives("qwen3; graph", ranks(2, *SLOW_TWO))["backward split"].keys() == {"reduce-scatter"}
 
 
 @pytest.mark.slow
@@ -150,4 +159,11 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
 def test_processes_that_it_has_no_sharding_for_are_refused(topology: Topology, message: str) -> None:
     rt: Any = SimpleNamespace(topology=topology, world_size=2)
     with pytest.raises(ConfigError, match=message):
-        check_topology(rt)
+        check_possible(rt, MODELS["llama"]())
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    rt: Any = SimpleNamespace(topology=Topology(), world_size=1)
+    t5: Any = SimpleNamespace(config=T5Config())
+    with pytest.raises(ConfigError, match=r"decoders alone, and t5 has an encoder: set train\.engine=blocks"):
+        check_possible(rt, t5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
 ENV = {
     **os.environ,
     "ACCELERATE_USE_CPU": "true",
@@ -97,7 +98,6 @@ def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> Non
         assert torch.allclose(a, b, atol=1e-4), name
 
 
-@pytest.mark.slow
 def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(base: Path) -> None:
     settings = (f"model.path={base}/base", *OF_SFT)
     run(base, "chat_sft.py", "sft", "sft", *settings, ranks=2)

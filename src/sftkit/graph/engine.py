@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +30,8 @@ from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
 from sftkit.graph.graphs import Counts
-from sftkit.graph.passes import Stage
-from sftkit.graph.place import place
+from sftkit.graph.passes import dump
+from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
@@ -41,10 +41,8 @@ from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
-from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import graph_file
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
@@ -74,7 +72,7 @@ def build(
     Raises:
         ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
     """
-    check_topology(rt)
+    check_possible(rt, orig_model)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         choice = choose_backend(cfg, orig_model, layout, rt)
         if choice.backend == "flex":
@@ -99,37 +97,6 @@ def _planned(cfg: Config) -> Config:
     if kept is None and cfg.train.memory == "speed" and "full_inductor" not in cfg.graph.passes:
         kept = 1.0
     return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
-
-
-def check_topology(rt: Runtime) -> None:
-    """Refuse processes that the engine has no sharding for.
-
-    Raises:
-        ConfigError: replicas of whole models, tensor or context parallelism.
-    """
-    topology = rt.topology
-    if rt.world_size > 1 and not topology.sharded:
-        raise ConfigError(
-            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
-            "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
-        )
-    if topology.parts > 1:
-        raise ConfigError(
-            f"train.engine=graph has no tensor or context parallelism yet ({topology.describe()}): set tp_size and cp_size "
-            "to 1, or train.engine=blocks"
-        )
-
-
-def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:
-    """Write the graphs of every shape as text; a full disk costs the files, not the run."""
-    try:
-        for (rows, row_length), each in stages.items():
-            for number, stage in enumerate(each):
-                path = graph_file(run_dir, rows, row_length, number, stage.graph, stage.after)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                replace_text(path, f"# {stage.counts}\n{stage.text}\n")
-    except OSError as error:
-        log.warning("the graphs of graph.dump cannot be written: %s", error)
 
 
 class GraphEngine:

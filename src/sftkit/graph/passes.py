@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -12,6 +14,10 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of
+from sftkit.runtime.files import replace_text
+from sftkit.runtime.rundir import graph_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,3 +81,15 @@ class Passes:
 def _function(spec: Pass) -> Any:
     module, _, name = spec.fn.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:
+    """Write the graphs of every shape as text; a full disk costs the files, not the run."""
+    try:
+        for (rows, row_length), each in stages.items():
+            for number, stage in enumerate(each):
+                path = graph_file(run_dir, rows, row_length, number, stage.graph, stage.after)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, f"# {stage.counts}\n{stage.text}\n")
+    except OSError as error:
+        log.warning("the graphs of graph.dump cannot be written: %s", error)

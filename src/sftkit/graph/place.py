@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from sftkit.config.schema import ModelConfig
+from sftkit.errors import ConfigError
 from sftkit.graph.sharding import shard
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import make_meshes
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
+
+
+def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
+    """Refuse processes that the engine has no sharding for, and models that it was not made for.
+
+    Raises:
+        ConfigError: replicas of whole models, tensor or context parallelism, a model with an encoder.
+    """
+    if orig_model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
+            "train.engine=blocks"
+        )
+    topology = rt.topology
+    if rt.world_size > 1 and not topology.sharded:
+        raise ConfigError(
+            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
+            "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
+        )
+    if topology.parts > 1:
+        raise ConfigError(
+            f"train.engine=graph has no tensor or context parallelism yet ({topology.describe()}): set tp_size and cp_size "
+            "to 1, or train.engine=blocks"
+        )
 
 
 def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:

@@ -36,9 +36,31 @@ class Gather:
 
     def __call__(self, param: DTensor) -> Tensor:
         """The whole weight: a plain tensor, whose gradient is the sum over all ranks."""
-        everywhere = [Replicate()] * param.device_mesh.ndim
-        whole = param.redistribute(placements=everywhere, backward_dtype=self.reduce_dtype)
-        return whole.to_local(grad_placements=[Partial()] * param.device_mesh.ndim)
+        mesh = param.device_mesh
+        if mesh.ndim > 1:
+            return _GatheredOfCopies.apply(param, self.reduce_dtype)  # type: ignore[no-any-return]
+        whole = param.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)
+        return whole.to_local(grad_placements=[Partial()])
+
+
+class _GatheredOfCopies(torch.autograd.Function):
+    """The same of a weight that is cut over the last dimension of a mesh and copied over the others. Its gradient is scattered
+    first, and only pieces are summed over the copies; `redistribute` alone sums whole gradients over the copies first."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.mesh, ctx.placements = param.device_mesh, param.placements
+        ctx.dtype, ctx.reduce_dtype = param.dtype, reduce_dtype
+        return param.redistribute(placements=[Replicate()] * ctx.mesh.ndim).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        *copies, shards = ctx.placements
+        gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
+        parts = [Partial() for _ in copies]
+        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, Partial()], run_check=False)
+        summed = summed.redistribute(placements=[*parts, shards]).redistribute(placements=ctx.placements)
+        return summed.to(ctx.dtype), None
 
 
 def shard(model: ModelWithLoss, mesh: DeviceMesh, precision: str) -> None:

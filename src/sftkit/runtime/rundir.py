@@ -45,7 +45,7 @@ COMPILE = "compile"
 COMPILE_SUMMARY = "summary.md"
 "In COMPILE, SUMMARY for reading."
 GRAPHS = "graphs"
-"Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/engine.py."
+"Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that made room for another of its name, before a number: runtime/files.py."
 
