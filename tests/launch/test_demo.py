@@ -1,4 +1,4 @@
-"""The process group primer prints what the page shows."""
+"""The primer of process groups prints what the page shows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import os
 import subprocess
 import sys
 
+import preloaded
+import pytest
 from helpers import ROOT
 
+ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+SHOWN = (ROOT / "docs" / "distributed.md").read_text().partition("sftkit.launch --demo\n")[2].partition("```")[0]
 
-def test_the_demo_prints_what_the_page_shows() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    words = [sys.executable, "-m", "sftkit.launch", "--demo"]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    assert page.partition("sftkit.launch --demo\n")[2].partition("```")[0] == done.stdout
+    assert done.stdout == SHOWN
     assert done.stderr == ""
+
+
+def test_two_processes_print_what_the_page_shows() -> None:
+    check(preloaded.run(["-m", "sftkit.parallel.primer"], 2, ENV))
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_them() -> None:
+    words = [sys.executable, "-m", "sftkit.launch", "--demo"]
+    check(subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200))

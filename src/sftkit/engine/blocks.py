@@ -190,7 +190,7 @@ class Blocks:
         with torch.random.fork_rng(devices=devices):
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
         places = self._rt.topology.stages
-        return describe_seconds(pipelined.layout.layers, seconds, self._layout.accumulation, places)
+        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, places)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """What the warm-up built, for the console."""

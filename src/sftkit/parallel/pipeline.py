@@ -37,6 +37,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "interleaved": ScheduleInterleaved1F1B,
 }
 TIMES = 3
+"Passes of which the fastest is what a stage takes."
 FEW = 3
 "Micro-batches from which bf16 gradients add up in fp32: two of them make one rounding, with or without."
 
@@ -44,15 +45,15 @@ FEW = 3
 class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
-    def __init__(self, model: ModelWithLoss, layout: Stages, stages: list[Stage], schedule: str) -> None:
+    def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[Stage], schedule: str) -> None:
         """`stages`: of this rank, where they are sharded at all sharded."""
         super().__init__()
-        self.model, self.layout, self.stages = model, layout, stages
+        self.model, self.placement, self.stages = model, placement, stages
         self.exchanges = True
         "whether gradients are added up over ranks that hold the same layers"
         self._schedule = schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._ends = _ends_group(layout)
+        self._ends = _ends_group(placement)
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
         for p in self.held():
@@ -65,7 +66,7 @@ class Pipelined(torch.nn.Module):
 
     def copies(self) -> dict[int, int]:
         """id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
-        alike, holders = self.layout.mesh.size(1), self.layout.holders
+        alike, holders = self.placement.mesh.size(1), self.placement.holders
         return {id(p): alike * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
     def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
@@ -95,7 +96,7 @@ class Pipelined(torch.nn.Module):
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
         """What each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
         times, on every rank; every rank calls it. Gradients are dropped."""
-        found = torch.zeros(len(self.layout.layers), dtype=torch.float64, device=next(self.held()).device)
+        found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
         weight = embedding_of(self.model.orig_model)
         for stage in self.stages:
             given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=found.device)
@@ -110,7 +111,7 @@ class Pipelined(torch.nn.Module):
                 best = min(best, time.perf_counter() - started)
                 self.model.zero_grad(set_to_none=True)
             found[stage.number] = best
-        dist.all_reduce(found, group=self.layout.group)
+        dist.all_reduce(found, group=self.placement.group)
         return found.tolist()
 
     @contextmanager
@@ -139,11 +140,11 @@ class Pipelined(torch.nn.Module):
         return PipelineStage(
             stage,
             stage.number,
-            len(self.layout.layers),
+            len(self.placement.layers),
             device,
             input_args=torch.empty(1) if stage.first else hidden,
             output_args=loss if stage.last else hidden,
-            group=self.layout.group,
+            group=self.placement.group,
         )
 
     def _take(self, p: torch.nn.Parameter) -> None:
@@ -166,10 +167,10 @@ class Pipelined(torch.nn.Module):
                 continue
             total = self._sums.pop(p, p.grad)
             assert total is not None, f"{name} has no gradient"
-            if len(self.layout.holders[name]) > 1:
+            if len(self.placement.holders[name]) > 1:
                 dist.all_reduce(local(total), group=self._ends)
-            if self.exchanges and self.layout.mesh.size(1) > 1 and not isinstance(p, DTensor):
-                dist.all_reduce(total, group=self.layout.mesh.get_group("alike"))
+            if self.exchanges and self.placement.mesh.size(1) > 1 and not isinstance(p, DTensor):
+                dist.all_reduce(total, group=self.placement.mesh.get_group("alike"))
             p.grad = total.to(p.dtype)
 
 
@@ -209,8 +210,8 @@ def into_stages(
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
-    layout = cut_layers(orig_model, layers, rt.topology, rt.device)
-    stages = [Stage(model, layers, number) for number in layout.own]
+    placement = cut_layers(orig_model, layers, rt.topology, rt.device)
+    stages = [Stage(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
         mesh = _shards(rt)
         for stage in stages:
@@ -223,4 +224,4 @@ def into_stages(
         with working(f"reading the weights of {source.path}"):
             load_model_weights(orig_model, source)
     rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
-    return Pipelined(model, layout, stages, schedule)
+    return Pipelined(model, placement, stages, schedule)
