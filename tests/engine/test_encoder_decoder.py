@@ -421,6 +421,20 @@ def beside(path: Path | str) -> PreTrainedModel:
     return orig_model
 
 
+def test_pictures_may_move_to_another_folder_and_texts_may_not_change(tokenizer: PreTrainedTokenizerFast) -> None:
+    layout = make_layout_of("packed", LENGTHS)
+
+    def identity(fields: dict[str, Any], folder: str) -> dict[str, Any]:
+        orig_model = made(fields)
+        given = [f"{folder}/{i}.png" for i in range(len(LENGTHS))]
+        found = run_identity(orig_model, tokenizer, replace(captions(orig_model, LENGTHS), given=given), layout)
+        return dict(json.loads(json.dumps(found)))
+
+    check_identity(identity(CAPTIONER, "old"), identity(CAPTIONER, "/new/place"), "step-000002")
+    with pytest.raises(ConfigError, match=r"data\.given"):
+        check_identity(identity(TRANSLATOR, "old"), identity(TRANSLATOR, "/new/place"), "step-000002")
+
+
 def test_another_picture_under_the_same_name_is_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
     orig_model = made(CAPTIONER)
     examples = replace(captions(orig_model, LENGTHS), given=[f"{i}.png" for i in range(len(LENGTHS))])
