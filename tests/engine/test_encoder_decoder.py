@@ -14,10 +14,10 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
 from made_captioners import CAPTIONER, TRANSLATOR, Words, captions, made
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
 from sftkit.checkpoint.compatibility import check_identity, run_identity
-from sftkit.compile.contract import compile_model, step_contract
+from sftkit.compile.contract import compile_model, small_modules, step_contract
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
@@ -35,7 +35,7 @@ from sftkit.models import vision
 from sftkit.models.causal import CausalLM
 from sftkit.models.structure import called, count_parameters, encoder, train_flops
 from sftkit.models.text_to_text import TextToText
-from sftkit.models.vision import VisionToText
+from sftkit.models.vision import VisionToText, pixels_of
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import refusal
@@ -239,6 +239,29 @@ def test_an_embedding_that_a_translator_shares_counts_as_its_head_alone_and_head
     assert more == 6 * counted.encoder * 3 * 10 + 12 * 2 * 24 * 2 * 3 * 10**2
 
 
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_a_pooler_is_neither_computed_nor_compiled_and_stays_in_the_checkpoint(scope: Any, tmp_path: Path) -> None:
+    orig_model = made(CAPTIONER)
+    vit = encoder(orig_model)
+    assert isinstance(vit, PreTrainedModel)
+    pixels = torch.rand(2, *pixels_of(orig_model.config)[:3])
+    before = {name: p.clone() for name, p in orig_model.state_dict().items()}
+    orig_model.save_pretrained(tmp_path)
+    plain, told = VisionEncoderDecoderModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert plain.state_dict().keys() == before.keys()
+    assert plain.encoder(pixels).pooler_output is not None
+    expected = plain.encoder(pixels).last_hidden_state
+    if scope == "block":
+        assert vit.pooler not in small_modules(orig_model)
+    compile_model(orig_model, CompileConfig(scope=scope, backend="aot_eager"))
+    found = vit(pixel_values=pixels)
+    assert found.pooler_output is None
+    torch.testing.assert_close(found.last_hidden_state, expected)
+    torch._dynamo.reset()
+
+
 def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
     orig_model = made(CAPTIONER)
     frozen = {name for name, p in orig_model.named_parameters() if not p.requires_grad}
@@ -396,6 +419,20 @@ def beside(path: Path | str) -> PreTrainedModel:
     orig_model.name_or_path, orig_model.config._commit_hash = str(path), None if isinstance(path, Path) else "ab12"
     VisionToText().prepare(orig_model, Words())  # type: ignore[arg-type]
     return orig_model
+
+
+def test_pictures_may_move_to_another_folder_and_texts_may_not_change(tokenizer: PreTrainedTokenizerFast) -> None:
+    layout = make_layout_of("packed", LENGTHS)
+
+    def identity(fields: dict[str, Any], folder: str) -> dict[str, Any]:
+        orig_model = made(fields)
+        given = [f"{folder}/{i}.png" for i in range(len(LENGTHS))]
+        found = run_identity(orig_model, tokenizer, replace(captions(orig_model, LENGTHS), given=given), layout)
+        return dict(json.loads(json.dumps(found)))
+
+    check_identity(identity(CAPTIONER, "old"), identity(CAPTIONER, "/new/place"), "step-000002")
+    with pytest.raises(ConfigError, match=r"data\.given"):
+        check_identity(identity(TRANSLATOR, "old"), identity(TRANSLATOR, "/new/place"), "step-000002")
 
 
 def test_another_picture_under_the_same_name_is_other_data(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -18,13 +18,16 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as scored
 from sftkit.evals.captions import describe, evaluate, token_f1
+from sftkit.evals.results import interval, values_of
 from sftkit.generation import decode, static_step
 from sftkit.generation.answer import Answer
 from sftkit.generation.rows import Decoding
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import plain_attention
 
-TOKENIZER: Any = SimpleNamespace(eos_token_id=0, pad_token_id=1, decode=lambda ids, **_: " ".join(map(str, ids)))
+TOKENIZER: Any = SimpleNamespace(
+    eos_token_id=0, pad_token_id=1, chat_template=None, decode=lambda ids, **_: " ".join(map(str, ids))
+)
 
 
 def with_ends(examples: Examples) -> Examples:
@@ -110,6 +113,20 @@ def test_greedy_texts_are_those_of_transformers_while_rows_end_and_leave_the_bat
         assert [answer.stop for answer in found] == ["length" if len(ids) == 16 else "end_of_turn" for ids in expected]
 
 
+def test_a_text_ends_where_an_answer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the chat template's end of turn as well, which the checkpoint's generation_config names."""
+    orig_model, examples = lively(CAPTIONER, documents=4)
+    long = describe(orig_model, ending(10**6), examples, 4, 8, 4)
+    end = long[0].ids[2]
+    monkeypatch.setattr(scored.chat, "template_of", lambda _: SimpleNamespace(end_tokens=("<|im_end|>",)))
+    talks = SimpleNamespace(
+        **{**vars(ending(10**6)), "chat_template": "x", "convert_tokens_to_ids": {"<|im_end|>": end}.get}
+    )
+    found = describe(orig_model, talks, examples, 4, 8, 4)
+    assert found[0].stop == "end_of_turn"
+    assert found[0].ids == long[0].ids[: long[0].ids.index(end)]
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_picture_is_encoded_once_and_its_keys_and_values_are_made_once(replay: bool) -> None:
     orig_model = made(CAPTIONER)
@@ -167,9 +184,22 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
 
     monkeypatch.setattr(scored, "describe", known)
     limits: dict[str, Any] = {"max_examples": 3, "samples": 2, "max_new_tokens": 8, "batch_size": 4}
-    values, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, cpu_runtime(), **limits)
+    judged, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, cpu_runtime(), **limits)
     assert asked == [3]
+    f1 = (2 * 1 / (1 + 4) + 2) / 3
+    values = values_of([one.result for one in judged])
     assert values["eval/captions/exact_match"] == pytest.approx(2 / 3)
-    assert values["eval/captions/token_f1"] == pytest.approx((2 * 1 / (1 + 4) + 2) / 3)
+    assert values["eval/captions/token_f1"] == pytest.approx(f1)
+    low, high = interval([0.0, 1.0, 1.0])[2:]
+    assert (values["eval/captions/low"], values["eval/captions/high"]) == (low, high)
+    for one, value in zip(judged, (2 / 3, f1), strict=True):
+        assert one.result.examples == 3
+        assert one.result.low is not None
+        assert one.result.high is not None
+        assert one.result.low < value < one.result.high
+        assert one.result.settings["max_new_tokens"] == 8
+    first = judged[0].records[0]
+    assert (first["id"], first["prompt"], first["marks"]["exact_match"]) == ("a-0", "picture 0", 0.0)
+    assert [len(one.records) for one in judged] == [3, 0]
     assert [sample["prompt"] for sample in shown] == ["picture 0", "picture 1"]
     assert shown[1]["answer"] == shown[1]["reference"] != shown[0]["answer"]

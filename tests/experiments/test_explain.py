@@ -31,7 +31,7 @@ from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
 from sftkit.experiments.explain.run import _found, run
 from sftkit.experiments.explain.subject import Call, Subject, of_file, of_recipe
-from sftkit.experiments.explain.words import lines_of
+from sftkit.experiments.explain.words import lines_of, wrapped
 
 FAULTS = Path(__file__).parent / "planted_faults.py"
 CPU = torch.device("cpu")
@@ -175,6 +175,28 @@ def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
     row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
     said = "\n".join(lines_of({"name": "x", "device": "CPU", "torch": "2", "bisect": [row]}))
     assert "not asked, as they look like it: blocks.0 (Gated)" in said
+
+
+def test_what_is_not_looked_at_is_said_and_numbers_agree_with_their_nouns() -> None:
+    counts = {"dispatches": 9, "views": 2, "launches": 3, "graphs": 1, "breaks": 2}
+    profile = {"seconds": 0.001, "shares": {}}
+    graph = {"id": "0/0", "pass": "forward", "function": "f", "aten_ops": 1, "kernels": ["k"]}
+    kernels = {"counts": counts, "busy": False, "profiles": {"eager": profile, "compiled": profile}, "graphs": [graph]}
+    result = {"name": "x", "device": "CPU", "torch": "2", "beside": "the decoder alone", "kernels": kernels}
+    said = list(lines_of(result))
+    assert said[1] == "the decoder alone"
+    assert "3 launches compiled; 1 graph, 2 breaks" in said[2]
+    assert said[-1] == "  graph 0/0 forward: f, 1 ATen operator, 1 kernel"
+
+
+def test_long_lines_are_wrapped_between_words() -> None:
+    path = "runs/explain/" + "a-long-name-" * 8
+    assert list(wrapped("  which  short", 80)) == ["  which  short"]
+    assert list(wrapped("", 80)) == [""]
+    found = list(wrapped(f"    why     {'some words ' * 20}python {path}", 80))
+    assert [line for line in found if len(line) > 80] == [f"        {path}"]
+    assert found[0].startswith("    why     some words")
+    assert all(line.startswith(" " * 8) for line in found[1:])
 
 
 def test_a_fault_in_the_last_of_modules_that_look_alike_is_found() -> None:
@@ -340,7 +362,7 @@ def subject_of(file: Path, *words: str, layers: int | None = None) -> Subject:
 
 def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> None:
     subject = subject_of(recipe(tmp_path), layers=1)
-    assert subject.name == "LlamaForCausalLM, 1 blocks"
+    assert subject.name == "LlamaForCausalLM, 1 block"
     assert (subject.call.shape, subject.other and subject.other.shape) == ("2 x 32", "2 x 24")
     assert subject.run(subject.call).last_hidden_state.shape == (2, 32, 32)
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
@@ -354,6 +376,7 @@ CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"
 def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> None:
     subject = subject_of(CAPTIONING, "train.micro_batch_size=2", "data.row_length=256")
     assert subject.trained is not None
+    assert "leave out the encoder (ViTModel)" in (subject.beside or "")
     pictures = subject.trained.batch.inputs["pixel_values"]
     assert subject.call.kwargs["encoder_hidden_states"].shape == (
         2,

@@ -150,6 +150,26 @@ def test_static_gradients_keep_their_memory_and_are_told_to_the_compiler() -> No
     assert sum(static[0]) == len(static[0]) - tables - 2  # and the gradients
 
 
+@every_implementation
+@pytest.mark.parametrize("static_gradients", [False, True])
+def test_a_parameter_that_a_step_does_not_reach_decays_only_where_its_gradient_is_kept(
+    implementation: str, static_gradients: bool
+) -> None:
+    """As the setting's words and docs/optimizers.md say: none is left alone, one that is kept is 0."""
+    ours, theirs = parameters(torch.float32, torch.float32), parameters(torch.float32, torch.float32)
+    optimizer, reference = make(ours, implementation, static_gradients=static_gradients), plain(theirs)
+    for params, one in ((ours, optimizer), (theirs, reference)):
+        steps(params, one, [0])
+        set_gradients(params[1:], 1)  # params[0] gets none
+        if one is reference and static_gradients:
+            params[0].grad = torch.zeros_like(params[0])
+        before = params[0].detach().clone()
+        one.update(1e-2, torch.tensor(1.0))
+        assert torch.equal(params[0], before) is not static_gradients
+    for name, value in everything(theirs, reference).items():
+        assert torch.equal(everything(ours, optimizer)[name], value), name
+
+
 @pytest.mark.slow
 @every_implementation
 def test_inductor_compiles_the_update(implementation: str) -> None:

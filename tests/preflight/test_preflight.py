@@ -333,6 +333,21 @@ def test_layouts_have_the_positions_of_their_plans_and_the_own_one_is_marked() -
     assert rows["packed"]["break_even"] < 1 < rows["fixed"]["break_even"]
 
 
+def test_empty_places_of_an_encoder_are_told_beside_the_padding_of_the_text() -> None:
+    data, train = DataConfig(train=(), layout="packed"), TrainConfig(global_batch_size=4, micro_batch_size=4)
+    lengths = np.full(10, 50)  # two fit a row of 128: 5 rows, in 2 steps of 4
+    layout = replace(make_layout(data, 128, train, 1, lengths, encoded=True), docs_per_row=3)
+    plan = plan_epoch(lengths, layout, 0, 0)
+    rows = preflight_costs.layout_facts(data, train, layout, plan, lengths)
+    taken = {row["layout"]: row["taken_pct"] for row in rows}
+    assert taken["packed"] == pytest.approx(100 * 10 / (len(plan) * 4 * 3))
+    assert taken["fixed"] == pytest.approx(100 * 10 / (3 * 4))
+    notes = inspection.layout_notes({"layouts": rows})
+    assert f"packed {taken['packed']:.1f} %, bucketed" in notes
+    assert "An empty one costs as much encoder work" in notes
+    assert "encoder" not in inspection.layout_notes({"layouts": list(layouts_of(lengths, "packed").values())})
+
+
 def test_other_layouts_of_large_data_are_planned_on_a_sample_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = lognormal(20_000)
     exact = layouts_of(lengths, "packed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.padding import padding_rows
+from sftkit.models.vision import PIXELS
 
 MISSING = object()
 FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "model.path", "model.revision")
@@ -67,9 +69,12 @@ def run_identity(
 
 
 def _given(examples: Examples) -> dict[str, str]:
-    """Names of what an encoder reads, in order, and the middle of each entry, as a picture may be another one under its name;
-    nothing where it reads nothing, as in checkpoints of versions without one."""
-    found = {"given": _digest("\0".join(examples.given).encode())} if examples.given else {}
+    """What an encoder reads, in order, texts themselves and of pictures the file names, whose folder may move; and the middle of
+    each entry, as a picture may be another one under its name; nothing where it reads nothing, as in checkpoints of versions
+    without one."""
+    pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
+    names = [os.path.basename(name) for name in examples.given] if pictures else examples.given
+    found = {"given": _digest("\0".join(names).encode())} if names else {}
     if examples.encoder_inputs is not None:
         rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
         starts = [max(0, (row.shape[1] - MIDDLE) // 2) for row in rows]

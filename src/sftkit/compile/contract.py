@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """What encoder and decoder run besides their blocks and embeddings and has parameters of its own: the final norm, mostly.
 
-    Not torch's own modules: they are one operator, and Dynamo does not trace them on their own.
+    Not torch's own modules: they are one operator, and Dynamo does not trace them on their own. Nor an encoder's pooler, which
+    computes nothing here: see models.encoder_decoder.
     """
     blocks = set(decoder_blocks(orig_model))
     return [
@@ -35,6 +36,7 @@ def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
         for child in part.children()
         if next(child.parameters(), None) is not None
         and not isinstance(child, torch.nn.Embedding)
+        and child is not getattr(part, "pooler", None)
         and not type(child).__module__.startswith("torch.nn")
         and not blocks & set(child.modules())
     ]

@@ -175,7 +175,7 @@ class OptimConfig:
     implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
     "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 on a GPU a compiled kernel per parameter; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
     static_gradients: bool = False
-    "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy."
+    "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy. A parameter that a step does not reach has then a gradient of 0: it decays and its moments fade, where it is left alone otherwise."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     "Decoupled weight decay on matrices; norms, biases and embeddings have none."
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0

@@ -8,12 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.data import chat
 from sftkit.data.types import EncoderInputs, Examples
+from sftkit.evals.results import Evaluated, Result, interval, record
+from sftkit.evals.task import Question
 from sftkit.generation.answer import Answer
 from sftkit.generation.decode import generate
 from sftkit.runtime.start import Runtime
 
-NAME = "eval/captions"
+NAME = "captions"
 
 
 def describe(
@@ -33,7 +36,7 @@ def describe(
         orig_model,
         tokenizer,
         [[orig_model.generation_config.decoder_start_token_id]] * count,
-        stop_ids=[tokenizer.eos_token_id],
+        stop_ids=chat.end_of_turn_ids(tokenizer),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         encoder_inputs=EncoderInputs(examples.encoder_inputs.arrays, examples.encoder_inputs.index[:count]),
@@ -52,27 +55,37 @@ def evaluate(
     samples: int,
     max_new_tokens: int,
     batch_size: int,
-) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-    """(eval/captions/exact_match and token_f1 over the first `max_examples` documents of each source, the first few texts);
-    every rank calls it.
+) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+    """(exact_match with every text, and token_f1, over the first `max_examples` documents of each source; the first few
+    texts); every rank calls it.
 
     exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of the
     reference's tokens that the other has as well, as often; its mean over documents.
     """
-    same, scores, shown = 0, list[float](), list[dict[str, Any]]()
-    for examples in sources.values():
+    marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
+    records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
+    for name, examples in sources.items():
         count = min(max_examples or len(examples), len(examples))
         found = describe(orig_model, tokenizer, examples, count, max_new_tokens, batch_size, rt)
         for document, answer in enumerate(found):
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
-            same += list(answer.ids) == reference
-            scores.append(token_f1(answer.ids, reference))
+            mark = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
+            for metric, value in mark.items():
+                marks[metric].append(value)
+            given, said = examples.given[document], str(tokenizer.decode(reference, skip_special_tokens=True))
+            asked = Question(f"{name}-{document}", given, max_new_tokens, target=said, source={"source": name})
+            records.append(record(asked, answer, {**mark}))
             if len(shown) < samples:
-                said = str(tokenizer.decode(reference, skip_special_tokens=True))
-                given = {"prompt": examples.given[document], "reference": said}
-                shown.append({**given, "answer": answer.text, "stop": answer.stop})
-    return {f"{NAME}/exact_match": same / len(scores), f"{NAME}/token_f1": sum(scores) / len(scores)}, shown
+                shown.append({"prompt": given, "reference": said, "answer": answer.text, "stop": answer.stop})
+    settings = {"backend": "sftkit", "max_examples": max_examples, "max_new_tokens": max_new_tokens}
+    exact, shared = (_result(metric, values, settings) for metric, values in marks.items())
+    return [Evaluated(exact, records), Evaluated(shared, [])], shown
+
+
+def _result(metric: str, marks: Sequence[float], settings: dict[str, Any]) -> Result:
+    value, stderr, low, high = interval(marks)
+    return Result(NAME, metric, value, stderr, low, high, None, len(marks), settings, {metric: value})
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

@@ -97,13 +97,17 @@ def centred_mean(results: Sequence[Result]) -> float | None:
 
 
 def values_of(results: Sequence[Result]) -> dict[str, float | None]:
-    """As they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>, eval/centred_mean."""
+    """As they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>, eval/centred_mean.
+
+    Bounds are those of a task's first result.
+    """
     values: dict[str, float | None] = {}
     for result in results:
         for name, value in result.metrics.items():
             metric, _, family = name.partition("/")
             values[f"eval/{family or result.task}/{metric}"] = value
-        values |= {f"eval/{result.task}/low": result.low, f"eval/{result.task}/high": result.high}
+        values.setdefault(f"eval/{result.task}/low", result.low)
+        values.setdefault(f"eval/{result.task}/high", result.high)
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 

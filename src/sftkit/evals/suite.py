@@ -146,17 +146,17 @@ class Suite:
         return scoring.encode_texts(prompts, self.tokenizer)
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """(val/* of every validation source and eval/* of every task, sample answers); every rank calls it.
+        """(val/* of every validation source, eval/* of every task and of captions, sample answers); every rank calls it.
 
         With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
         """
         try:
             values = self.validate()
-            found = self.run_tasks()
+            captioned, written = self.captions()
+            found = self.run_tasks() + captioned
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
                 self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
-            captions, written = self.captions()
-            return values | results.values_of([one.result for one in found]) | captions, [*written, *self.samples()]
+            return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
         finally:
             let_go(self.orig_model)
 
@@ -168,13 +168,13 @@ class Suite:
         with working(f"evaluating the loss of {documents:,} documents"):
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
-    def captions(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """eval/captions/* of validation documents with something to encode, and the first few; empty without any."""
+    def captions(self) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+        """What is written for validation documents with something to encode, and the first few; empty without any."""
         encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
         if not encoded or self.layout is None:
-            return {}, []
+            return [], []
         with working("describing what is held out"):
-            return captions.evaluate(
+            found, written = captions.evaluate(
                 self.orig_model,
                 self.tokenizer,
                 encoded,
@@ -184,6 +184,7 @@ class Suite:
                 max_new_tokens=self.config.max_new_tokens or self.layout.max_length,
                 batch_size=self.config.batch_size,
             )
+        return [results.with_settings(one, self.about) for one in found], written
 
     @cached_property
     def about(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class EncoderDecoder(ABC):
         return hidden
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Name the token that texts begin with. What the decoder does not look at, a pooler, is not trained."""
+        """Name the token that texts begin with. What the decoder does not look at, a pooler, is neither trained nor computed."""
         start = start_id(tokenizer)
         for holder in (orig_model.config, orig_model.generation_config):
             if getattr(holder, "decoder_start_token_id", None) is None:
@@ -61,8 +61,11 @@ class EncoderDecoder(ABC):
                 )
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
-        if pooler is not None:
+        if pooler is not None and next(pooler.parameters(), None) is not None:
             pooler.requires_grad_(False)
+            pooler.forward = (
+                _nothing  # and not pooler = None: checkpoints keep its weights, as transformers expects them
+            )
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
         """Replicas in the precision of the run, without shards."""
@@ -115,6 +118,10 @@ class EncoderDecoder(ABC):
             ).logits
         assert isinstance(logits, torch.Tensor)
         return logits
+
+
+def _nothing(hidden: Tensor) -> None:
+    """In place of a pooler's forward pass."""
 
 
 def require_given(examples: Examples, what: str) -> None:

@@ -192,7 +192,8 @@ class GraphAdamW(AdamW):
         return kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to."""
+        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to; one that it does not add to
+        stays 0, and its parameter decays."""
         if not self._gradients:
             super().zero_grad(set_to_none)
             return

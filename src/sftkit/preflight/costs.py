@@ -49,7 +49,8 @@ def layout_facts(
     """Shapes, padding, steps and positions of an epoch in each of the four layouts.
 
     `x_dynamic` is positions over those of the dynamic layout; `break_even` over those of an eager loop that pads each
-    micro-batch to its own longest document: so many times faster per position must the compiled step be to win.
+    micro-batch to its own longest document: so many times faster per position must the compiled step be to win. Both are of
+    the text; `taken_pct` is the share of the places for what an encoder reads that are not empty (None: no encoder).
 
     Args:
         layout: the run's own, planned as `epoch`.
@@ -82,10 +83,17 @@ def layout_facts(
             "positions": round(count),
             "x_dynamic": count / positions[-1],
             "break_even": count / eager,
+            "taken_pct": _taken_pct(plan, one) if one.encoded else None,
             "tok_per_sec": None,
         }
         for one, plan, count, s in zip(every, plans, positions, scales, strict=True)
     ]
+
+
+def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
+    """Documents over the places for their encoded inputs in the rows of a plan, those of empty rows too."""
+    places = sum(layout.positions(batch.row_length) // batch.row_length for batch in plan) * layout.docs_per_row
+    return 100.0 * sum(len(row) for batch in plan for row in batch.rows) / places
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:

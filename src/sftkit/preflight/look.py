@@ -142,6 +142,19 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [*shown, f"{'time':<10}{time_text(found['time'])}"]
 
 
+def places_text(found: dict[str, Any]) -> str:
+    """What empty places cost an encoder in each layout, which its padding does not say; empty without an encoder."""
+    taken = [
+        f"{row['layout']} {row['taken_pct']:.1f} %" for row in found["layouts"] if row.get("taken_pct") is not None
+    ]
+    if not taken:
+        return ""
+    return (
+        f"Places for what the encoder reads that are taken: {', '.join(taken)}. An empty one costs as much encoder work as a "
+        "taken one; padding, positions, x dynamic and break-even are of the text and leave that out."
+    )
+
+
 def source_text(source: dict[str, Any]) -> str:
     """What was read of a source, and what became of it; what did not happen is not mentioned."""
     share = 100.0 * source["targets"] / source["tokens"] if source["tokens"] else 0.0

@@ -10,7 +10,7 @@ from typing import Any
 from sftkit.config.terminal import visible
 from sftkit.preflight import answers
 from sftkit.preflight import look as preflight
-from sftkit.preflight.terminal import LAYOUT_NOTES, Preview, disk_text, memory_text, preview_title
+from sftkit.preflight.terminal import Preview, disk_text, layout_notes, memory_text, preview_title
 
 STYLE = """
 :root { color-scheme: light dark; --fg: #1c2430; --bg: #fbfbfa; --card: #fff; --line: #dfe3e8; --dim: #5d6875;
@@ -55,7 +55,7 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
         _lengths(found["lengths"]),
         "<h2>Layouts (one epoch)</h2>",
         _layouts(found["layouts"]),
-        f'<p class="note">{escape(LAYOUT_NOTES)}</p>',
+        f'<p class="note">{escape(layout_notes(found))}</p>',
         "<h2>Memory, disk, time</h2>",
         *(_note(f"{name}: {text}") for name, text in _costs(found)),
     ]

@@ -211,7 +211,7 @@ def layout_table(found: dict[str, Any], width: int) -> Group:
         below.add_column("shapes (rows x positions)")
         for row in found["layouts"]:
             below.add_row(_layout_name(row), row["shapes"])
-    notes = Text(f"* the recipe's own. {LAYOUT_NOTES}", style="dim")
+    notes = Text(f"* the recipe's own. {layout_notes(found)}", style="dim")
     title = Text("layouts on this data (one epoch)", style="italic")
     return Group(title, table, "", below, "", notes) if narrow else Group(title, table, notes)
 
@@ -230,6 +230,11 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
         f"{row['break_even']:.2f}",
         "-" if speed is None else f"{speed:,.0f}",
     ]
+
+
+def layout_notes(found: dict[str, Any]) -> str:
+    """What the columns mean, and what they leave out where there is an encoder."""
+    return f"{LAYOUT_NOTES} {preflight.places_text(found)}".rstrip()
 
 
 LAYOUT_NOTES = (

@@ -299,7 +299,10 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
     if results or len(shown) > CONSOLE_VALUES:
         means = ("val/loss", "val/bpb", "eval/centred_mean", "eval/families/acc")
         shown = {name: shown[name] for name in means if name in shown}
-        shown |= {f"eval/{result['task']}": result["value"] for result in results}
+        tasks = [result["task"] for result in results]
+        for task, result in zip(tasks, results, strict=True):
+            name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"
+            shown[name] = result["value"]
     parts = [
         f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
         for name, value in shown.items()

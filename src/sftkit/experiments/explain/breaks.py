@@ -12,6 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 from sftkit.experiments.explain.cases import remedy_of
 from sftkit.experiments.explain.heard import Break, listening, read_message
 from sftkit.experiments.explain.subject import Subject
+from sftkit.runtime.words import counted
 
 ADDS = {
     "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no remedy",
@@ -69,7 +70,7 @@ def breaks_of(subject: Subject) -> Breaks:
             heard.messages["recompiles"].clear()
     torch._dynamo.reset()
     found = heard.breaks()
-    said = f"breaks: {len(found)}, recompiles: {len(again)}, in {len(calls)} calls"
+    said = f"breaks: {len(found)}, recompiles: {len(again)}, in {counted(len(calls), 'call')}"
     return Breaks((explained, full, Seen("TORCH_LOGS", tuple(found), said)), tuple(again))
 
 
@@ -83,7 +84,9 @@ def _explained(subject: Subject) -> Seen:
         if reason.user_stack and reason.graph_break
     ]
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
-    said = f"{output.graph_count} graphs of {sizes} operators, {len(output.out_guards or [])} guards"
+    said = (
+        f"{counted(output.graph_count, 'graph')} of {sizes} operators, {counted(len(output.out_guards or []), 'guard')}"
+    )
     return Seen("explain", tuple(breaks), said)
 
 

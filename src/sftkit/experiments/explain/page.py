@@ -11,6 +11,7 @@ from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import show
 from sftkit.reports.page import document
 from sftkit.reports.pieces import badge, section, table
+from sftkit.runtime.words import counted
 
 STYLES = {
     kind: style
@@ -26,9 +27,10 @@ def render(result: dict[str, Any]) -> str:
     title = f"{result['name']} · what the compiler makes of it"
     facts = [el("li", el("b", result["device"])), el("li", f"torch {result['torch']}")]
     facts += [el("li", "shapes ", el("b", ", ".join(result["shapes"])))] if result.get("shapes") else []
+    beside = el("p", result["beside"]) if result.get("beside") else el("p")
     header = el(
         "header",
-        el("div", el("div", el("h1", result["name"]), class_="title"), el("ul", facts, class_="facts"), el("p")),
+        el("div", el("div", el("h1", result["name"]), class_="title"), el("ul", facts, class_="facts"), beside),
     )
     parts: list[Html] = []
     if "breaks" in result:
@@ -114,7 +116,7 @@ def _others(row: dict[str, Any]) -> list[Html]:
 def _tree(row: dict[str, Any]) -> list[Html]:
     """What was asked, and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
-    title = f"{row['title']}: {len(asked)} modules asked"
+    title = f"{row['title']}: {counted(len(asked), 'module')} asked"
     parts = [el("details", el("summary", title), table(["module, compiled by itself", "found"], asked, text=(1,)))]
     if row["text"]:
         parts.append(el("details", el("summary", f"{row['title']}: the script"), el("pre", row["text"])))
@@ -194,8 +196,8 @@ def stages(found: dict[str, Any]) -> Html:
         ),
         el("h3", "Performance hints") if found["hints"] else None,
         [el("p", el("code", hint)) for hint in found["hints"] if hint.strip()],
-        lead=f"Dynamo captures, AOTAutograd makes ATen operators, Inductor fuses them. {found['counts']['graphs']} graphs, "
-        f"{found['counts']['breaks']} breaks.",
+        lead=f"Dynamo captures, AOTAutograd makes ATen operators, Inductor fuses them. "
+        f"{counted(found['counts']['graphs'], 'graph')}, {counted(found['counts']['breaks'], 'break')}.",
     )
 
 

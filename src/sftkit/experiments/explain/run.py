@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +24,7 @@ from sftkit.experiments.explain.page import render
 from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
 from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
-from sftkit.experiments.explain.words import lines_of
+from sftkit.experiments.explain.words import lines_of, wrapped
 from sftkit.runtime import start as runtime
 from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import device_name
@@ -47,7 +49,8 @@ def run(args: Namespace) -> int:
         return finish(result, out)
     with subject_of(args) as (subject, cfg):
         out.mkdir(parents=True, exist_ok=True)
-        result = facts(subject.name, device_of(subject)) | {"shapes": shapes_of(subject), "breaks": broken(subject)}
+        result = facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
+        result["breaks"] = broken(subject)
         if args.bisect:
             result["bisect"] = bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
@@ -131,8 +134,10 @@ def finish(result: dict[str, Any], out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     replace_shared(out / DATA, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     replace_shared(out / PAGE, visible(render(result)))
-    for line in lines_of(result):
-        say(line)
+    width = shutil.get_terminal_size((sys.maxsize, 24)).columns  # a file or a pipe gets whole lines
+    for line in "\n".join(lines_of(result)).split("\n"):
+        for part in wrapped(line, width):
+            say(part)
     say(f"page: {out / PAGE}")
     at_fault = any(row["module"] for row in result.get("bisect", []))
     return 1 if at_fault or result.get("breaks", {}).get("rows") else 0

@@ -21,7 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, scratch_config, trained_part
-from sftkit.models.structure import decoder, vocab_size
+from sftkit.models.structure import decoder, encoder, vocab_size
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -29,6 +29,7 @@ from sftkit.ops.attention import dense_kernels, plain_implementation
 from sftkit.ops.attention_choice import choose_backend
 from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.words import counted
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Subject:
     "a context that every call is made in"
     trained: Trained | None = None
     "None: not a recipe's"
+    beside: str | None = None
+    "what of the model is not looked at, in words; None: nothing"
 
     def run(self, call: Call) -> Any:
         """What the module returns, as it is: compiled in place or eager."""
@@ -113,7 +116,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     ]
     call, again, other = (_call(model, batch.to(rt.device)) for batch in batches)
     return Subject(
-        f"{type(orig_model).__name__}, {config.get_text_config().num_hidden_layers} blocks",
+        f"{type(orig_model).__name__}, {counted(config.get_text_config().num_hidden_layers, 'block')}",
         decoder(orig_model),
         call,
         again,
@@ -121,6 +124,18 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         source=_source(config, cfg, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
         trained=Trained(model, batches[0].to(rt.device)),
+        beside=_beside(orig_model),
+    )
+
+
+def _beside(orig_model: PreTrainedModel) -> str | None:
+    """That of a model with an encoder the decoder alone is looked at."""
+    found = encoder(orig_model)
+    if found is None:
+        return None
+    return (
+        f"the decoder alone: breaks and --bisect leave out the encoder ({type(found).__name__}), which is looked at as "
+        "FILE.py:FUNCTION; the step of --kernels has both"
     )
 
 
@@ -134,7 +149,7 @@ def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
     text = config.get_text_config()
     if layers is not None:
         if layers > text.num_hidden_layers:
-            raise ConfigError(f"--layers: {layers}, but the model has {text.num_hidden_layers} blocks")
+            raise ConfigError(f"--layers: {layers}, but the model has {counted(text.num_hidden_layers, 'block')}")
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
+
+from sftkit.runtime.words import counted
 
 
 def lines_of(result: dict[str, Any]) -> Iterator[str]:
     """The whole result."""
     yield f"{result['name']} on {result['device']}, torch {result['torch']}"
+    if result.get("beside"):
+        yield result["beside"]
     if "breaks" in result:
         yield from _breaks(result["breaks"])
     for row in result.get("bisect", []):
@@ -17,6 +22,13 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
         yield from _kernels(result["kernels"])
     if "labs" in result:
         yield from _labs(result["labs"])
+
+
+def wrapped(line: str, width: int) -> Iterator[str]:
+    """The line in so many columns, what follows the first indented; words, so paths and commands too, stay whole."""
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 4)
+    parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    yield from parts or [""]
 
 
 def _breaks(found: dict[str, Any]) -> Iterator[str]:
@@ -57,7 +69,8 @@ def _kernels(found: dict[str, Any]) -> Iterator[str]:
     counts = found["counts"]
     yield (
         f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
-        f"{counts['launches']:,} launches compiled; {counts['graphs']} graphs, {counts['breaks']} breaks"
+        f"{counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
+        f"{counted(counts['breaks'], 'break')}"
     )
     if found["busy"]:
         yield "  the machine did other work meanwhile: these times say little"
@@ -67,7 +80,9 @@ def _kernels(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
     for graph in found["graphs"]:
         kernels = graph["kernels"] or []
-        yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {graph['aten_ops']} ATen operators, {len(kernels)} kernels"
+        known = graph["aten_ops"] is not None
+        operators = counted(graph["aten_ops"], "ATen operator") if known else "ATen operators not known"
+        yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, {counted(len(kernels), 'kernel')}"
 
 
 def _labs(found: dict[str, Any]) -> Iterator[str]:
@@ -81,7 +96,8 @@ def _labs(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {row['broken']} -> {row['mended']}  {row['name']}: {row['remedy']}"
     yield "\na loss function chosen in forward"
     for row in found["loss"]:
-        yield f"  {row['name']}: {row['graphs']} graphs, {row['breaks']} breaks, {row['recompiles']} recompiles"
+        numbers = (counted(row[f"{noun}s"], noun) for noun in ("graph", "break", "recompile"))
+        yield f"  {row['name']}: {', '.join(numbers)}"
     yield f"\nwhen does compiling help? {found['pays']['machine']}"
     if any(row["busy"] for row in found["pays"]["rows"]):
         yield "  the machine did other work meanwhile: these times say little"
