@@ -49,6 +49,11 @@ def main() -> int:
         raise ConfigError("--only: name one lab whose runs they are")
     if unknown := set(args.labs) - set(labs()):
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such lab. There are: {', '.join(labs())}")
+    if not gpus and not (args.tables or args.take) and (larger := [lab for lab in args.labs if lab != CPU]):
+        raise ConfigError(
+            f"{', '.join(larger)}: made for a GPU, and this machine has none. Name {CPU} or nothing, or take in what ran "
+            'elsewhere: make lab ARGS="--take FILE"'
+        )
     failed = False
     for file in args.take:
         results = read_results(file)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,13 @@ def test_every_table_of_the_page_is_made_of_the_raw_file_that_it_names() -> None
     page = (ROOT / "docs" / "compile_lab.md").read_text()
     assert LAB["rebuilt"](page, ROOT / "benchmarks") == page
     assert {lab for _, lab, _ in LAB["TABLE"].findall(page)} == set(LAB["labs"]())
+
+
+def test_a_lab_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAB["main"].__globals__, "find_hardware", lambda: SimpleNamespace(gpus=0))
+    monkeypatch.setattr(sys, "argv", ["lab.py", "lab_layouts", "--only", "dynamic 1 eager"])
+    with pytest.raises(ConfigError, match=r"lab_layouts: made for a GPU.* Name lab_cpu or nothing, or take in"):
+        LAB["main"]()
 
 
 def row(name: str, **changes: Any) -> dict[str, Any]:
