@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from sftkit.data import readers
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
-from sftkit.preflight import inputs
+from sftkit.preflight import evaluated, inputs
 from sftkit.preflight.inputs import FIRST_ROWS, inputs_of
 from sftkit.runtime import hub
 
@@ -508,6 +509,14 @@ def test_a_best_metric_that_no_evaluation_writes_is_refused(named: str, told: st
 )
 def test_a_best_metric_that_evaluations_write_is_not_refused(named: str) -> None:
     assert problems(*BEST_OF, f"checkpoint.best={named}") == []
+
+
+def test_scores_of_captions_are_metrics_of_the_stage_that_writes_them() -> None:
+    recipe = str(ROOT / "recipes/captioning/caption_smoke.yaml")
+    words = (recipe, ["eval.every=5", "checkpoint.every=5", "checkpoint.best=eval/captions/token_f1"], 1)
+    assert read_config(*words, inputs_of("caption")).checkpoint.best == "eval/captions/token_f1"
+    with pytest.raises(ConfigError, match="is no metric that an evaluation of this run writes"):
+        read_config(*words, [partial(evaluated.best, stage="base")])
 
 
 def test_the_metrics_of_every_task_are_known() -> None:

@@ -14,7 +14,11 @@ MOST_NAMES = 8
 "That a message lists."
 
 
-def best(get: Get) -> Iterator[Problem]:
+OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
+"What a captioning run writes of the captions of its data.val (evals/captions.py)."
+
+
+def best(get: Get, stage: str | None) -> Iterator[Problem]:
     """A run that names a metric which it never writes would train to its end and keep no best checkpoint."""
     wanted, tasks = get("checkpoint.best"), get("eval.tasks")
     if (
@@ -27,6 +31,8 @@ def best(get: Get) -> Iterator[Problem]:
             return
     else:
         names += task_metrics(tasks, get("eval.format"))
+    if stage == "caption" and get("data.val"):
+        names += OF_CAPTIONS
     if wanted not in names:
         yield "checkpoint.best", _unknown(wanted, names)
 

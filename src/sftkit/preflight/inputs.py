@@ -67,7 +67,15 @@ def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    return [*first, _tokenizer, _chat_template, *data_of(stage), _resume, _eval_data, evaluated.best]
+    return [
+        *first,
+        _tokenizer,
+        _chat_template,
+        *data_of(stage),
+        _resume,
+        _eval_data,
+        partial(evaluated.best, stage=stage),
+    ]
 
 
 def data_of(stage: str | None) -> list[Rule]:
