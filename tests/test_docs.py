@@ -16,6 +16,11 @@ def test_every_test_that_the_page_names_is_there() -> None:
     assert len(named) > 60
 
 
+def test_the_number_of_cases_in_the_readme_is_that_of_the_page() -> None:
+    cases = re.findall(r"^\| .*`test_", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert f"[{len(cases)} cases, each with its tests](docs/reliability.md)" in (ROOT / "README.md").read_text()
+
+
 def test_times_are_written_beside_their_cases_and_what_was_not_run_keeps_its_own(tmp_path: Path) -> None:
     tool = runpy.run_path(str(ROOT / "benchmarks" / "reliability" / "times.py"))
     case = '<testcase name="{}" time="{}">{}</testcase>'

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -165,6 +166,30 @@ def test_on_a_full_disk_training_goes_on_old_checkpoints_stay_and_only_a_final_s
     run.steps(3, 4, every=4, wait=True)
     assert [folder.name for folder in step_dirs(small_disk / "run")] == ["step-000001", "step-000004"]
     assert all(verify(folder) is None for folder in step_dirs(small_disk / "run"))
+
+
+def test_on_a_disk_that_is_full_before_the_first_save_training_goes_on_too(small_disk: Path, tokenizer) -> None:
+    run = Run(small_disk / "run", tokenizer, cpu_runtime())
+    filler = fill(small_disk, leave=4096)
+    run.steps(0, 1, every=1)
+    run.checkpoints.finish()
+    ((_, failure),) = run.checkpoints.ended_saves()
+    assert f"cannot be written to {small_disk / 'run'}" in str(failure)
+    assert "No space left" in str(failure)
+    with pytest.raises(CheckpointError, match="step-000002 could not be written: the tokenizer's files"):
+        run.steps(1, 2, every=2, wait=True)
+    assert not list((small_disk / "run").glob(".step*"))
+    filler.unlink()
+    run.steps(2, 3, every=3, wait=True)
+    assert verify(small_disk / "run/step-000003") is None
+
+
+def test_a_save_needs_no_room_for_temporary_files(small_disk: Path, tmp_path: Path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    fill(small_disk, leave=0)
+    run = Run(tmp_path / "run", tokenizer, cpu_runtime())
+    run.steps(0, 1, every=1, wait=True)
+    assert verify(tmp_path / "run/step-000001") is None
 
 
 def test_a_run_whose_checkpoints_the_disk_cannot_hold_is_refused_with_both_numbers(small_disk: Path, tokenizer) -> None:

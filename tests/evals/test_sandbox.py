@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from launched import fill, small_file_system
 from sandboxed import change_launcher, run, try_it, works
 
 from sftkit.errors import ConfigError
@@ -200,6 +201,16 @@ def test_where_there_are_no_namespaces_it_says_what_is_missing(monkeypatch: pyte
     assert "virtual machine" in missing
     with pytest.raises(ConfigError, match="Operation not permitted"):
         run("")
+
+
+def test_a_full_disk_is_told_as_one_with_the_folder_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_file_system(tmp_path / "disk", "64k") as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        fill(disk, leave=0)
+        with pytest.raises(ConfigError, match=f"No space left on device; free some in {disk}") as caught:
+            run("")
+        monkeypatch.undo()
+    assert "namespaces" not in str(caught.value)
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

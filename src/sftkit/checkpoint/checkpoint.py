@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import tempfile
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from sftkit.checkpoint.found import Found, find
 from sftkit.checkpoint.manifest import Best, read_best, sweep
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
-from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb
+from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb, reason
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kinds import kind_of
@@ -39,6 +39,7 @@ from sftkit.runtime.rundir import (
     OPTIMIZER,
     RECIPE,
     STATE,
+    being_written,
     random_state_file,
     step_dir,
     step_dirs,
@@ -133,8 +134,12 @@ class Checkpoints:
     def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
         """Shards are gathered here, in the main thread: the background has no part in training's process group."""
         rank, world_size = self.rt.rank, self.rt.world_size
+        problem = None
         if self.rt.is_main and not self._small_files:
-            self._small_files = self._unchanging_files()
+            try:
+                self._small_files = self._unchanging_files(being_written(step_dir(self.run_dir, step), "small"))
+            except Exception as error:  # a full disk is no OSError in what is written in Rust
+                problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
         generation = self.orig_model.generation_config
         if generation is not None:
             generation.pad_token_id = self.tokenizer.pad_token_id
@@ -154,15 +159,20 @@ class Checkpoints:
             "identity": self.identity,
             **state,
         }
-        return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files)
+        return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files, problem)
 
-    def _unchanging_files(self) -> dict[str, bytes]:
-        """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+    def _unchanging_files(self, folder: Path) -> dict[str, bytes]:
+        """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another.
+
+        Args:
+            folder: where they lie for a moment, on the disk that checkpoints need anyway; another could be full.
+        """
+        try:
             self.tokenizer.save_pretrained(folder)
             make_tokenizer_portable(folder / "tokenizer_config.json")
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,

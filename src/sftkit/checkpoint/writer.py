@@ -67,9 +67,17 @@ class Snapshot:
     rng: dict[str, Any]
     small_files: dict[str, bytes]
     "name -> content; on the main rank"
+    problem: str | None = None
+    "why a part of it could not be made; None: it is whole"
 
     def num_bytes(self) -> int:
-        """Size of this rank's part."""
+        """Return the size of this rank's part.
+
+        Raises:
+            OSError: it is not whole.
+        """
+        if self.problem is not None:
+            raise OSError(self.problem)
         return self.weights.num_bytes() + sum(shard.tensor.nbytes for shard in self.states.values())
 
 

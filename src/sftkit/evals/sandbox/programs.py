@@ -6,6 +6,7 @@ Where they cannot be had, nothing is run: there is no weaker mode.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -94,7 +95,9 @@ def run(job: Job, limits: Limits | None = None) -> Verdict:
             return start(job, limits or Limits())
         except (SandboxError, OSError) as error:
             if not left:
-                raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {ADVICE}") from None
+                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                advice = f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR" if full else ADVICE
+                raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {advice}") from None
             time.sleep(0.5)
     raise AssertionError("unreachable")
 
