@@ -127,14 +127,7 @@ def test_the_check_for_nested_keys_finds_a_misspelled_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "env"),
-    [
-        ("cpu", 1, {}),
-        ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"}),
-        pytest.param(
-            "cpu_fsdp2", 2, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "false"}, marks=pytest.mark.slow
-        ),
-    ],
+    ("name", "world_size", "env"), [("cpu", 1, {}), ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"})]
 )
 def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: str, world_size: int, env: dict):
     script = tmp_path / "ranks.py"

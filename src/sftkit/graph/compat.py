@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,7 @@ def overlap_collectives(graph: GraphModule, estimate: Callable[[Node, int | None
     """
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
     options = accepted(schedule, compute_estimator="analytical")
-    with _without_gpu():
+    with _quiet(), _without_gpu():
         schedule(graph, collective_bucketing=True, custom_runtime_estimation=estimate, **options)
 
 
@@ -111,8 +112,24 @@ def bucket_collectives(graph: GraphModule, plan: Sequence[str], bucket_of: Calla
         name = bucket_of(node)
         return [] if name is None else [(name, torch.nn.Module)]
 
-    with _without_gpu():
+    with _quiet(), _without_gpu():
         bucket(graph, list(plan), insert_overlap_deps=False, module_stack_fn=stack_of)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, what torch's schedulers tell of their work is not printed by every rank: the warm-up says what came out."""
+    names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
+    for name in names:
+        importlib.import_module(name)  # which would set its level
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
 
 
 @contextmanager
