@@ -55,19 +55,25 @@ TESTED = {
     ("ops/gather_rows.py", "_"): 2,
     ("ops/gather_rows.py", "all_gather"): 1,
     ("ops/gather_rows.py", "reduce_scatter"): 1,
+    ("ops/linear_cross_entropy.py", "_"): 4,
     ("ops/linear_cross_entropy.py", "_logits_buffer"): 1,
     ("ops/linear_cross_entropy.py", "_scaled"): 1,
     ("ops/linear_cross_entropy.py", "_sums_and_gradients"): 1,
+    ("parallel/stages.py", "_gathered"): 1,
+    ("parallel/stages.py", "_placed"): 2,
+    ("parallel/stages.py", "fill_with_memory"): 1,
     ("tracking/health.py", "LateFlags.__init__"): 1,
 }
-"(file, function) -> how often it takes memory uninitialised, for which there is a test below; `_` only tells shapes."
+"""(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in
+scripts/test_pipeline_script.py; `_` only tells shapes."""
 ONLY_TIMED = {
     ("experiments/bench/machine.py", "copy_tb_per_sec"): 2,
     ("experiments/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,
     ("ops/attention_choice.py", "_gpu_milliseconds"): 1,
+    ("parallel/pipeline.py", "Pipelined._torch_stage"): 3,
 }
-"Those that take it to time it or to hold it: nobody looks at the values."
+"Those that take it to time it, to hold it or for its shape: nobody looks at the values."
 WAYS = {"empty", "empty_like", "new_empty", "empty_strided", "empty_permuted", "to_empty", "resize_", "ndarray"}
 
 

@@ -58,7 +58,7 @@ RECIPES = sorted(
     path
     for path in (ROOT / "recipes").glob("*/*.yaml")
     if path.parent.name
-    not in ("default", "smoke", "shared", "captioning")  # those make a model of their own, or name none
+    not in ("default", "smoke", "shared", "captioning", "graph")  # those make a model of their own, or name none
 )
 SFT = [path for path in RECIPES if path.name == "sft.yaml"]
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"

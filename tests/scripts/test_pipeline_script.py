@@ -17,7 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sftkit.runtime.rundir import METRICS, PROOF
 from sftkit.train.proof import verify_checkpoint
 
-ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+ENV = {
+    **os.environ,
+    "ACCELERATE_USE_CPU": "true",
+    "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+}
 STEPS, SAVED = 4, 2
 PIPELINE = ("train.engine=pipeline", "train.pipeline_layers=[2,1]")
 
@@ -55,10 +60,11 @@ def answer(text: str) -> dict[str, str]:
 
 
 def trained(recipe: Path, name: str, *words: str, ranks: int = 1, **env: str) -> Path:
-    """The run directory of a run that has ended well."""
+    """The run directory of a run that has ended well; a pipeline's with fresh memory full of NaN."""
     folder = recipe.parent / name
     own = [f"run.dir={folder}", f"data.cache_dir={recipe.parent}/cache", *words]
-    done = preloaded.run(["scripts/chat_sft.py", str(recipe), *own], ranks, ENV | env)
+    planted = ["tests/planted_worker.py", "yes"] if ranks > 1 else []
+    done = preloaded.run([*planted, "scripts/chat_sft.py", str(recipe), *own], ranks, ENV | env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (folder / "log").write_text(done.stdout)
     return folder

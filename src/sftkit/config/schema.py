@@ -305,7 +305,7 @@ class GraphConfig:
 
     passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
     dump: bool = False
-    "Write the graphs of each shape before and after every pass into <run>/graphs/, from the main rank."
+    "Write the graphs of each shape before and after every pass into <run>/captured_graphs/, from the main rank."
 
 
 @settings

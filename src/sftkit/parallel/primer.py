@@ -26,14 +26,14 @@ def all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
 
 def all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Every rank has the pieces of all."""
-    whole = torch.empty(dist.get_world_size() * len(own))
+    whole = torch.zeros(dist.get_world_size() * len(own))
     _gather(whole, own)
     return whole
 
 
 def reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Every rank has its piece of the sum."""
-    piece = torch.empty(len(own) // dist.get_world_size())
+    piece = torch.zeros(len(own) // dist.get_world_size())
     _scatter(piece, own)
     return piece
 
