@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from sftkit.runtime.rundir import GRAPHS
+
 pytestmark = pytest.mark.slow
 ENV = {
     **os.environ,
@@ -80,7 +82,7 @@ def test_two_processes_train_by_the_graph_and_prove_it(base: Path) -> None:
     found = checks(base / "base")
     assert found["Same gradients as the plain model"] is found["The step is compiled"] is True
     assert False not in found.values()
-    names = [path.name for path in sorted((base / "base" / "graphs" / "1x128").iterdir())]
+    names = [path.name for path in sorted((base / "base" / GRAPHS / "1x128").iterdir())]
     assert names[:3] == ["00-joint-captured.txt", "01-joint-reshard_after_forward.txt", "02-forward-split.txt"]
     assert names[3:] == ["03-forward-block_bucketing.txt", "04-backward-split.txt", "05-backward-block_bucketing.txt"]
     assert "all_gather_into_tensor" in (base / "base" / "graphs" / "1x128" / names[0]).read_text()
