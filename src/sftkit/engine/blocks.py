@@ -47,6 +47,7 @@ from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.words import counted
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
@@ -198,10 +199,8 @@ class Blocks:
         kind = f"{self._layout.kind} rows, shapes {declared}"
         if not self.compiled:
             return f"{kind}; eager"
-        return (
-            f"{kind}; compiled {counts['compile/graphs']:.0f} graphs, "
-            f"{counts['compile/graph_breaks']:.0f} graph breaks, in {seconds:.1f} s"
-        )
+        built = counted(int(counts["compile/graphs"]), "graph")
+        return f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, in {seconds:.1f} s"
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
