@@ -134,9 +134,10 @@ def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: s
     script.write_text(
         "import sys; from accelerate import Accelerator\n"
         "a = Accelerator(); sys.stdout.write(f'{a.process_index}/{a.num_processes}/{a.device.type}\\n')\n"
-        "a.end_training()\n"
+        "sys.stdout.flush(); a.end_training()\n"
     )
     config = next(file for file in FILES if file.stem == name)
     command = ["-m", "accelerate.commands.launch", "--config_file", config, script]
     done = preloaded.run(command, env=os.environ | env)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(done.stdout.split()) == [f"{rank}/{world_size}/cpu" for rank in range(world_size)]
