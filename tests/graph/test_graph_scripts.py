@@ -85,7 +85,7 @@ def test_two_processes_train_by_the_graph_and_prove_it(base: Path) -> None:
     names = [path.name for path in sorted((base / "base" / GRAPHS / "1x128").iterdir())]
     assert names[:3] == ["00-joint-captured.txt", "01-joint-reshard_after_forward.txt", "02-forward-split.txt"]
     assert names[3:] == ["03-forward-block_bucketing.txt", "04-backward-split.txt", "05-backward-block_bucketing.txt"]
-    assert "all_gather_into_tensor" in (base / "base" / "graphs" / "1x128" / names[0]).read_text()
+    assert "all_gather_into_tensor" in (base / "base" / GRAPHS / "1x128" / names[0]).read_text()
 
 
 def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> None:
