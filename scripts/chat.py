@@ -9,8 +9,8 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     from sftkit.generation.flags import parse
+    from sftkit.rundir.names import newest_run
     from sftkit.runtime.hub import find_model
-    from sftkit.runtime.rundir import newest_run
 
     args = parse(__doc__)
     path = find_model(args.path or newest_run())  # refused here if it is not there, before torch is imported

@@ -29,10 +29,10 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
 from sftkit.reports.write import try_report
+from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
-from sftkit.runtime.status import effective_resume
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of

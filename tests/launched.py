@@ -23,9 +23,9 @@ import pytest
 
 from sftkit.checkpoint.writer import free_bytes
 from sftkit.launch.launch import CONFIGS, Launch, command
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import LATEST, step_dirs
 from sftkit.runtime.launcher import signal_env
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import LATEST, step_dirs
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tests/faults_worker.py"

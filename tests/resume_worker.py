@@ -36,8 +36,8 @@ from sftkit.data.loader import StepBatches
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
+from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import start as runtime
-from sftkit.runtime.rundir import TRAINING_STATE
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker

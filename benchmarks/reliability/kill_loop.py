@@ -28,8 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import (
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import (
     ENVIRONMENT,
     EVALS,
     LATEST,

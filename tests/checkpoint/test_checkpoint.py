@@ -34,9 +34,9 @@ from sftkit.data.loader import Batches
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
-from sftkit.runtime.manifest import verify
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.rng import random_state, restore_random_state
-from sftkit.runtime.rundir import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train

@@ -29,8 +29,8 @@ from sftkit.checkpoint.state_store import SafeReader
 from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
 
 ROOT = Path(__file__).parents[2]
 

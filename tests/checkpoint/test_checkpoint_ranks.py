@@ -12,8 +12,8 @@ from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
 from sftkit.checkpoint.weight_files import plan_files
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import step_dirs
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import step_dirs
 
 
 @pytest.mark.slow

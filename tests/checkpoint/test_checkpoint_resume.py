@@ -19,7 +19,7 @@ from sftkit.checkpoint import weight_files
 from sftkit.checkpoint.compatibility import check_recipe
 from sftkit.checkpoint.state_store import load_states, save_states, snapshot_states
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.runtime.rundir import step_dir
+from sftkit.rundir.names import step_dir
 
 RECIPE = "run: {seed: 0}\noptim: {name: adamw, lr: 1e-4}\ntrain: {max_steps: 10, epochs: null, micro_batch_size: 4}\n"
 IDENTITY = {"model": {"hidden_size": 32, "layers": [1, 2]}, "tokenizer": "a" * 64, "data": {"train": "x"}}

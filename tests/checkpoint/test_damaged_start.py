@@ -21,7 +21,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model, load_tokenizer
 from sftkit.models.weights import load_model_weights
-from sftkit.runtime.rundir import step_dir
+from sftkit.rundir.names import step_dir
 from sftkit.train.proof import verify_checkpoint
 
 

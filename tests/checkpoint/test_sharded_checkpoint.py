@@ -16,7 +16,7 @@ from sharded_checkpoint_worker import resumed, save_and_go_on
 from sharded_worker import Job
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from sftkit.runtime.manifest import verify
+from sftkit.rundir.manifest import verify
 
 STEP = "step-000002"
 

@@ -20,8 +20,8 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import as_source, check_arguments, eval_config, flags_named, parse
 from sftkit.evals.loading import load_validation
 from sftkit.evals.suite import load_tasks
+from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import hub
-from sftkit.runtime.rundir import TRAINING_STATE
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 

@@ -15,9 +15,9 @@ from sftkit.config.schema import Config
 from sftkit.launch import launch
 from sftkit.launch.chain import is_evaluated
 from sftkit.launch.finished import finished
-from sftkit.runtime import lock
-from sftkit.runtime.made_from import write_made_from
-from sftkit.runtime.manifest import digest
+from sftkit.rundir import lock
+from sftkit.rundir.made_from import write_made_from
+from sftkit.rundir.manifest import digest
 
 RECIPE = (
     "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"

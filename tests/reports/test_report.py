@@ -401,7 +401,7 @@ FAILING = """
 import sys
 from pathlib import Path
 from sftkit.reports.write import try_report
-from sftkit.runtime import status
+from sftkit.rundir import status
 
 here = status.RunStatus(Path(sys.argv[1]), int(sys.argv[2]), 1)
 here.begin({})

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from launched import Launcher, fill, launching, small_file_system
 
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
+from sftkit.rundir.status import RunStatus, effective_resume, is_symptom, read_status
 from sftkit.runtime.consistency import compare
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import HEARTBEATS, heartbeat_file, step_dirs
-from sftkit.runtime.status import RunStatus, effective_resume, is_symptom, read_status
 from sftkit.runtime.watchdog import compare as compare_places
 from sftkit.runtime.watchdog import open_heartbeat
 
@@ -287,7 +287,7 @@ def test_how_a_run_ended_is_written_on_a_disk_without_a_free_byte(tmp_path: Path
 def test_a_rank_told_to_stop_before_training_is_not_called_failed_by_those_that_lose_it(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sftkit.runtime.status._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("sftkit.rundir.status._LOOK_SECONDS", 0.1)
     told, left = (RunStatus(tmp_path, rank, 2) for rank in (1, 0))
     left.begin({})
     told.end_of_signal(signal.SIGUSR1)

@@ -15,10 +15,10 @@ import pytest
 from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
 from sftkit.config.commands import program
+from sftkit.rundir.names import LATEST, step_dirs
+from sftkit.rundir.status import resume_command
 from sftkit.runtime.launcher import check_launcher, signal_env
-from sftkit.runtime.rundir import LATEST, step_dirs
 from sftkit.runtime.signals import Deadline, Stopping, heeded
-from sftkit.runtime.status import resume_command
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from sftkit.data import images
 from sftkit.models.kinds import kind_of
 from sftkit.reports.card import _use
-from sftkit.runtime.rundir import step_dirs
+from sftkit.rundir.names import step_dirs
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 PICTURES = "{path: 'builtin:pictures', max_rows: 60}"

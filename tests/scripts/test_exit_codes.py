@@ -10,7 +10,7 @@ from pathlib import Path
 import preloaded
 import pytest
 
-from sftkit.runtime.status import RunStatus, stopped_by
+from sftkit.rundir.status import RunStatus, stopped_by
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}

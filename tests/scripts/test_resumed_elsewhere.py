@@ -10,7 +10,7 @@ import preloaded
 import pytest
 from helpers import ROOT
 
-from sftkit.runtime.rundir import METRICS, step_dirs
+from sftkit.rundir.names import METRICS, step_dirs
 
 
 def steps(folder: Path) -> list[int]:

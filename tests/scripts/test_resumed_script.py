@@ -10,7 +10,7 @@ import preloaded
 import pytest
 from helpers import ROOT
 
-from sftkit.runtime.rundir import step_dirs
+from sftkit.rundir.names import step_dirs
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftkit.errors import ConfigError, NonFiniteError
-from sftkit.runtime.status import RunStatus
+from sftkit.rundir.status import RunStatus
 from sftkit.tracking.dashboard.ending import Ending, ending_of
 from sftkit.tracking.dashboard.services import KILLED, Means, Wandb
 

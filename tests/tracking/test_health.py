@@ -23,7 +23,7 @@ from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
-from sftkit.runtime.status import RunStatus
+from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import Health, LateFlags
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome

@@ -18,9 +18,9 @@ from resume_worker import run
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.config.schema import LogConfig
-from sftkit.runtime.rundir import step_dirs
+from sftkit.rundir.names import step_dirs
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import RunStatus
 
 LIMIT = 20_000
 "Bytes of a file: less than the weights of the tiny model, more than what is logged."

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import step_dirs
 from sftkit.runtime.launcher import signal_env
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import step_dirs
 
 pytestmark = [
     pytest.mark.gpu,

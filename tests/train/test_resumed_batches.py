@@ -15,7 +15,7 @@ from resume_worker import LENGTHS, SAVE_EVERY, STEPS, run
 from safetensors.torch import load_file
 
 from sftkit.errors import ConfigError
-from sftkit.runtime.rundir import TRAINING_STATE, step_dir, step_dirs
+from sftkit.rundir.names import TRAINING_STATE, step_dir, step_dirs
 
 MICRO_BATCH_TOLERANCE = 1e-6
 "Relative: sums of fp32 in another order, over the nine steps after the resume. Measured: at most 1.5e-7."

@@ -29,10 +29,8 @@ from sftkit.models.stages import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
-from sftkit.runtime.files import replace_text, set_aside
-from sftkit.runtime.hardware import environment
-from sftkit.runtime.rng import random_key, random_state, restore_random_state
-from sftkit.runtime.rundir import (
+from sftkit.rundir.files import replace_text, set_aside
+from sftkit.rundir.names import (
     BEST,
     ENVIRONMENT,
     LATEST,
@@ -45,6 +43,8 @@ from sftkit.runtime.rundir import (
     step_dirs,
     step_number,
 )
+from sftkit.runtime.hardware import environment
+from sftkit.runtime.rng import random_key, random_state, restore_random_state
 from sftkit.runtime.start import Runtime, seed_everything
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import yaml
 
 from sftkit.data.pack import Stretch
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import RECIPE, TRAINING_STATE, step_dirs
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

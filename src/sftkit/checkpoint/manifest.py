@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftkit.runtime.files import flush, replace_text, set_aside
-from sftkit.runtime.manifest import sha256_of
-from sftkit.runtime.rundir import (
+from sftkit.rundir.files import flush, replace_text, set_aside
+from sftkit.rundir.manifest import sha256_of
+from sftkit.rundir.names import (
     BEST,
     LATEST,
     MANIFEST,

@@ -37,8 +37,8 @@ from sftkit.checkpoint.manifest import (
 from sftkit.checkpoint.state_store import HostShard, save_states
 from sftkit.checkpoint.weight_files import WeightSnapshot, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import LATEST, OPTIMIZER, TRAINING_STATE, being_written, random_state_file, step_dir
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import LATEST, OPTIMIZER, TRAINING_STATE, being_written, random_state_file, step_dir
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

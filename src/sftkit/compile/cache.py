@@ -26,7 +26,7 @@ from sftkit.data.pack import Layout
 from sftkit.models.padding import padding_rows
 from sftkit.models.structure import class_name
 from sftkit.ops.flash import fa4_folder
-from sftkit.runtime.files import replace_shared
+from sftkit.rundir.files import replace_shared
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

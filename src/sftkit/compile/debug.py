@@ -22,8 +22,8 @@ from torch._logging._internal import _is_torch_handler
 from sftkit.compile.watch import phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import COMPILE_SUMMARY, SUMMARY, compile_dir
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import COMPILE_SUMMARY, SUMMARY, compile_dir
 
 ARTIFACTS = {
     "graphs": ("graph_code", "aot_graphs"),

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from sftkit.config.schema import CompileConfig
-from sftkit.runtime.files import replace_shared
+from sftkit.rundir.files import replace_shared
 
 
 def under_way(compile: CompileConfig, key: str) -> str:

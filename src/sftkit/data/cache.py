@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples, Finding
-from sftkit.runtime.files import own_name
+from sftkit.rundir.files import own_name
 
 FORMAT = 3
 DECIDING = (

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from sftkit.data.demo.pictures import PREFIX, picture
 from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
-from sftkit.runtime.files import own_name
+from sftkit.rundir.files import own_name
 from sftkit.runtime.progress import working
 
 log = logging.getLogger(__name__)

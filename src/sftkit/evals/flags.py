@@ -18,8 +18,8 @@ from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.data import hub
 from sftkit.data.origin import find_here
 from sftkit.errors import ConfigError, DataError
+from sftkit.rundir.names import newest_run
 from sftkit.runtime.hub import find_model
-from sftkit.runtime.rundir import newest_run
 
 FLAGS = ("backend", "data", "shots", "format", "allow_code_execution", "max_examples", "batch_size", "max_new_tokens")
 "Keys of eval that have a flag of the same name."

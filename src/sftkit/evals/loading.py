@@ -24,7 +24,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import windows
 from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.wrap import distribute
-from sftkit.runtime.rundir import TRAINING_STATE
+from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048

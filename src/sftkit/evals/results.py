@@ -12,8 +12,8 @@ from typing import Any
 
 from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
 from sftkit.generation.answer import Answer
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import RESULTS, VALIDATION
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import RESULTS, VALIDATION
 
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."

@@ -28,10 +28,10 @@ from sftkit.generation.decode import generate
 from sftkit.models.kinds import check_causal
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
+from sftkit.rundir.manifest import digest
+from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
-from sftkit.runtime.manifest import digest
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import evaluation_dir
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.demo import builtin
 from sftkit.data.template import template_of
-from sftkit.runtime.rundir import RECIPE
+from sftkit.rundir.names import RECIPE
 
 SHOWN = ("arithmetic", "calendar", "pick")
 "Families of which a question is shown."

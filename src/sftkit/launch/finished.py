@@ -11,11 +11,11 @@ import yaml
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.config.yaml_text import RecipeLoader
-from sftkit.runtime.lock import at_work
-from sftkit.runtime.made_from import made_from, read_made_from, weights_changed
-from sftkit.runtime.manifest import verify
-from sftkit.runtime.rundir import RECIPE, SUMMARY, latest, step_name
-from sftkit.runtime.status import read_status
+from sftkit.rundir.lock import at_work
+from sftkit.rundir.made_from import made_from, read_made_from, weights_changed
+from sftkit.rundir.manifest import verify
+from sftkit.rundir.names import RECIPE, SUMMARY, latest, step_name
+from sftkit.rundir.status import read_status
 
 
 def finished(cfg: Config) -> str | None:

@@ -35,10 +35,10 @@ from sftkit.models.padding import pad_vocabulary
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
+from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.names import TOKENIZER, nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
-from sftkit.runtime.manifest import check_loadable
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import TOKENIZER, nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from sftkit.models.load import TEXT_NAMES, load_options
 from sftkit.models.padding import rows_of_files
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
-from sftkit.runtime.manifest import check_loadable
-from sftkit.runtime.rundir import resolve
+from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.names import resolve
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -18,7 +18,7 @@ from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConf
 from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
 from sftkit.memory.estimate import GIB, Setup, estimates_of_places
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
-from sftkit.runtime.rundir import ARCHIVED, CONFIG, ENVIRONMENT, METRICS
+from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS
 
 SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."

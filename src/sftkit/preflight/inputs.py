@@ -22,10 +22,10 @@ from sftkit.data.origin import Origin, find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
+from sftkit.rundir.made_from import WEIGHTS
+from sftkit.rundir.manifest import read_manifest
+from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.hub import find_model
-from sftkit.runtime.made_from import WEIGHTS
-from sftkit.runtime.manifest import read_manifest
-from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
 
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."

@@ -21,9 +21,9 @@ from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
 from sftkit.preflight import answers, costs, turns
 from sftkit.preflight import data as facts
-from sftkit.runtime.files import replace_text
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import PREFLIGHT
 from sftkit.runtime.hardware import device_name
-from sftkit.runtime.rundir import PREFLIGHT
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
 

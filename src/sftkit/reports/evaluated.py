@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.reports.files import Rows, dicts, mapping, number, read_json
-from sftkit.runtime.rundir import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_name, step_of
+from sftkit.rundir.names import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_name, step_of
 
 Found = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""

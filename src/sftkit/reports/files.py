@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.rundir import LATEST, STEP_DIRS
+from sftkit.rundir.names import LATEST, STEP_DIRS
 
 Rows = list[dict[str, Any]]
 _LARGEST_NUMBER = 1e100

@@ -12,7 +12,7 @@ from typing import Any
 from sftkit.config.keys import table
 from sftkit.config.yaml_text import parse
 from sftkit.reports.files import Rows, clean, dicts, mapping
-from sftkit.runtime.rundir import CONFIG, RECIPE
+from sftkit.rundir.names import CONFIG, RECIPE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -13,8 +13,8 @@ from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather, newest_run, run_of
 from sftkit.reports.files import checkpoint
 from sftkit.reports.page import render
-from sftkit.runtime.files import replace_shared
-from sftkit.runtime.rundir import CARD, REPORT, REPORT_DATA
+from sftkit.rundir.files import replace_shared
+from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
 __all__ = ["gather", "newest_run", "report_of_folder", "try_report", "write_report"]
 _MOST_SECONDS = 20.0

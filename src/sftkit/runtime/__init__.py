@@ -1,1 +1,1 @@
-"""The process and the machine: ranks, signals, watchdog, random states, status; the run directory and its files."""
+"""The process and the machine: ranks, signals, watchdog, random states, the start of a run."""

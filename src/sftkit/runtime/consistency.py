@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
-from sftkit.runtime.lock import place
+from sftkit.rundir.lock import place
 
 if TYPE_CHECKING:
     from sftkit.runtime.start import Runtime

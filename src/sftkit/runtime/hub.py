@@ -13,7 +13,7 @@ from typing import Literal
 from sftkit.config.commands import program
 from sftkit.config.paths import did_you_mean
 from sftkit.errors import ConfigError
-from sftkit.runtime.rundir import resolve
+from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0
 MOST_SECONDS = PROBE_SECONDS + 1

@@ -1,6 +1,6 @@
 """Open a run directory: the ranks are one run and the only one in it, and what is about to start is written down.
 
-What it writes is in a folder of its own until this start has done a step (runtime/attempt.py).
+What it writes is in a folder of its own until this start has done a step (rundir/attempt.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
-from sftkit.runtime import attempt, lock
+from sftkit.rundir import attempt, lock
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.killed import where_it_was
+from sftkit.rundir.names import CONFIG, ENVIRONMENT
+from sftkit.rundir.status import RunStatus, read_status
 from sftkit.runtime.consistency import agree, identity, neighbours
-from sftkit.runtime.files import replace_text
 from sftkit.runtime.hardware import environment
-from sftkit.runtime.killed import where_it_was
 from sftkit.runtime.launcher import check_launcher
-from sftkit.runtime.rundir import CONFIG, ENVIRONMENT
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import PATIENCE_SECONDS, Runtime
-from sftkit.runtime.status import RunStatus, read_status
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:

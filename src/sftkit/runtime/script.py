@@ -29,8 +29,8 @@ def script(main: Callable[[], int | None]) -> None:
     signal.signal(signal.SIGINT, lambda number, _frame: _end(number, os._exit))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    from sftkit.rundir.status import report
     from sftkit.runtime.signals import SIGNALS, Listener, end_process
-    from sftkit.runtime.status import report
 
     listener = Listener(lambda number: _end(number, end_process))
     listener.take_signals()

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import psutil
 
 from sftkit.config.terminal import leave_lost_terminal, say
-from sftkit.runtime.lock import release_all
+from sftkit.rundir.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
 "What asks for a stop; of several that came, the first of these is the reason that is written down."

@@ -31,12 +31,12 @@ from sftkit.config.schema import RunConfig, TrainConfig, stages_of
 from sftkit.config.terminal import Level, SayHandler, say
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
-from sftkit.runtime.attempt import is_attempt, leaves_nothing, withdraw
+from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
+from sftkit.rundir.lock import RunLock
+from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.hardware import device_name, why_no_gpu
 from sftkit.runtime.launcher import check_group, check_variables
-from sftkit.runtime.lock import RunLock
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
-from sftkit.runtime.status import RunStatus, report
 
 Value = TypeVar("Value")
 PATIENCE_SECONDS = 10.0

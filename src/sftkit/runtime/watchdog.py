@@ -15,10 +15,10 @@ from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
 from sftkit.config.terminal import say
-from sftkit.runtime.rundir import HEARTBEATS, error_file, error_files, heartbeat_file
+from sftkit.rundir.names import HEARTBEATS, error_file, error_files, heartbeat_file
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import RunStatus
 
 _FLUSH_SECONDS = 10.0
 _LOOK_SECONDS = 1.0

@@ -18,9 +18,9 @@ from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, NumericsError, SpikeError
 from sftkit.objectives.objective import Objective
-from sftkit.runtime.rundir import left_out_file
+from sftkit.rundir.names import left_out_file
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import RunStatus
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.spikes import Spike, Spikes, spikes_in
 from sftkit.tracking.tracker import Tracker

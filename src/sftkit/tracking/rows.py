@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.rundir import FINAL, RESULTS, step_of
+from sftkit.rundir.names import FINAL, RESULTS, step_of
 
 
 def drop_rows_after(path: Path, step: int) -> None:

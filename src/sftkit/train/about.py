@@ -14,7 +14,7 @@ from sftkit.config.schema import Config, source_label
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Setup
 from sftkit.models.structure import count_parameters
-from sftkit.runtime.rundir import ENVIRONMENT
+from sftkit.rundir.names import ENVIRONMENT
 from sftkit.runtime.start import Runtime
 
 

@@ -29,11 +29,11 @@ from sftkit.models.structure import positions, vocab_size
 from sftkit.parallel.fsdp import let_go
 from sftkit.parallel.stages import whole_weights
 from sftkit.parallel.tensor import whole_rows
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.manifest import check_loadable
-from sftkit.runtime.rundir import MANIFEST, PROOF
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.names import MANIFEST, PROOF
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import RunStatus
 from sftkit.tracking.checks import Check
 from sftkit.tracking.meter import Meter, ShapeCounts
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from sftkit.checkpoint.writer import SaveEnd
 from sftkit.errors import NumericsError
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import RunStatus
 from sftkit.tracking.tracker import Tracker
 
 

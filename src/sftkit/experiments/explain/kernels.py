@@ -21,8 +21,8 @@ from sftkit.config.schema import CompileConfig, Config
 from sftkit.experiments.explain.private import kernels_in_profile
 from sftkit.experiments.explain.profile import Step, alternately, dispatched, profiled
 from sftkit.experiments.explain.subject import Subject
+from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import SUMMARY, compile_dir
 
 CALLS = 5
 "Steps of either way that are timed."

@@ -20,8 +20,8 @@ from sftkit.experiments.explain import pays
 from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.heard import listening
 from sftkit.experiments.explain.private import dispatch_keys, has_kernel
+from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.progress import working
-from sftkit.runtime.rundir import SUMMARY, compile_dir
 
 
 def labs(device: torch.device, out: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.experiments.validate.measure import Measured, spread
 from sftkit.reports.pays import Pays, pays
-from sftkit.runtime.rundir import latest
+from sftkit.rundir.names import latest
 
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0

@@ -17,7 +17,7 @@ from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError
 from sftkit.experiments.validate.judge import EVALUATION, Trio, Verdict, around, speedup, trio_verdict, trios, within
 from sftkit.experiments.validate.measure import Line
-from sftkit.runtime.files import replace_text
+from sftkit.rundir.files import replace_text
 
 LEDGER = Path("benchmarks/ledger.jsonl")
 "The ledger of this repository, from its root."

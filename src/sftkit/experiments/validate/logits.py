@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sftkit.experiments.validate.judge import step_folder
-from sftkit.runtime.rundir import PROOF
+from sftkit.rundir.names import PROOF
 from sftkit.train.proof import verify_checkpoint
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sftkit.runtime.files import read_object
-from sftkit.runtime.rundir import (
+from sftkit.rundir.files import read_object
+from sftkit.rundir.names import (
     ENVIRONMENT,
     ERRORS,
     EVALS,

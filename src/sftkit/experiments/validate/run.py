@@ -21,7 +21,7 @@ from sftkit.experiments.validate.measure import Measured, measure, spread
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.launch.hardware import find_hardware
 from sftkit.models.size import replica_of
-from sftkit.runtime.files import read_object
+from sftkit.rundir.files import read_object
 
 LOGITS_TIMEOUT_SECONDS = 600
 

@@ -12,8 +12,8 @@ from sftkit.errors import ConfigError
 from sftkit.reports.collect import curves_of, machine, read_run
 from sftkit.reports.compare import Curves, compare, speed_words
 from sftkit.reports.numbers import show
-from sftkit.runtime.files import read_object
-from sftkit.runtime.rundir import TRAINING_STATE, latest
+from sftkit.rundir.files import read_object
+from sftkit.rundir.names import TRAINING_STATE, latest
 from sftkit.tracking.dashboard import panels
 from sftkit.tracking.dashboard.identity import run_name
 from sftkit.tracking.dashboard.remote import first_line

@@ -9,8 +9,8 @@ from typing import Any
 
 from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError, DataError
-from sftkit.runtime.rundir import STATUS
-from sftkit.runtime.status import RunStatus, describe, read_status
+from sftkit.rundir.names import STATUS
+from sftkit.rundir.status import RunStatus, describe, read_status
 
 TIMED_OUT = 124
 "Exit code of a run that train.max_minutes has ended, as timeout(1) gives it."

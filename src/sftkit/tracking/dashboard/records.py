@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.files import read_object
-from sftkit.runtime.rundir import PREFLIGHT, PROOF
+from sftkit.rundir.files import read_object
+from sftkit.rundir.names import PREFLIGHT, PROOF
 
 TABLE_CHARACTERS = 2000
 "So much of a text is in a table or an alert on a dashboard; the files have all of it."

@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
-from sftkit.runtime.rundir import EVALS, EVALUATIONS, METRICS, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
+from sftkit.rundir.names import EVALS, EVALUATIONS, METRICS, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
 from sftkit.tracking.dashboard import panels
 from sftkit.tracking.dashboard.panels import Curve, Number, Panel, Section, Shown
 from sftkit.tracking.dashboard.records import preflight_of, proof_of

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from sftkit.config.schema import DataConfig
 from sftkit.errors import ConfigError
-from sftkit.runtime.files import replace_shared
-from sftkit.runtime.rundir import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
+from sftkit.rundir.files import replace_shared
+from sftkit.rundir.names import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
 
 HASH_THREADS = min(8, os.cpu_count() or 1)
 HASHES = "hashes"

@@ -18,10 +18,10 @@ import pytest
 from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError
-from sftkit.runtime import lock
-from sftkit.runtime.lock import Holder, place, read_holder, take
+from sftkit.rundir import lock
+from sftkit.rundir.lock import Holder, place, read_holder, take
+from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
-from sftkit.runtime.rundir import LOCK
 
 ME = Holder(*place(), os.getpid(), psutil.Process().create_time(), time.time())
 

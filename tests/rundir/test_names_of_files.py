@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import sftkit.rundir.names as rundir
 from sftkit.errors import ConfigError
-from sftkit.runtime import rundir
-from sftkit.runtime.files import replace_shared, replace_text, set_aside
+from sftkit.rundir.files import replace_shared, replace_text, set_aside
 
 ROOT = Path(__file__).parents[2]
-HOME = ROOT / "src" / "sftkit" / "runtime" / "rundir.py"
+HOME = ROOT / "src" / "sftkit" / "rundir" / "names.py"
 WORDS = {rundir.COMPILE, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimizer"}
 "Names of folders that are also words: sections of a recipe, keys of metrics."
 OTHERS = {
@@ -57,7 +57,7 @@ def test_no_other_module_spells_the_name_of_a_file_of_a_run_directory(room: str)
         for line, text in spelled(path)
         if text not in OTHERS.get(str(path.relative_to(ROOT)), ())
     }
-    assert not found, "import the name from sftkit.runtime.rundir"
+    assert not found, "import the name from sftkit.rundir.names"
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from helpers import ROOT, cpu_runtime
 from launched import LaunchedRun, Launcher, launching, small_file_system
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.runtime.lock import read_holder
-from sftkit.runtime.open import open_run, take_place
-from sftkit.runtime.rundir import (
+from sftkit.rundir.lock import read_holder
+from sftkit.rundir.names import (
     ATTEMPT,
     COMPILE,
     CONFIG,
@@ -32,6 +31,7 @@ from sftkit.runtime.rundir import (
     step_dir,
     step_dirs,
 )
+from sftkit.runtime.open import open_run, take_place
 from sftkit.runtime.start import Runtime
 
 ENV = {

@@ -12,11 +12,11 @@ import pytest
 from helpers import cpu_runtime
 
 from sftkit.reports.write import gather, write_report
-from sftkit.runtime import lock
-from sftkit.runtime.killed import as_killed, killed_by, last_step, tell_killed
+from sftkit.rundir import lock
+from sftkit.rundir.killed import as_killed, killed_by, last_step, tell_killed
+from sftkit.rundir.status import RunStatus, read_status, start_command
 from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
 from sftkit.runtime.open import open_run
-from sftkit.runtime.status import RunStatus, read_status, start_command
 
 
 @pytest.fixture

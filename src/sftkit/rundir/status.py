@@ -21,8 +21,8 @@ import psutil
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.runtime.files import read_object, replace_shared
-from sftkit.runtime.rundir import ERRORS, STATUS, error_file, error_files, step_dirs
+from sftkit.rundir.files import read_object, replace_shared
+from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sftkit.config.schema import Config
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import MADE_FROM, MANIFEST, latest
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import MADE_FROM, MANIFEST, latest
 
 WEIGHTS = ("*.safetensors", "*.bin")
 "Files of a model folder that transformers reads weights from."

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.files import replace_shared
-from sftkit.runtime.lock import at_work
-from sftkit.runtime.rundir import METRICS, STATUS, latest
-from sftkit.runtime.status import read_status, resume_command, start_command
+from sftkit.rundir.files import replace_shared
+from sftkit.rundir.lock import at_work
+from sftkit.rundir.names import METRICS, STATUS, latest
+from sftkit.rundir.status import read_status, resume_command, start_command
 
 _TAIL = 1 << 16
 "Bytes at the end of METRICS in which its last line is looked for."

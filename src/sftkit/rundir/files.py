@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.runtime.rundir import ARCHIVED
+from sftkit.rundir.names import ARCHIVED
 
 
 def replace_text(path: Path, text: str) -> None:

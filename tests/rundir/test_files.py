@@ -11,8 +11,8 @@ from helpers import make_examples
 
 from sftkit.compile import cache as compile_cache
 from sftkit.data import cache as data_cache
-from sftkit.runtime import lock
-from sftkit.runtime.files import replace_shared
+from sftkit.rundir import lock
+from sftkit.rundir.files import replace_shared
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError
-from sftkit.runtime.rundir import LOCK
+from sftkit.rundir.names import LOCK
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError
-from sftkit.runtime import lock
-from sftkit.runtime.files import set_aside
-from sftkit.runtime.lock import RunLock
-from sftkit.runtime.rundir import (
+from sftkit.rundir import lock
+from sftkit.rundir.files import set_aside
+from sftkit.rundir.lock import RunLock
+from sftkit.rundir.names import (
     ARCHIVED,
     ATTEMPT,
     COMPILE,
@@ -27,7 +27,7 @@ from sftkit.runtime.rundir import (
     WRITTEN_OVER,
     step_dirs,
 )
-from sftkit.runtime.status import RunStatus, read_status
+from sftkit.rundir.status import RunStatus, read_status
 
 _LOOK_SECONDS = 3.0
 "How long the main rank of a start that failed lets the others read why."
