@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.rounding import int32, noise16, stochastic_round
-from sftkit.optim.adamw import compiled, corrections, flat, scalars, update_exact, update_stochastic
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.build import build_optimizer
+from sftkit.optim.formula import Scalars, corrections, update_exact, update_stochastic
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.rng import random_key
@@ -293,66 +294,71 @@ def test_rounding_keeps_what_bf16_can_hold_and_inf_and_nan() -> None:
     assert stochastic_round(odd, torch.full((3,), 65535)).isnan().all()
 
 
-def update_arguments(update, shape: tuple[int, ...], seed: int, device: str) -> tuple:
-    generator = torch.Generator().manual_seed(seed)
-    param, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for _ in range(2))
-    moments = [(torch.rand(param.numel(), generator=generator) * 0.1).to(device) for _ in range(2)]
-    clip = torch.tensor(0.5 + 0.01 * seed, device=device)
-    s = scalars(1e-3 * (seed + 1), (0.9, 0.95), 1e-8, 0.1 * seed)
-    corrected = corrections(torch.tensor([seed, seed + 1.0], device=device), 1e-3 * (seed + 1), (0.9, 0.95))[1]
-    param = torch.nn.Parameter(param)
-    key = random_key(seed)
-    keys = (int32(7 * seed), int32(key), int32(key >> 32))
-    if update is update_exact:
-        return (flat(param).float(), flat(param), flat(grad), *moments, clip, s, corrected, *keys)
-    return (flat(param), flat(grad), *(m.bfloat16() for m in moments), clip, s, corrected, *keys)
+def rows_of_the_kernel(stochastic: bool, device: str) -> list[Any]:
+    """Parameters of odd sizes, gradients that lie oddly, numbers of elements beyond 2^31."""
+    from sftkit.ops.adamw_kernel import PIECE, Row
 
-
-def check_compiled_update(update, device: str) -> None:
-    """Equal to eager up to the order of fp32 operations; one graph for all sizes, steps and learning rates."""
-    shapes = [(1 << 20,), (33,), (64, 128), (7, 9), (2,), (3, 5, 7), (128, 64), (2, 1), (100_003,)]
-    dynamo_utils.set_compilation_metrics_limit(100_000)
-    before = len(dynamo_utils.get_compilation_metrics())
-    with torch.no_grad():
-        for seed, shape in enumerate(shapes):
-            eager, fused = (update_arguments(update, shape, seed, device) for _ in range(2))
-            update(*eager)
-            compiled(update)(*fused)
-            for a, b in zip(eager[:5], fused[:5], strict=True):
-                rounded = a.dtype == torch.bfloat16
-                torch.testing.assert_close(a, b, rtol=2**-7 if rounded else 1e-6, atol=1e-6)
-                assert not rounded or (a != b).float().mean() < 0.01 or a.numel() < 200
-    graphs = [m for m in dynamo_utils.get_compilation_metrics()[before:] if m.is_forward]
-    assert [m.co_name for m in graphs if m.co_name] == [update.__name__]
-
-
-@pytest.mark.parametrize("update", [update_exact, update_stochastic])
-def test_the_compiled_update_is_one_graph_and_equals_eager(update) -> None:
-    torch._dynamo.reset()
-    check_compiled_update(update, "cpu")
+    rows, generator = [], torch.Generator().manual_seed(0)
+    for i, size in enumerate((1, 33, 0, 128 * 64, PIECE, 2 * PIECE + 7, 100_003, 16)):
+        weight, avg, avg_sq = (torch.rand(size, generator=generator) * 0.1 for _ in range(3))
+        grad = torch.randn(size + 1, generator=generator)[i % 2 :][:size].to(torch.bfloat16 if i % 3 else torch.float32)
+        rounded = weight.bfloat16().to(device) if i % 2 and not stochastic else None
+        weight, avg, avg_sq = (
+            t.to(device, torch.bfloat16 if stochastic else torch.float32) for t in (weight, avg, avg_sq)
+        )
+        decays = (1e-3 * 0.1 * i, 1 - 0.9, 1 - 0.95, 1e-8)
+        rows.append(Row(weight, rounded, grad.to(device), avg, avg_sq, decays, 2**31 - 5 + i, random_key(i)))
+    return rows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("update", [update_exact, update_stochastic])
-def test_the_compiled_update_is_one_graph_and_equals_eager_on_cuda(update) -> None:
-    torch._dynamo.reset()
-    check_compiled_update(update, "cuda")
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_kernel_of_all_parameters_computes_what_torch_does_for_each_with_the_same_random_bits(
+    stochastic: bool,
+) -> None:
+    from sftkit.ops.adamw_kernel import update_
+
+    clip = torch.tensor(0.7, device="cuda")
+    ours, theirs = rows_of_the_kernel(stochastic, "cuda"), rows_of_the_kernel(stochastic, "cuda")
+    corrected = corrections(torch.arange(1.0, len(ours) + 1, device="cuda"), 1e-3, (0.9, 0.95))
+    update_(ours, clip * float("nan"), corrected)
+    for row, before in zip(ours, theirs, strict=True):
+        assert torch.equal(row.weight, before.weight)
+        assert torch.equal(row.exp_avg, before.exp_avg)
+    update_(ours, clip, corrected)
+    for row, other, factors in zip(ours, theirs, corrected, strict=True):
+        s = Scalars(*(torch.tensor(x, dtype=torch.float32) for x in other.scalars))
+        rest = (other.grad, other.exp_avg, other.exp_avg_sq, clip, s, factors)
+        keys = (int32(other.first), int32(other.key), int32(other.key >> 32))
+        if stochastic:
+            update_stochastic(other.weight, *rest, *keys)
+        else:
+            update_exact(other.weight, other.rounded, *rest, *keys)
+        pairs = [(getattr(row, name), getattr(other, name)) for name in ("weight", "exp_avg", "exp_avg_sq", "rounded")]
+        for a, b in pairs:
+            if b is not None:
+                # Fused products differ in the last bit of fp32, which now and then decides a rounding.
+                tolerance = 2**-7 if b.dtype == torch.bfloat16 else 2e-6
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-7)
+                assert b.dtype != torch.bfloat16 or (a != b).sum() <= 1 + 0.001 * a.numel()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["adamw", "adamw_sr", "muon"])
-def test_cuda_compiles_in_the_warm_up_only_and_follows_the_cpu(name: str) -> None:
-    torch._dynamo.reset()
+def test_cuda_loads_its_kernels_in_the_warm_up_only_and_follows_the_cpu(name: str) -> None:
+    from sftkit.ops.adamw_kernel import _adamw
+
     on_cpu, on_cuda = Small(), Small().cuda()
     run_steps(on_cpu, make(name, on_cpu), range(5))
     optimizer = make(name, on_cuda)
     optimizer.warm_up(compiled=True)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for step in range(5):
-            set_gradients(on_cpu, step)
-            for ours, theirs in zip(on_cuda.parameters(), on_cpu.parameters(), strict=True):
-                ours.grad = theirs.grad.cuda()
-            optimizer.update(1e-3 / (step + 1), torch.tensor(0.5, device="cuda"))
+    loaded = len(_adamw.device_caches[torch.cuda.current_device()][0])
+    for step in range(5):
+        set_gradients(on_cpu, step)
+        for ours, theirs in zip(on_cuda.parameters(), on_cpu.parameters(), strict=True):
+            ours.grad = theirs.grad.cuda()
+        optimizer.update(1e-3 / (step + 1), torch.tensor(0.5, device="cuda"))
+    assert len(_adamw.device_caches[torch.cuda.current_device()][0]) == loaded > 0
     for ours, theirs in zip(on_cuda.parameters(), on_cpu.parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2**-6, atol=0)
 

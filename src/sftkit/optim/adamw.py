@@ -2,8 +2,8 @@
 
 An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
 the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
-function on flat tensors: eager on CPU, one compiled graph for all sizes on CUDA. Everything that varies comes in as a 0-d
-tensor, so nothing is ever compiled again. Of a sharded parameter each rank updates its own piece.
+function on flat tensors: on CUDA a Triton kernel for all parameters at once (ops.adamw_kernel), elsewhere eager
+(optim.formula). Of a sharded parameter each rank updates its own piece.
 
 An update that is left out does not count in the bias corrections. Only the device knows of it in time, so the counts and
 what follows from them stay there.
@@ -11,9 +11,8 @@ what follows from them stay there.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from itertools import chain
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,127 +21,14 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.dtensor import contiguous_strides, local, local_region
-from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
+from sftkit.ops.rounding import int32
 from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.formula import corrections, scalars, update_exact, update_stochastic
 from sftkit.optim.protocol import Groups, Optimizer, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
-WARM_UP_ELEMENTS = 1 << 20
-"Size of the throw-away tensors of the warm-up: Inductor picks its block sizes by it."
-
-
-class Scalars(NamedTuple):
-    """What the update of a group needs besides tensors: 0-d fp32 tensors on the CPU."""
-
-    decay: torch.Tensor
-    "learning rate times weight decay"
-    rate1: torch.Tensor
-    "1 - beta1"
-    rate2: torch.Tensor
-    "1 - beta2"
-    eps: torch.Tensor
-
-
-@functools.lru_cache(maxsize=32)
-def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Scalars:
-    beta1, beta2 = betas
-    return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, 1 - beta1, 1 - beta2, eps)))
-
-
-def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
-    """What bias correction makes of the learning rate and of the root of exp_avg_sq, after so many updates.
-
-    Args:
-        counts: [P], update numbers from 1, on any device; of 0 the result is not finite.
-
-    Returns:
-        fp64 [P, 2] there: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of beta2=0.999 would
-        be off by 6e-5. A row has the 16 bytes to which Inductor wants its inputs aligned.
-    """
-    counts = counts.double()
-    beta1, beta2 = betas
-    return torch.stack((lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()), dim=1)
-
-
-Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def adamw(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-) -> Moments:
-    """The formula (Loshchilov & Hutter 2019, algorithm 2): new weight, exp_avg and exp_avg_sq; all fp32, one shape.
-
-    Args:
-        corrected: fp64 [2], a row of `corrections`.
-    """
-    step_size, root2 = corrected.float().unbind()
-    exp_avg = exp_avg + (grad - exp_avg) * s.rate1
-    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * s.rate2
-    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + s.eps)
-    return weight - (s.decay * weight + step_size * direction), exp_avg, exp_avg_sq
-
-
-def update_exact(
-    weight: torch.Tensor,
-    rounded: torch.Tensor | None,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-    offset: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
-) -> None:
-    """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows.
-
-    A `clip` of nan leaves everything as it is.
-
-    It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
-    has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
-    """
-    new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s, corrected)
-    usable = ~clip.isnan()
-    if rounded is not None:
-        bits = noise16(elements(rounded) + offset, key0, key1)[0]
-        rounded.copy_(torch.where(usable, stochastic_round(new[0], bits), rounded))
-    for stored, value in zip((weight, exp_avg, exp_avg_sq), new, strict=True):
-        stored.copy_(torch.where(usable, value, stored))
-
-
-def update_stochastic(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-    offset: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
-) -> None:
-    """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
-
-    A `clip` of nan leaves everything as it is.
-    """
-    new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s, corrected)
-    usable = ~clip.isnan()
-    noise = noise16(elements(param) + offset, key0, key1)
-    for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
-        stored.copy_(torch.where(usable, stochastic_round(value, bits), stored))
-
-
-@functools.cache
-def compiled(update: Callable[..., None]) -> Callable[..., None]:
-    """One graph for every size, step and learning rate."""
-    return torch.compile(update, fullgraph=True, dynamic=True)
+WARM_UP_ELEMENTS = (32, 33)
+"Sizes of the throw-away tensors of the warm-up: of whole vectors, and not."
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,6 +54,14 @@ def no_updates(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
+class Numbered(NamedTuple):
+    """A parameter with its number among all of the optimizer, and its group."""
+
+    number: int
+    param: torch.nn.Parameter
+    group: dict[str, Any]
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW whose states are exact, or unbiased, whatever the dtype of the parameter.
 
@@ -188,10 +82,9 @@ class AdamW(torch.optim.Optimizer):
         eps: float,
         stochastic: bool = False,
         seed: int = 0,
-        compile: bool = True,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "attempts": 0})
-        self.stochastic, self.seed, self.compile = stochastic, seed, compile
+        self.stochastic, self.seed = stochastic, seed
 
     @property
     def kind(self) -> str:
@@ -206,25 +99,27 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Update at the rates of the groups every parameter that has a gradient; None: gradients as they are."""
         assert closure is None
-        index = 0
         for group in self.param_groups:
             group["attempts"] += 1
-            # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
-            numbered = [(i, p) for i, p in enumerate(group["params"], start=index) if p.grad is not None]
-            index += len(group["params"])
-            if not numbered:
-                continue
-            clip = torch.ones((), device=numbered[0][1].device) if clip is None else clip
-            counts = self._counted([self._state_of(p, group)["step"] for _, p in numbered], clip)
-            rows = corrections(counts, group["lr"], tuple(group["betas"]))
-            for (number, param), row in zip(numbered, rows, strict=True):
-                self._update(param, group, number, clip, row)
+        # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
+        numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
+        if not numbered:
+            return
+        clip = torch.ones((), device=numbered[0].param.device) if clip is None else clip
+        self._update(numbered, clip, self._corrected(numbered, clip))
 
-    def _counted(self, steps: list[torch.Tensor], clip: torch.Tensor) -> torch.Tensor:
-        """Count an update, unless it is left out, of so many parameters; the new counts, [P] on the device."""
-        taken = (~clip.isnan()).to(steps[0].dtype)
-        torch._foreach_add_(steps, [taken] * len(steps))
-        return torch.stack(steps)
+    def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
+        """Count an update, unless it is left out, of these parameters; their rows of `corrections`, on the device."""
+        steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
+        torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
+        counts = torch.stack(steps)
+        rows, start = [], 0
+        for _, same in itertools.groupby(numbered, key=lambda one: id(one.group)):
+            members = list(same)
+            group, end = members[0].group, start + len(members)
+            rows.append(corrections(counts[start:end], group["lr"], tuple(group["betas"])))
+            start = end
+        return torch.cat(rows)
 
     def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:
@@ -255,50 +150,69 @@ class AdamW(torch.optim.Optimizer):
             state.update(self.new_state(param, group))
         return state
 
-    def _update(
-        self,
-        param: torch.nn.Parameter,
-        group: dict[str, Any],
-        index: int,
-        clip: torch.Tensor,
-        corrected: torch.Tensor,
-    ) -> None:
-        """One parameter: the one of number `index`, with its row of `corrections`."""
-        state = self.state[param]
+    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        """Update these parameters, of each of which `corrected` has a row."""
+        if clip.is_cuda:
+            self._update_in_one_launch(numbered, clip, corrected)
+            return
+        for one, row in zip(numbered, corrected, strict=True):
+            self._update_eager(one, clip, row)
+
+    def _update_in_one_launch(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        from sftkit.ops.adamw_kernel import Row, update_  # Triton is not installed on CPU machines
+
+        rows = []
+        for one in numbered:
+            param, group, state = one.param, one.group, self.state[one.param]
+            assert param.grad is not None
+            weight, master = local(param).detach(), state.get("master")
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            row = Row(
+                weight=weight if master is None else master,
+                rounded=None if master is None else weight,
+                grad=local(param.grad).contiguous(),
+                exp_avg=state["exp_avg"],
+                exp_avg_sq=state["exp_avg_sq"],
+                scalars=(lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]),
+                first=first_element(param),
+                key=self._key(one),
+            )
+            rows.append(row)
+        update_(rows, clip, corrected)
+
+    def _key(self, one: Numbered) -> int:
+        """Of the random bits of an update."""
+        return random_key(self.seed, one.group["attempts"], one.number)
+
+    def _update_eager(self, one: Numbered, clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        """One parameter, by torch's operators."""
+        param, group, state = one.param, one.group, self.state[one.param]
         s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
         assert param.grad is not None
+        key = self._key(one)
         rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s, corrected)
-        key = random_key(self.seed, group["attempts"], index)
-        self._run(flat(param), state.get("master"), rest, first_element(param), key)
-
-    def _run(
-        self, param: torch.Tensor, master: torch.Tensor | None, rest: tuple[Any, ...], offset: int, key: int
-    ) -> None:
-        # Dynamo specialises on sizes of 0 and 1, and a graph for one number is not worth having.
-        eager = not (self.compile and param.is_cuda) or param.numel() <= 1
-        run = (lambda update: update) if eager else compiled
-        keys = (int32(offset), int32(key), int32(key >> 32))
+        bits = (int32(first_element(param)), int32(key), int32(key >> 32))
         if self._rounds(param):
-            run(update_stochastic)(param, *rest, *keys)
-        elif master is None:
-            run(update_exact)(param, None, *rest, *keys)
+            update_stochastic(flat(param), *rest, *bits)
+        elif "master" in state:
+            update_exact(state["master"], flat(param), *rest, *bits)
         else:
-            run(update_exact)(master, param, *rest, *keys)
+            update_exact(flat(param), None, *rest, *bits)
 
     @torch.no_grad()
     def warm_up(self, compiled: bool) -> None:
-        """Compile what `update` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
-        self.compile = compiled
+        """Load the kernels that `update` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
         for (dtype, device), group in kinds.items():
-            param = torch.zeros(WARM_UP_ELEMENTS if device.type == "cuda" else 2, dtype=dtype, device=device)
-            state = AdamW._zero_states(self, param, group)
-            master = param.float() if self._has_master(param) else None
-            s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
-            row = corrections(torch.ones(1, device=device), group["lr"], tuple(group["betas"]))[0]
-            ones = torch.ones((), device=device)
-            rest = (torch.zeros_like(param), state["exp_avg"], state["exp_avg_sq"], ones, s, row)
-            self._run(param, master, rest, offset=0, key=0)
+            if device.type == "cuda":
+                thrown = [torch.nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in WARM_UP_ELEMENTS]
+                for param in thrown:
+                    param.grad = torch.zeros_like(param)
+                settings = {name: value for name, value in group.items() if name != "params"}
+                other = AdamW(
+                    [{**settings, "params": thrown}], group["lr"], group["betas"], group["eps"], self.stochastic
+                )
+                other.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit for bit; torch's own would cast every state to the dtype of its parameter, a master weight to bf16.
@@ -308,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
         """
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved_ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for saved_id, (param, group) in zip(saved_ids, self._parameters(), strict=True):
             if saved := state_dict["state"].get(saved_id):
                 self._check_states(saved, param, group)
@@ -326,10 +240,10 @@ class AdamW(torch.optim.Optimizer):
             )
 
 
-def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Optimizer:
+def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
     """Build the optimizer of optim.name=adamw: torch's own where all is fp32, else ours, with masters."""
     parameters = list(parameters_of(groups))
     # The fused update takes no flag beside sharded tensors.
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
+    return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed)

@@ -77,6 +77,6 @@ class AdamW8bit(TorchaoAdamW8bit):
         AdamW8bit([options], group["lr"], group["betas"], group["eps"]).step()
 
 
-def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> AdamW8bit:
+def build(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW8bit:
     """Build the optimizer of optim.name=adamw8bit; torchao compiles its update in any case."""
     return AdamW8bit(groups, optim.lr, optim.betas, optim.eps, seed)

@@ -1,13 +1,12 @@
 """AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
 
-The formula, the states and the random bits are those of adamw.py. There every parameter is a launch of one kernel by the
-host; here the graph is one call, which CUDA graphs may replay, and with foreach_map Inductor makes one kernel of many
-parameters (horizontal fusion). The price is a graph that grows with the model and guards of every tensor in it.
+The formula, the states and the random bits are those of adamw.py and formula.py. There a kernel written by hand updates all parameters;
+here Inductor writes it, with foreach_map one of many parameters (horizontal fusion), and CUDA graphs may replay the call.
+The price is a graph that grows with the model and guards of every tensor in it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.rounding import elements, noise16, stochastic_round
-from sftkit.optim.adamw import AdamW, corrections, flat
+from sftkit.optim.adamw import AdamW, Numbered, flat
 from sftkit.optim.protocol import Groups, parameters_of
-from sftkit.runtime.rng import random_key
 
 Tensors = Sequence[torch.Tensor]
 Each = Callable[..., Any]
@@ -81,12 +79,12 @@ def update_all(
     corrected: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """In place on flat tensors, P of each: what adamw.update_exact does to one parameter.
+    """In place on flat tensors, P of each: what formula.update_exact does to one parameter.
 
     Args:
         rounded: of parameters with a master weight the bf16 parameter, which come first in the other lists.
         scalars: fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps.
-        corrected: fp64 [P, 2], rows of adamw.corrections.
+        corrected: fp64 [P, 2], rows of formula.corrections.
         keys: int32 [P, 2], of the random bits.
     """
     clips = [clip] * len(weights)
@@ -120,6 +118,7 @@ class GraphAdamW(AdamW):
     def __init__(self, groups: Groups, optim: OptimConfig, seed: int, graph: Mapping[str, Any]) -> None:
         """`graph`: arguments of torch.compile."""
         super().__init__(groups, optim.lr, optim.betas, optim.eps, seed=seed)
+        self._compiled = True
         each = EACH[optim.implementation]
 
         def update(*lists: Any) -> None:
@@ -138,44 +137,36 @@ class GraphAdamW(AdamW):
             group["attempts"] += 1
         device = next(iter(parameters_of(self.param_groups))).device
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
-        run = self._graph if self.compile and whole else lambda *lists: update_all(one_by_one, *lists)
+        run = self._graph if self._compiled and whole else lambda *lists: update_all(one_by_one, *lists)
         self._run_all(run, torch.ones((), device=device) if clip is None else clip)
 
     def _run_all(self, run: Callable[..., None], clip: torch.Tensor) -> None:
         """Update every parameter that has a gradient, those with a master weight first."""
-        numbered = [(i, p, group) for i, (p, group) in enumerate(self._parameters()) if p.grad is not None]
-        numbered.sort(key=lambda one: not self._has_master(one[1]))
+        numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
+        numbered.sort(key=lambda one: not self._has_master(one.param))
         if not numbered:
             return
-        states = [self._state_of(p, group) for _, p, group in numbered]
-        flats = [flat(p) for _, p, _ in numbered]
+        corrected = self._corrected(numbered, clip)
+        states = [self.state[one.param] for one in numbered]
+        flats = [flat(one.param) for one in numbered]
         masters = [state["master"] for state in states if "master" in state]
         weights = [*masters, *flats[len(masters) :]]
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        grads = [self._gradient(p) for _, p, _ in numbered]
+        grads = [self._gradient(one.param) for one in numbered]
         for tensor in (*weights, *flats, *moments[0], *moments[1]):
             torch._dynamo.mark_static_address(tensor)  # CUDA graphs write to it where it lies
-        counts = self._counted([state["step"] for state in states], clip)
-        run(weights, flats[: len(masters)], grads, *moments, clip, *self._tables(numbered, counts))
+        scalars, keys = self._tables(numbered, clip.device)
+        run(weights, flats[: len(masters)], grads, *moments, clip, scalars, corrected, keys)
 
-    def _tables(
-        self, numbered: list[tuple[int, torch.nn.Parameter, dict[str, Any]]], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What varies from parameter to parameter: `scalars`, `corrected` and `keys` of update_all."""
-        scalars, keys, corrected = [], [], []
-        for number, _, group in numbered:
-            beta1, beta2 = group["betas"]
+    def _tables(self, numbered: list[Numbered], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """What varies from parameter to parameter: `scalars` and `keys` of update_all."""
+        scalars, keys = [], []
+        for one in numbered:
+            group, (beta1, beta2) = one.group, one.group["betas"]
             scalars.append((group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]))
-            key = random_key(self.seed, group["attempts"], number)
+            key = self._key(one)
             keys.append((_signed(key), _signed(key >> 32)))
-        start = 0
-        for _, same in itertools.groupby(numbered, key=lambda one: id(one[2])):
-            members = list(same)
-            group, end = members[0][2], start + len(members)
-            corrected.append(corrections(counts[start:end], group["lr"], tuple(group["betas"])))
-            start = end
-        device = counts.device
-        return _on_device(scalars, torch.float32, device), torch.cat(corrected), _on_device(keys, torch.int32, device)
+        return _on_device(scalars, torch.float32, device), _on_device(keys, torch.int32, device)
 
     def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The gradient, flat, in the memory that is kept for it, if any: what is not there yet is copied."""
@@ -204,7 +195,7 @@ class GraphAdamW(AdamW):
     @torch.no_grad()
     def warm_up(self, compiled: bool) -> None:
         """Compile the update of these very parameters, whose states are made; it is left out, so that nothing changes."""
-        self.compile = compiled
+        self._compiled = compiled
         if not compiled:
             return
         nan = torch.full((), torch.nan, device=next(iter(parameters_of(self.param_groups))).device)

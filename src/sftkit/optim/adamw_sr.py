@@ -10,7 +10,7 @@ from sftkit.optim.adamw import AdamW
 from sftkit.optim.protocol import Groups, parameters_of
 
 
-def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> AdamW:
+def build(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW:
     """Build the optimizer of optim.name=adamw_sr.
 
     Raises:
@@ -18,4 +18,4 @@ def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Ad
     """
     if all(p.dtype != torch.bfloat16 for p in parameters_of(groups)):
         raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")
-    return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed, compile=compile)
+    return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed)

@@ -23,7 +23,6 @@ def build_optimizer(
     model: PreTrainedModel,
     optim: OptimConfig,
     seed: int = 0,
-    compile: bool = True,
     graph: Mapping[str, Any] | None = None,
 ) -> Optimizer:
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
@@ -31,7 +30,6 @@ def build_optimizer(
     Args:
         model: in fp32 or bf16; with bf16 the optimizer keeps what the weights lose.
         seed: of stochastic rounding; the same on every rank.
-        compile: the update of bf16 weights on CUDA in one kernel per parameter; else eager, slow and with temporaries.
         graph: arguments of torch.compile for an update that is one graph (optim.implementation).
 
     Raises:
@@ -48,7 +46,7 @@ def build_optimizer(
         )
     if optim.implementation != "auto":
         return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
-    return _code_of(spec)(groups, optim, seed=seed, compile=compile)
+    return _code_of(spec)(groups, optim, seed=seed)
 
 
 def _code_of(spec: OptimizerSpec) -> Build:

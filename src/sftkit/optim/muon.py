@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import local, local_region
 from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
-from sftkit.optim.adamw import AdamW, first_element, flat, no_updates
+from sftkit.optim.adamw import AdamW, Numbered, first_element, flat, no_updates
 from sftkit.optim.protocol import Groups
-from sftkit.runtime.rng import random_key
 
 MOMENTUM = 0.95
 
@@ -87,17 +87,18 @@ class Muon(AdamW):
             return super()._zero_states(param, group)
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
-    def _update(
-        self,
-        param: torch.nn.Parameter,
-        group: dict[str, Any],
-        index: int,
-        clip: torch.Tensor,
-        corrected: torch.Tensor,
-    ) -> None:
-        if not group["block_matrices"]:
-            return super()._update(param, group, index, clip, corrected)
-        state = self.state[param]
+    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
+            members = list(same)
+            piece = slice(members[0], members[-1] + 1)  # a list of indices would be a copy that the host waits for
+            if not in_blocks:
+                super()._update(numbered[piece], clip, corrected[piece])
+                continue
+            for one in numbered[piece]:
+                self._update_matrix(one, clip)
+
+    def _update_matrix(self, one: Numbered, clip: torch.Tensor) -> None:
+        param, group, state = one.param, one.group, self.state[one.param]
         assert param.grad is not None
         piece = local(param)
         weight = state.get("master", flat(param)).view(piece.shape)
@@ -105,14 +106,13 @@ class Muon(AdamW):
         grad = local(param.grad).float() * clip
         update_muon(param, weight, grad, momentum_buffer, group["lr"], group["weight_decay"], ~clip.isnan())
         if "master" in state:
-            key = random_key(self.seed, group["attempts"], index)
+            key = self._key(one)
             numbers = elements(state["master"]) + first_element(param)
             noise = noise16(numbers, int32(key), int32(key >> 32))[0]
             rounded = stochastic_round(state["master"], noise).view(piece.shape)
             piece.copy_(torch.where(clip.isnan(), piece, rounded))
-        return None
 
 
-def build(groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Muon:
+def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:
     """Build the optimizer of optim.name=muon."""
-    return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed, compile=compile)
+    return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed)

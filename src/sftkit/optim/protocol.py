@@ -27,7 +27,7 @@ class Optimizer(Protocol):
         """What decides which states there are, for people and for a checkpoint, which only resumes its own kind."""
 
     def warm_up(self, compiled: bool) -> None:
-        """Compile all that an update will run; parameters, states and random numbers stay as they are. States that do not
+        """Compile and load all that an update will run; parameters, states and random numbers stay as they are. States that do not
         exist yet may be made, as a first update makes them.
 
         Args:
@@ -58,13 +58,12 @@ class Optimizer(Protocol):
 class Build(Protocol):
     """The function that an OptimizerSpec names."""
 
-    def __call__(self, groups: Groups, optim: OptimConfig, *, seed: int, compile: bool) -> Optimizer:
+    def __call__(self, groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
         """Build the optimizer.
 
         Args:
             groups: as build.parameter_groups makes them.
             seed: of stochastic rounding; the same on every rank.
-            compile: the update on CUDA in one kernel per parameter; else eager, slow and with temporaries.
         """
 
 
