@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from sftkit.config.schema import (
+    AttentionConfig,
     CompileConfig,
     Config,
     DataConfig,
@@ -26,6 +34,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
+from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
 from sftkit.engine.engine import Engine
@@ -75,8 +84,55 @@ def uneven_llama() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
+def tiny_gemma2() -> PreTrainedModel:
+    """One layer with a window and one without, scores capped."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        max_position_embeddings=256,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
 def bf16_llama() -> PreTrainedModel:
     return tiny_llama(layers=1).to(torch.bfloat16)
+
+
+def deepseek_v3() -> PreTrainedModel:
+    """A dense block and one of eight experts, of which a token visits two."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
 MODELS = {
@@ -84,11 +140,19 @@ MODELS = {
     "deep llama": tiny_llama,
     "qwen3": tiny_qwen3,
     "uneven llama": uneven_llama,
+    "gemma2": tiny_gemma2,
     "bf16 llama": bf16_llama,
+    "deepseek_v3": deepseek_v3,
 }
 
 
-def config(engine: str, passes: Sequence[str] = (), compiled: bool = True, precision: str = "fp32") -> Config:
+def config(
+    engine: str,
+    passes: Sequence[str] = (),
+    compiled: bool = True,
+    precision: str = "fp32",
+    attention: str = "reference",
+) -> Config:
     """A recipe of a tiny model; `engine` eager: the graph engine without a graph."""
     return Config(
         run=RunConfig(dir="."),
@@ -97,6 +161,7 @@ def config(engine: str, passes: Sequence[str] = (), compiled: bool = True, preci
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
         graph=GraphConfig(passes=tuple(passes)),
+        attention=AttentionConfig(backend=attention),  # type: ignore[arg-type]
         compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
     )
 
@@ -105,7 +170,8 @@ def rows_of(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     """Packed rows, other documents in each step, the same global batches on any number of ranks."""
     examples = make_examples(LENGTHS, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
-    return layout, Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0)
+    part = part_of(rt.topology, rt.rank)
+    return layout, Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part)
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -146,22 +212,27 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
         "pieces": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),
         "checks": {check.name: check.ok for check in [*checks, *report.checks]},
         "metrics": report.metrics,
+        "attention": engine.setup.attention,
         "stages": [{**asdict(s), "counts": s.counts._asdict()} for each in stages.values() for s in each],
     }
 
 
 def main(out: str, *cases: str) -> None:
-    """A case: `model; eager or graph; passes, separated by commas`. Four ranks are two copies of two shards."""
+    """A case: `model; how; passes, separated by commas; tp`, how: eager, graph, or flex, which is graph with FlexAttention.
+    Tensor parallelism is over two ranks; of four without it two copies have two shards each."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
-    replicas = 2 if rt.world_size == 4 else 1
-    rt = replace(rt, topology=Topology(replicas=replicas, shards=rt.world_size // replicas, sharded=True))
     results = {}
     for case in cases:
-        model, how, *passes = (part.strip() for part in case.split(";"))
-        names = passes[0].split(",") if passes else ()
+        model, how, *rest = (part.strip() for part in case.split(";"))
+        names = rest[0].split(",") if rest and rest[0] else ()
         precision = "bf16" if model.startswith("bf16") else "fp32"
-        rt = replace(rt, precision=precision)
-        results[case] = train(rt, model, config("graph", names, compiled=how == "graph", precision=precision))
+        tensor = 2 if rest[1:] == ["tp"] else 1
+        replicas = 2 if rt.world_size == 4 and tensor == 1 else 1
+        shards = rt.world_size // (replicas * tensor)
+        topology = Topology(replicas=replicas, shards=shards, tensor=tensor, sharded=True)
+        rt = replace(rt, precision=precision, topology=topology)
+        attention = "flex" if how == "flex" else "reference"
+        results[case] = train(rt, model, config("graph", names, how != "eager", precision, attention))
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

@@ -73,8 +73,19 @@ train: {max_steps: 2, engine: graph}
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
-        (["attention.backend=flex"], "attention.backend: flex does not go with train.engine graph"),
         (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: train.memory says so"),
+        (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing comes before cuda_graphs"),
+        (["graph.passes=[regional_inductor, block_bucketing]"], "block_bucketing comes before regional_inductor"),
+        (["graph.passes=[regional_inductor, full_inductor]"], "full_inductor does not go with regional_inductor"),
+        (["graph.passes=[prefetching, block_bucketing]"], "block_bucketing does not go with prefetching"),
+        (
+            ["graph.passes=[full_checkpointing, selective_checkpointing]"],
+            "selective_checkpointing does not go with full_checkpointing",
+        ),
+        (
+            ["graph.passes=[full_checkpointing]", "train.memory=low"],
+            "graph.passes: full_checkpointing says what is kept: leave train.memory",
+        ),
         (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
         (
             ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],

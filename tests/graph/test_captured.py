@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,29 @@ def test_arguments_that_this_torch_lacks_are_left_out() -> None:
     assert compat.accepted(of_2_11, collective_bucketing=True, bucket_mode="custom_ops") == {
         "collective_bucketing": True
     }
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_flex_attention_in_a_graph_keeps_documents_apart_that_differ_from_batch_to_batch(model) -> None:
+    """A soft cap of the scores and sliding windows among it."""
+    captured = CapturedModel(ModelWithLoss(MODELS[model](), "flex", NextToken(LossConfig())), ())
+    captured.capture(batch_of())
+    for rows in (ROWS, OTHER_ROWS):
+        batch, found = batch_of(rows), []
+        for compute in (captured, partial(captured.model, backend="reference")):
+            loss = compute(batch).loss
+            loss.backward()
+            found.append((loss.item(), [p.grad.clone() for p in captured.parameters()]))
+            captured.zero_grad(set_to_none=True)
+        (ours, our_gradients), (plain, plain_gradients) = found
+        assert ours == pytest.approx(plain, rel=1e-6)
+        for a, b in zip(our_gradients, plain_gradients, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_what_has_no_graph_attends_without_flex_which_would_keep_all_scores(captured) -> None:
+    other = CapturedModel(ModelWithLoss(captured.model.orig_model, "flex", captured.model.objective), ())
+    assert other(batch_of()).loss.item() == pytest.approx(captured.model(batch_of()).loss.item())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sftkit.runtime.rundir import GRAPHS
+from sftkit.rundir.names import GRAPHS
 
 pytestmark = pytest.mark.slow
 ENV = {
@@ -23,6 +23,7 @@ ENV = {
     "HF_ENDPOINT": "http://127.0.0.1:9",
 }
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+TENSOR = FSDP2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
 TINY = (
     "train.max_steps=4",
     "train.global_batch_size=4",
@@ -46,10 +47,18 @@ OF_BASE = (
 OF_SFT = (f"data.train=[{TASKS}]", "data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]")
 
 
-def run(folder: Path, script: str, recipe: str, name: str, *settings: str, ranks: int = 1) -> str:
+def run(
+    folder: Path,
+    script: str,
+    recipe: str,
+    name: str,
+    *settings: str,
+    ranks: int = 1,
+    topology: dict[str, str] = FSDP2,
+) -> str:
     words = [f"scripts/{script}", f"recipes/graph/{recipe}.yaml", f"run.dir={folder}/{name}"]
     words += [f"data.cache_dir={folder}/cache", *TINY, *settings]
-    done = preloaded.run(words, ranks, ENV | (FSDP2 if ranks > 1 else {}))
+    done = preloaded.run(words, ranks, ENV | (topology if ranks > 1 else {}))
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
 
@@ -88,16 +97,26 @@ def test_two_processes_train_by_the_graph_and_prove_it(base: Path) -> None:
     assert "all_gather_into_tensor" in (base / "base" / GRAPHS / "1x128" / names[0]).read_text()
 
 
-def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> None:
-    again = base / "again"
-    shutil.copytree(base / "base", again)
-    shutil.rmtree(again / "step-000004")
-    (again / "LATEST").write_text("step-000002\n")
-    run(base, "base_train.py", "base", "again", *OF_BASE, "train.resume=auto")
-    assert losses(again) == pytest.approx(losses(base / "base"), rel=1e-5)
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(base / name / "step-000004") for name in ("again", "base"))
+def at_step_2(folder: Path, run_dir: str, copy: str) -> None:
+    """Copy a run of four steps as it was after two."""
+    shutil.copytree(folder / run_dir, folder / copy)
+    shutil.rmtree(folder / copy / "step-000004")
+    (folder / copy / "LATEST").write_text("step-000002\n")
+
+
+def ended_alike(folder: Path, *names: str) -> None:
+    """Two runs, by what they logged and by the models that transformers loads from their last checkpoints."""
+    first, second = (losses(folder / name) for name in names)
+    assert first == pytest.approx(second, rel=1e-5)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder / name / "step-000004") for name in names)
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4), name
+
+
+def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> None:
+    at_step_2(base, "base", "again")
+    run(base, "base_train.py", "base", "again", *OF_BASE, "train.resume=auto")
+    ended_alike(base, "again", "base")
 
 
 def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(base: Path) -> None:
@@ -107,3 +126,31 @@ def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(base
     run(base, "chat_sft.py", "sft", "blocks", *settings, *plain)
     assert losses(base / "sft") == pytest.approx(losses(base / "blocks"), rel=1e-5)
     assert False not in checks(base / "sft").values()
+
+
+OF_DEEPSEEK = (*OF_BASE, "model.scratch.num_hidden_layers=2")
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Base training of a DeepSeek-V3 on two processes that share rows, matrices and experts."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    run(folder, "base_train.py", "deepseek_v3/base", "base", *OF_DEEPSEEK, ranks=2, topology=TENSOR)
+    return folder
+
+
+def test_two_processes_share_matrices_and_experts_and_prove_it(deepseek: Path) -> None:
+    found = checks(deepseek / "base")
+    assert found["Same gradients as the plain model"] is found["The step is compiled"] is True
+    assert False not in found.values()
+    assert json.loads((deepseek / "base" / "summary.json").read_text())["evals"]["val/loss"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_parallel_run_is_resumed_and_ends_alike(deepseek: Path, ranks: int) -> None:
+    """On as many processes, and on one."""
+    name = f"again{ranks}"
+    at_step_2(deepseek, "base", name)
+    settings = (*OF_DEEPSEEK, "train.resume=auto")
+    run(deepseek, "base_train.py", "deepseek_v3/base", name, *settings, ranks=ranks, topology=TENSOR)
+    ended_alike(deepseek, name, "base")

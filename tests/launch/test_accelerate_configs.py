@@ -38,6 +38,7 @@ TOPOLOGIES = {
     "ddp": (8, Topology(replicas=8)),
     "pp": (8, Topology(replicas=8)),  # the recipe says of how many stages
     "cpu_fsdp2": (8, Topology(shards=8, sharded=True)),
+    "cpu_tp": (8, Topology(shards=4, tensor=2, sharded=True)),
     "fsdp2": (8, Topology(shards=8, sharded=True)),
     "hsdp": (8, Topology(replicas=2, shards=4, sharded=True)),
     "tp": (8, Topology(shards=4, tensor=2, sharded=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from sftkit.config.graph_passes import problems
+from sftkit.config.graph_passes import CHECKPOINTING, problems
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.rule import Get, Problem, Rule
 
@@ -84,12 +84,16 @@ def _graph(get: Get) -> Iterator[Problem]:
         return
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
-    if get("attention.backend") == "flex":
-        yield "attention.backend", "flex does not go with train.engine graph yet: varlen, fa4 or reference"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
     if get("model.gradient_checkpointing"):
         yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
+    for name in sorted(CHECKPOINTING & set(passes)):
+        if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
+            yield (
+                "graph.passes",
+                f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out",
+            )
     for key in ("graph.passes", "graph.dump"):
         if get(key) and not get("compile.enabled"):
             yield key, "only goes with compile.enabled true: without it no graph is captured"

@@ -9,9 +9,14 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint", "split", "codegen")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half; codegen: what
-makes code of a half, in place of an operator after the other."""
+STAGES = ("joint", "split", "regions", "codegen", "replay")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half; regions: what
+puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an operator after the other;
+replay: what is called in place of that code."""
+
+
+CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
+"Passes that say what of the activations is kept."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +46,59 @@ PASSES = {
             summary="weights are gathered again in the backward pass and not kept for it",
         ),
         Pass(
+            name="full_checkpointing",
+            stage="joint",
+            fn="sftkit.graph.joint_passes:full_checkpointing",
+            summary="of a decoder block what goes in is kept for the backward pass, the rest is computed again",
+            conflicts=("selective_checkpointing",),
+        ),
+        Pass(
+            name="selective_checkpointing",
+            stage="joint",
+            fn="sftkit.graph.joint_passes:selective_checkpointing",
+            summary="the outputs of its matrix products and attention are kept, too",
+            conflicts=("full_checkpointing",),
+        ),
+        Pass(
+            name="prefetching",
+            stage="split",
+            fn="sftkit.graph.prefetch:prefetching",
+            summary="the weights of a decoder block are gathered while the block before it computes, one by one",
+            conflicts=("auto_bucketing", "block_bucketing", "full_inductor"),
+        ),
+        Pass(
             name="auto_bucketing",
             stage="split",
             fn="sftkit.graph.overlap:auto_bucketing",
             summary="collectives are merged and moved to where an estimate of times hides them behind compute",
-            conflicts=("block_bucketing", "full_inductor"),
+            conflicts=("prefetching", "block_bucketing"),
         ),
         Pass(
             name="block_bucketing",
             stage="split",
             fn="sftkit.graph.overlap:block_bucketing",
             summary="those of a decoder block are merged, and gathered while the block before it computes",
-            conflicts=("auto_bucketing", "full_inductor"),
+            conflicts=("prefetching", "auto_bucketing"),
+        ),
+        Pass(
+            name="regional_inductor",
+            stage="regions",
+            fn="sftkit.graph.regions:regional_inductor",
+            summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention among them",
+            conflicts=("full_inductor",),
         ),
         Pass(
             name="full_inductor",
             stage="codegen",
             fn="sftkit.graph.codegen:full_inductor",
             summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
-            conflicts=("auto_bucketing", "block_bucketing"),
+            conflicts=("prefetching", "regional_inductor"),
+        ),
+        Pass(
+            name="cuda_graphs",
+            stage="replay",
+            fn="sftkit.graph.replay:Recorder",
+            summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
         ),
     )
 }
@@ -82,6 +121,12 @@ def problems(names: Sequence[str]) -> Iterator[str]:
         yield from (f"{spec.name} does not go with {other}" for other in spec.conflicts if other in before)
         late = [other.name for other in known[:at] if STAGES.index(other.stage) > STAGES.index(spec.stage)]
         yield from (f"{spec.name} comes before {other}: it works on the {spec.stage} graph" for other in late)
+
+
+def environment(names: Sequence[str]) -> dict[str, str]:
+    """Variables that must be set before processes are joined: NCCL would register the buffers of CUDA graphs, which fails where
+    the allocator's segments are expandable."""
+    return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}
 
 
 def describe_passes() -> str:

@@ -69,6 +69,22 @@ class Topology:
         return f"fsdp2, {named}"
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """What is traded between memory and communication; decided with the memory plan."""
+
+    keep_weights: bool = True
+    "gathered weights stay from the first forward pass of a step to its last backward pass, else of a block at a time"
+    keep_gradients: bool = True
+    "gradients of earlier micro-batches add up whole, in fp32, and are exchanged once a step; else after each of them"
+
+    def describe(self) -> str:
+        """For the console."""
+        weights = "gathered once a step" if self.keep_weights else "gathered for each pass, block by block"
+        gradients = "exchanged once a step" if self.keep_gradients else "exchanged after each micro-batch"
+        return f"weights {weights}, gradients {gradients}"
+
+
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
     """The topology that the launcher asks for, and its variables taken out of the environment.
 

@@ -20,8 +20,10 @@ from sftkit.data.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.buckets import buckets_of, mark_buckets
 from sftkit.graph.passes import Passes
+from sftkit.graph.tags import blocks_tagged
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
+from sftkit.ops.flex import attention_as_operator
 from sftkit.ops.linear_cross_entropy import loss_as_operator
 
 OWN = ("targets", "doc_ids", "cu_seqlens")
@@ -90,10 +92,13 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     started, traced = time.perf_counter(), _Traced(model, batch)
     with ExitStack() as stack:
         stack.enter_context(loss_as_operator())
+        stack.enter_context(blocks_tagged(model.orig_model))
+        stack.enter_context(attention_as_operator(compat.flex_operator))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), passes.for_inductor)
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
-        halves = _half("forward", passes), _half("backward", passes)
+        num_sums = 1 + len(traced.measured)
+        halves = _half("forward", passes, num_sums), _half("backward", passes, num_sums)
         run = compat.compile_joint(joint, compat.partition(passes.for_inductor, passes.saves_memory), *halves)
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = {
@@ -104,9 +109,9 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     return Graph(run, state, traced.measured, time.perf_counter() - started)
 
 
-def _half(name: str, passes: Passes) -> compat.Compiler:
+def _half(name: str, passes: Passes, num_sums: int) -> compat.Compiler:
     def compile_half(graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
         passes.on_half(name, graph)
-        return passes.compile_half(name, graph, examples)
+        return passes.compile_half(name, graph, examples, num_sums)
 
     return compile_half

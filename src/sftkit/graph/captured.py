@@ -14,8 +14,10 @@ from sftkit.errors import RecompileError
 from sftkit.graph.buckets import buckets_of
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes import Passes, Stage
+from sftkit.graph.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
+from sftkit.ops.attention_choice import eager_backend
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class CapturedModel(torch.nn.Module):
         """
         super().__init__()
         self.model, self._passes, self._saves_memory = model, passes, saves_memory
+        self._recorder: Recorder | None = None
+        self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
         self.stages: dict[tuple[int, int], list[Stage]] = {}
@@ -45,14 +49,15 @@ class CapturedModel(torch.nn.Module):
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
         buckets = dict.fromkeys(buckets_of(self.model.orig_model).values())
-        passes = Passes(self._passes, list(buckets), self._saves_memory)
+        if "cuda_graphs" in self._passes and self._recorder is None:
+            self._recorder = Recorder()
+        passes = Passes(self._passes, list(buckets), self._saves_memory, self._recorder)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
-        self.stages[batch.shape] = passes.stages
+        self.stages[_shape(batch)] = passes.stages
 
     def forget(self) -> None:
         """Drop all graphs: every batch runs eagerly from here on."""
-        self._graphs.clear()
-        self.stages.clear()
+        self._graphs, self.stages, self._recorder = {}, {}, None
 
     @property
     def num_graphs(self) -> int:
@@ -82,7 +87,7 @@ class CapturedModel(torch.nn.Module):
         if graph is not None:
             return graph(batch)
         if not self._graphs or self._on_other is None:
-            return self.model(batch)  # type: ignore[no-any-return]
+            return self.model(batch, self._eager)  # type: ignore[no-any-return]
         return self._other(batch)
 
     def _other(self, batch: Batch) -> Sums:
@@ -96,7 +101,7 @@ class CapturedModel(torch.nn.Module):
             )
         if self._on_other == "eager":
             self.fallbacks.append(reason)
-            return self.model(batch)  # type: ignore[no-any-return]
+            return self.model(batch, self._eager)  # type: ignore[no-any-return]
         self.late.append(reason)
         log.warning("capturing a graph inside training: %s", reason)
         self.capture(batch)
@@ -104,15 +109,21 @@ class CapturedModel(torch.nn.Module):
 
     def _reason(self, batch: Batch) -> str:
         """What of the batch no graph has."""
-        rows, length = batch.shape
+        rows, length = _shape(batch)
         known = sorted(self.stages)
         declared = ", ".join(f"{r} x {t}" for r, t in known)
-        if batch.shape not in known:
+        if (rows, length) not in known:
             return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
-        signatures = [dict(one) for one in self._graphs if dict(one)["targets"] == batch.shape]
+        signatures = [dict(one) for one in self._graphs if dict(one)["doc_ids"] == (rows, length)]
         differing = [
             f"{name} {list(shape)} (captured: {' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
             for name, shape in signature_of(batch)
             if all(s.get(name) != shape for s in signatures)
         ]
         return f"a micro-batch of {rows} x {length} positions with {', '.join(differing) or 'other inputs'}"
+
+
+def _shape(batch: Batch) -> tuple[int, int]:
+    """Its rows, and the positions of each, whole where ranks share them."""
+    rows, length = batch.doc_ids.shape
+    return rows, length

@@ -10,15 +10,17 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
 
 from sftkit.errors import ConfigError
+from sftkit.ops import flex
 
 TESTED = ("2.11", "2.13")
 "Versions of torch that the engine was run on."
@@ -75,6 +77,30 @@ def compile_joint(
     return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)  # type: ignore[no-any-return]
 
 
+def flex_operator(call: flex.Call) -> Tensor:
+    """FlexAttention as the operator behind torch's function, which would start Dynamo: [B, H, T, Dv]. Document ids are an input of
+    the operator, so that a graph has none of them in it."""
+    operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
+    options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
+    query, key, value = call.query, call.key, call.value
+    score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
+    known = options(query, key, value, True, None)  # with the log-sum-exp, which the backward pass wants
+    mask = (*call.block_mask.as_tuple()[:-1], call.visible)
+    out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
+    return out  # type: ignore[no-any-return]
+
+
+def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
+    """Inside, nodes that are traced, and those of their gradients, have these values in meta["custom"]."""
+    return private("torch.fx.traceback", "annotate")(values)  # type: ignore[no-any-return]
+
+
+def is_flex(node: Node) -> bool:
+    """Whether a node is FlexAttention or its gradient."""
+    names = ("flex_attention", "flex_attention_backward")
+    return any(node.target is private("torch._higher_order_ops.flex_attention", name) for name in names)
+
+
 def parameter_of(node: Node) -> str | None:
     """Return the name of the parameter that an input of a captured graph is, or is the local piece of; None of any other."""
     found = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
@@ -92,20 +118,80 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
     return found
 
 
-def overlap_collectives(graph: GraphModule, estimate: Callable[[Node, int | None], float | None]) -> None:
+def all_gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Join the pieces of a group's ranks along a dimension: an operator of a graph, without gradient."""
+    ranks = group.size()
+    pieces = _collective("all_gather_into_tensor", piece, group, ranks).unflatten(0, (ranks, -1))
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's piece, along a dimension, of the sum over a group's ranks: an operator of a graph, without gradient."""
+    ranks = group.size()
+    pieces = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return _collective("reduce_scatter_tensor", pieces.flatten(0, 1), group, "sum", ranks)
+
+
+def all_reduce(part: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over a group's ranks: an operator of a graph, without gradient."""
+    return _collective("all_reduce", part, group, "sum")
+
+
+def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:
+    operators = private("torch._ops", "ops")._c10d_functional
+    started = getattr(operators, name)(tensor.contiguous(), *options, group.group_name)
+    return operators.wait_tensor(started)  # type: ignore[no-any-return]
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node of a captured graph belongs to the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def kept_for_backward(graph: GraphModule) -> list[Node]:
+    """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a batch, no gradient."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
+
+
+def in_place(graph: GraphModule, half: str) -> list[bool]:
+    """Return of each input of a half whether it is at the same place in every step: a weight or buffer, or what the forward half
+    keeps."""
+    kept = set(kept_for_backward(graph)) if half == "backward" else set()
+    inputs = graph.graph.find_nodes(op="placeholder")
+    named = re.compile(r"(Param|Buffer)AOTInput\(")
+    return [node in kept or named.search(repr(node.meta.get("desc"))) is not None for node in inputs]
+
+
+def overlap_collectives(
+    graph: GraphModule, estimate: Callable[[Node, int | None], float | None], for_inductor: bool
+) -> None:
     """Merge and move the collectives of a graph, in place, so that compute hides them.
 
     Args:
         estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own estimate.
+        for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
     options = accepted(schedule, compute_estimator="analytical")
     with _quiet(), _without_gpu():
-        schedule(graph, collective_bucketing=True, custom_runtime_estimation=estimate, **options)
+        schedule(
+            graph,
+            collective_bucketing=True,
+            insert_overlap_deps=for_inductor,
+            custom_runtime_estimation=estimate,
+            **options,
+        )
 
 
-def bucket_collectives(graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None]) -> None:
-    """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used."""
+def bucket_collectives(
+    graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None], for_inductor: bool
+) -> None:
+    """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used.
+
+    Args:
+        for_inductor: of overlap_collectives.
+    """
     bucket = private("torch._inductor.fx_passes.overlap_manual_scheduling", "manual_overlap_bucketing")
 
     def stack_of(node: Node) -> list[tuple[str, type]]:
@@ -113,7 +199,7 @@ def bucket_collectives(graph: GraphModule, plan: Sequence[str], bucket_of: Calla
         return [] if name is None else [(name, torch.nn.Module)]
 
     with _quiet(), _without_gpu():
-        bucket(graph, list(plan), insert_overlap_deps=False, module_stack_fn=stack_of)
+        bucket(graph, list(plan), insert_overlap_deps=for_inductor, module_stack_fn=stack_of)
 
 
 @contextmanager
@@ -180,6 +266,21 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], is_backward: bool) 
     """Return the graph compiled by Inductor."""
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
+
+
+def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a part of a graph compiled by Inductor: a function of its inputs, whose strides are those of the examples.
+
+    Args:
+        examples: fake tensors of the trace that is going on.
+    """
+    standalone = private("torch._inductor", "standalone_compile")
+    compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
+
+    def region(*inputs: Tensor) -> tuple[Tensor, ...]:  # a graph calls functions alone
+        return compiled(*inputs)  # type: ignore[no-any-return]
+
+    return region
 
 
 def boxed(graph: GraphModule) -> Boxed:

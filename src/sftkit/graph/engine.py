@@ -17,6 +17,7 @@ from sftkit.compile.hooks import HookWatch
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
+from sftkit.config.graph_passes import CHECKPOINTING
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
@@ -75,8 +76,6 @@ def build(
     check_possible(rt, orig_model)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         choice = choose_backend(cfg, orig_model, layout, rt)
-        if choice.backend == "flex":
-            raise ConfigError("train.engine=graph has no FlexAttention yet: set attention.backend=varlen or reference")
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
         plan = make_plan(_planned(cfg), orig_model, layout, rt, backend=choice.backend, sharding=sharding)
@@ -92,9 +91,9 @@ def build(
 
 def _planned(cfg: Config) -> Config:
     """The recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
-    fuses costs no time."""
-    kept = cfg.compile.activation_memory_budget
-    if kept is None and cfg.train.memory == "speed" and "full_inductor" not in cfg.graph.passes:
+    fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for more than is needed."""
+    kept, passes = cfg.compile.activation_memory_budget, cfg.graph.passes
+    if kept is None and cfg.train.memory == "speed" and ("full_inductor" not in passes or CHECKPOINTING & set(passes)):
         kept = 1.0
     return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
 
@@ -188,10 +187,12 @@ class GraphEngine:
         """
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model.orig_model, layout, model.objective, losses)
+        times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
-                run_shape(rows, row_length)
+                for _ in range(times):
+                    run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
@@ -283,5 +284,6 @@ class GraphEngine:
         return EngineReport(counts, events, checks)
 
     def close(self) -> None:
-        """Put the compiler's settings back."""
+        """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in them."""
+        self.captured.forget()
         self._at_close.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,13 @@ class Counts(NamedTuple):
     "operators: neither inputs nor outputs"
     collectives: dict[str, int]
     "by kind, those that there are"
+    kept: int | None = None
+    "bytes that the forward half keeps for this one, weights and batch left out"
 
     def __str__(self) -> str:
         named = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items())
-        return f"{self.nodes} operators, {named or 'no collectives'}"
+        kept = "" if self.kept is None else f"; {self.kept / 2**20:.2f} MiB kept of the forward pass"
+        return f"{self.nodes} operators, {named or 'no collectives'}{kept}"
 
 
 def collective(node: Node) -> str | None:
@@ -45,6 +49,12 @@ def counts_of(graph: GraphModule) -> Counts:
     """Count the operators of a graph."""
     nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     return Counts(len(nodes), dict(Counter(kind for node in nodes if (kind := collective(node)) is not None)))
+
+
+def bytes_of(nodes: Sequence[Node]) -> int:
+    """Bytes of the tensors among nodes."""
+    values = [node.meta.get("val") for node in nodes]
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
 
 def gathered_from(graph: GraphModule) -> list[Node]:

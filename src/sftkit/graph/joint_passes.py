@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
+from sftkit.graph import compat
 from sftkit.graph.graphs import gathered_from
+from sftkit.graph.tags import block_of
 
 
 def reshard_after_forward(graph: GraphModule) -> None:
     """Mark what leads from a weight's piece to the whole weight, so that the backward pass gathers it again."""
     for node in gathered_from(graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def full_checkpointing(graph: GraphModule) -> None:
+    """Keep what goes into each decoder block, and compute the rest of the block again (arXiv 1604.06174)."""
+    _recompute_blocks(graph, _random)
+
+
+def selective_checkpointing(graph: GraphModule) -> None:
+    """Keep the outputs of matrix products and attention, too; what is computed again is cheap (arXiv 2205.05198)."""
+    _recompute_blocks(graph, _costly)
+
+
+def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None:
+    """Mark what a decoder block computes in the forward pass, but for what the next one reads."""
+    of_weights = set(gathered_from(graph))
+    for node in graph.graph.nodes:
+        block = block_of(node)
+        if block is None or node in of_weights or node.op == "get_attr" or compat.is_backward(node):
+            continue
+        leaves = any(block_of(user) != block and not compat.is_backward(user) for user in node.users)
+        keep = leaves or keeps(node)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = block  # torch's number of a checkpointed region
+
+
+def _costly(node: Node) -> bool:
+    """Whether a node is a matrix product, attention, a collective, or gives random numbers."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _costly(node.args[0])
+    known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+    return known or own or _random(node)
+
+
+def _random(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _random(node.args[0])
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -18,16 +18,16 @@ GPU_FLOPS = 5e14
 "Per second, of a matrix product in bf16 on an H100 or H200."
 
 
-def auto_bucketing(graph: GraphModule, _: Sequence[str]) -> None:
+def auto_bucketing(graph: GraphModule, _: Sequence[str], for_inductor: bool) -> None:
     """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
     if counts_of(graph).collectives:
-        compat.overlap_collectives(graph, _milliseconds)
+        compat.overlap_collectives(graph, _milliseconds, for_inductor)
 
 
-def block_bucketing(graph: GraphModule, buckets: Sequence[str]) -> None:
+def block_bucketing(graph: GraphModule, buckets: Sequence[str], for_inductor: bool) -> None:
     """Merge the collectives of each bucket, and gather a bucket while the one before it is used."""
     if counts_of(graph).collectives:
-        compat.bucket_collectives(graph, buckets, bucket_of)
+        compat.bucket_collectives(graph, buckets, bucket_of, for_inductor)
 
 
 def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
@@ -37,13 +37,14 @@ def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
         num_bytes: that a collective moves, instead of those that it does.
     """
     value = node.meta.get("val")
-    on_gpu = isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    first = value[0] if isinstance(value, (tuple, list)) and value else value  # attention gives several
+    on_gpu = isinstance(first, torch.Tensor) and first.device.type == "cuda"
     if collective(node) is not None:
         if on_gpu:
             return None
         size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
         return 1e3 * (size if num_bytes is None else num_bytes) / CPU_BYTES
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = getattr(node.target, "overloadpacket", node.target)  # FlexAttention has none
     formula = flop_counter.flop_registry.get(packet)
     if formula is None:
         return None

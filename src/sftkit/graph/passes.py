@@ -13,9 +13,11 @@ from torch.fx import GraphModule
 
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
-from sftkit.graph.graphs import Counts, counts_of
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import graph_file
+from sftkit.graph.graphs import Counts, bytes_of, counts_of
+from sftkit.graph.regions import flex_attention
+from sftkit.graph.replay import Record, Replayed
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import graph_file
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class Passes:
     "what weights are bucketed by, in the order in which they are used"
     saves_memory: bool = False
     "whether the split keeps no more for the backward pass than torch's activation memory budget"
+    recorder: Record | None = None
+    "what records CUDA graphs; None: halves are called"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
 
@@ -54,28 +58,39 @@ class Passes:
 
     def on_half(self, half: str, graph: GraphModule) -> None:
         """Change the forward or the backward half, in place."""
-        self._record(half, "split", graph)
-        for spec in self._at("split"):
-            _function(spec)(graph, self.buckets)
+        kept = bytes_of(compat.kept_for_backward(graph)) if half == "backward" else None
+        self._record(half, "split", graph, kept)
+        for spec in (*self._at("split"), *self._at("regions")):
+            _function(spec)(graph, self.buckets, self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph)
+        if not self._at("regions") and not self.for_inductor and flex_attention(graph):
+            self._record(half, "flex_attention", graph)
 
     @property
     def for_inductor(self) -> bool:
         """Whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
         return "full_inductor" in self.names
 
-    def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
-        """What runs the forward or the backward half."""
-        for spec in self._at("codegen"):
-            return _function(spec)(graph, examples, half)  # type: ignore[no-any-return]
-        return compat.boxed(graph)
+    def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any], num_sums: int) -> compat.Boxed:
+        """What runs the forward or the backward half.
+
+        Args:
+            num_sums: how many outputs a captured graph has before its gradients.
+        """
+        in_place = compat.in_place(graph, half)  # before Inductor owns the graph
+        codegen = self._at("codegen")
+        run = _function(codegen[0])(graph, examples, half) if codegen else compat.boxed(graph)
+        if self.recorder is None:
+            return run  # type: ignore[no-any-return]
+        return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
 
-    def _record(self, name: str, after: str, graph: GraphModule) -> None:
-        self.stages.append(Stage(name, after, counts_of(graph), graph.print_readable(print_output=False)))
+    def _record(self, name: str, after: str, graph: GraphModule, kept: int | None = None) -> None:
+        counts = counts_of(graph)._replace(kept=kept)
+        self.stages.append(Stage(name, after, counts, graph.print_readable(print_output=False)))
 
 
 def _function(spec: Pass) -> Any:

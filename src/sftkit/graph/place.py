@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.graph.experts import use_grouped_products
 from sftkit.graph.sharding import shard
+from sftkit.graph.tensor import Layout, check_plan, exchange_activations, make_meshes
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.fsdp import make_meshes
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
@@ -18,7 +22,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
     """Refuse processes that the engine has no sharding for, and models that it was not made for.
 
     Raises:
-        ConfigError: replicas of whole models, tensor or context parallelism, a model with an encoder.
+        ConfigError: replicas of whole models, context parallelism, a model with an encoder, or what tensor parallelism does
+            not know or cannot divide.
     """
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
@@ -31,24 +36,54 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
             f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
             "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
         )
-    if topology.parts > 1:
+    if topology.context > 1:
         raise ConfigError(
-            f"train.engine=graph has no tensor or context parallelism yet ({topology.describe()}): set tp_size and cp_size "
-            "to 1, or train.engine=blocks"
+            f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
+            "train.engine=blocks"
+        )
+    if topology.tensor > 1:
+        check_plan(orig_model, topology.tensor)
+
+
+def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
+    """Refuse passes that this device cannot run, before a model is loaded.
+
+    Args:
+        passes: names of graph.passes. attention: the backend that the recipe names.
+
+    Raises:
+        ConfigError: which pass, and what to do.
+    """
+    if device.type == "cuda":
+        return
+    if "cuda_graphs" in passes:
+        raise ConfigError(
+            f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device.type}: leave it out here"
+        )
+    if "full_inductor" in passes and attention == "flex":
+        raise ConfigError(
+            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device.type}: set attention.backend="
+            "reference, or take regional_inductor, which leaves it as it is"
         )
 
 
 def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:
-    """Weights on the device, sharded where the launcher asks for it; every rank calls it.
+    """Weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
     """
     if not rt.topology.sharded:
+        use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
     empty = any(p.is_meta for p in model.parameters())
-    shard(model, make_meshes(rt.topology, rt.device.type).blocks, rt.precision)
+    meshes = make_meshes(rt.topology, rt.device.type)
+    layout = Layout(model.orig_model, meshes)
+    use_grouped_products(model.orig_model, meshes.parts.get_group("tensor") if meshes.parts is not None else None)
+    if meshes.parts is not None:
+        exchange_activations(model.orig_model, meshes.parts)
+    shard(model, layout, rt.precision)
     make_room(model.orig_model, rt.device)
     if empty:
         assert source is not None

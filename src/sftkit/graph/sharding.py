@@ -6,16 +6,16 @@ graph. Run without one, the model computes the same. It keeps its classes' names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
 from sftkit.models.structure import head
@@ -27,6 +27,14 @@ _READS = "_sftkit_reads"
 "Attribute of a module while its own parameters are read: then they come gathered."
 
 
+class Pieces(NamedTuple):
+    """How a weight lies over the ranks."""
+
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay cut"
+
+
 @dataclass(frozen=True)
 class Gather:
     """How a weight is gathered and its gradient summed."""
@@ -35,50 +43,45 @@ class Gather:
     "of the sum of gradients over the ranks; None: their own"
 
     def __call__(self, param: DTensor) -> Tensor:
-        """The whole weight: a plain tensor, whose gradient is the sum over all ranks."""
-        mesh = param.device_mesh
-        if mesh.ndim > 1:
-            return _GatheredOfCopies.apply(param, self.reduce_dtype)  # type: ignore[no-any-return]
-        whole = param.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)
-        return whole.to_local(grad_placements=[Partial()])
+        """The weight, whole but for what stays cut: a plain tensor, whose gradient is the sum over all ranks that read it."""
+        return _Gathered.apply(param, self.reduce_dtype)  # type: ignore[no-any-return]
 
 
-class _GatheredOfCopies(torch.autograd.Function):
-    """The same of a weight that is cut over the last dimension of a mesh and copied over the others. Its gradient is scattered
-    first, and only pieces are summed over the copies; `redistribute` alone sums whole gradients over the copies first."""
+class _Gathered(torch.autograd.Function):
+    """Gradients are scattered first, and only pieces are summed over copies; `redistribute` alone sums whole ones over them."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.mesh, ctx.placements = param.device_mesh, param.placements
         ctx.dtype, ctx.reduce_dtype = param.dtype, reduce_dtype
-        return param.redistribute(placements=[Replicate()] * ctx.mesh.ndim).to_local()
+        return param.redistribute(placements=[*param.placements[:-1], Replicate()]).to_local()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        *copies, shards = ctx.placements
+        *others, shards = ctx.placements
         gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
-        parts = [Partial() for _ in copies]
+        parts = [Partial() if place.is_replicate() else place for place in others]
         summed = DTensor.from_local(gradient, ctx.mesh, [*parts, Partial()], run_check=False)
         summed = summed.redistribute(placements=[*parts, shards]).redistribute(placements=ctx.placements)
         return summed.to(ctx.dtype), None
 
 
-def shard(model: ModelWithLoss, mesh: DeviceMesh, precision: str) -> None:
-    """Cut every weight of the model over the last dimension of the mesh, in place; over the others they are copies.
+def shard(model: ModelWithLoss, pieces_of: Callable[[torch.nn.Module, str], Pieces], precision: str) -> None:
+    """Cut every weight of the model, in place.
 
     Args:
+        pieces_of: of a module and the name of one of its own parameters how that lies over the ranks.
         precision: of the weights; bf16 gradients are summed over the ranks in fp32.
     """
     gather = Gather(torch.float32 if precision == "bf16" else None)
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    pieces: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
+    found: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
     for module in model.orig_model.modules():
         names = []
         for name, param in list(module.named_parameters(recurse=False)):
-            if id(param) not in pieces:
-                piece = distribute_tensor(param.data, mesh, placements, src_data_rank=None)
-                pieces[id(param)] = torch.nn.Parameter(piece, requires_grad=param.requires_grad)
-            module.register_parameter(name, pieces[id(param)])
+            if id(param) not in found:
+                piece = distribute_tensor(param.data, *pieces_of(module, name), src_data_rank=None)
+                found[id(param)] = torch.nn.Parameter(piece, requires_grad=param.requires_grad)
+            module.register_parameter(name, found[id(param)])
             names.append(name)
         if names:
             module.__class__ = _gathering(type(module), tuple(names))  # type: ignore[arg-type]  # torch hashes modules

@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 from sftkit.ops import flash
 from sftkit.ops.attention import dense_kernels, relative_positions, windows
 from sftkit.ops.flex import FLEX_BLOCK
-from sftkit.runtime.files import replace_shared
+from sftkit.rundir.files import replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
 
@@ -46,7 +46,8 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
         found = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
         choice = Choice(*found)
     else:
-        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks)
+        captured = cfg.train.engine == "graph"
+        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks, captured)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = Choice(named, "named by the recipe")
@@ -91,8 +92,13 @@ def refusal(
     device: torch.device,
     compiled: bool,
     in_chunks: bool = False,
+    captured: bool = False,
 ) -> str | None:
-    """Why a backend cannot serve a run, None if it can."""
+    """Why a backend cannot serve a run, None if it can.
+
+    Args:
+        captured: flex is an operator of a captured graph, which a CPU computes, too, with all scores in memory.
+    """
     config = orig_model.config.get_text_config()
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -109,9 +115,9 @@ def refusal(
     if dropout:
         return f"has no dropout, and the model's is {dropout}"
     if backend == "flex":
-        if device.type != "cuda":
+        if device.type != "cuda" and not captured:
             return f"has no backward pass on {device.type}"
-        if head_sizes(orig_model)[0] < 16:
+        if device.type == "cuda" and head_sizes(orig_model)[0] < 16:
             return "has no kernel for heads of less than 16"
         if layout.dynamic and layout.pad_multiple % FLEX_BLOCK:
             return f"wants rows of whole blocks: set data.pad_multiple to a multiple of {FLEX_BLOCK}"

@@ -17,13 +17,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def local_region(param: DTensor) -> list[tuple[int, int]]:
     """(start, size) in each dimension of the block of the whole that this rank holds.
 
-    The mesh's last dimension, tensor parallelism, cuts first, as FSDP cuts what that one leaves; pieces are those of
-    torch.chunk.
+    The mesh's first dimension cuts first; but where FSDP2 has cut what tensor parallelism left, which makes strided shards, the
+    last one did. Pieces are those of torch.chunk.
     """
     region = [(0, size) for size in param.shape]
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
-    for mesh_dim in reversed(range(param.device_mesh.ndim)):
+    strided = any(hasattr(place, "split_factor") for place in param.placements)
+    for mesh_dim in sorted(range(param.device_mesh.ndim), reverse=strided):
         placement = param.placements[mesh_dim]
         # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
         if not placement.is_replicate():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +15,37 @@ BEHIND_ROW = -2
 "The document of positions behind the end of a row, where rows are padded for flex."
 
 Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Call(NamedTuple):
+    """What FlexAttention is asked for, as functions that hold no tensor."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    block_mask: BlockMask
+    visible: Callable[..., torch.Tensor]
+    "of batch, head, query and key index, and doc_ids: whether the query sees the key"
+    capped: Callable[..., torch.Tensor] | None
+    "of score and the four indices: the score; None: as it is"
+    doc_ids: torch.Tensor
+    "int32 [B, T]"
+    scale: float
+
+
+_operator: Callable[[Call], torch.Tensor] | None = None
+"What is called in place of torch's function."
+
+
+@contextmanager
+def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> Iterator[None]:
+    """Inside, attention is what this function makes of it, for who traces without torch.compile: [B, H, T, Dv]."""
+    global _operator
+    before, _operator = _operator, operator
+    try:
+        yield
+    finally:
+        _operator = before
 
 
 def whole_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
@@ -71,8 +104,8 @@ def attend(
     if whole > row_length:  # its backward pass reads past the end of rows that are no multiple of the blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        same = (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        same = (i >= j) & (ids[b, i] == ids[b, j])
         return same if window is None else same & (i - j < window)
 
     def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
@@ -91,13 +124,17 @@ def attend(
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
-        mask_mod=visible,
+        mask_mod=lambda b, h, i, j: visible(b, h, i, j, doc_ids),
     )
+    score_mod = None if softcap is None else capped
+    if _operator is not None:
+        out = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
+        return out[:, :, :row_length].transpose(1, 2)
     out = flex_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else capped,
+        score_mod=score_mod,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=key.shape[1] < query.shape[1],

@@ -7,7 +7,7 @@ feed-forward layer see whole rows and some of the heads and channels: an all-gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,14 +91,32 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
             f"{', '.join(MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    check_divides(orig_model, size, "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    check_known(decoder_blocks(orig_model)[0], size, {*COLUMNS, *ROWS, *NORMS, *HEAD_NORMS})
+
+
+def check_divides(orig_model: PreTrainedModel, size: int, *names: str) -> None:
+    """Refuse numbers of the model's config that so many ranks do not divide.
+
+    Raises:
+        ConfigError: the number.
+    """
+    config = orig_model.config.get_text_config()
+    for name in names:
         number = getattr(config, name)
         if number % size:
             raise ConfigError(
                 f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
             )
-    known = {*COLUMNS, *ROWS, *NORMS, *HEAD_NORMS}
-    modules = decoder_blocks(orig_model)[0].named_modules()
+
+
+def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> None:
+    """Refuse a block with weights in other modules than these.
+
+    Raises:
+        ConfigError: the modules.
+    """
+    modules = block.named_modules()
     odd = [name for name, module in modules if name not in known and next(module.parameters(False), None) is not None]
     if odd:
         raise ConfigError(

@@ -1,0 +1,168 @@
+"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it has.
+
+A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project and random
+numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from sftkit.graph import compat
+from sftkit.graph.tags import block_of
+
+Run = list[Node]
+
+
+def regional_inductor(graph: GraphModule, _: Sequence[str], __: bool) -> None:
+    """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel of its
+    backward pass."""
+    _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])
+
+
+def flex_attention(graph: GraphModule) -> bool:
+    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep all scores.
+
+    Returns:
+        whether there were.
+    """
+    if not any(_flex_on_gpu(node) for node in graph.graph.nodes):
+        return False
+    _compile(graph, _runs(graph, _flex_on_gpu))
+    return True
+
+
+def _fusible(node: Node) -> bool:
+    """Whether a node may be part of a region."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _fusible(node.args[0])
+    if compat.is_flex(node):
+        return _flex_on_gpu(node)
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return not random and not target._schema.is_mutable and _gives_tensors(node)
+
+
+def _flex_on_gpu(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _flex_on_gpu(node.args[0])
+    return compat.is_flex(node) and node.args[0].meta["val"].device.type == "cuda"  # type: ignore[union-attr]
+
+
+def _gives_tensors(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and all(isinstance(v, Tensor) for v in value))
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _worth(run: Run) -> bool:
+    """Whether there is something to fuse, or FlexAttention."""
+    computing = [node for node in run if not _is_view(node) and node.target is not operator.getitem]
+    return len(computing) > 1 or any(compat.is_flex(node) for node in computing)
+
+
+def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[Run]:
+    """The longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
+    for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
+        node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
+    runs: list[Run] = [[]]
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
+            continue
+        own, before = block_of(node), runs[-1] and block_of(runs[-1][0])
+        joins = own == before or (own is None and node.target is torch.ops.aten.add.Tensor)
+        if runs[-1] and not (takes(node) and joins):
+            runs.append([])
+        if takes(node):
+            runs[-1].append(node)
+    return [run for run in runs if run]
+
+
+def _compile(graph: GraphModule, runs: Sequence[Run]) -> None:
+    """Put a call of compiled code in the place of each run."""
+    known: dict[Any, Callable[..., Any]] = {}
+    for run in runs:
+        left, outputs = _left(run)
+        region, inputs = _cut_out(graph, run, outputs)
+        examples = [node.meta["val"] for node in inputs]
+        key = (_text(region), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
+        if key not in known:
+            known[key] = compat.compiled_region(region, examples)
+        _replace(graph.graph, run, left, known[key], inputs, outputs)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _left(run: Run) -> tuple[set[Node], Run]:
+    """Views of a run that others read, which stay in the graph, as calling them is cheaper than handing them out; and what the
+    region has to hand out."""
+    inside, left = set(run), set[Node]()
+
+    def read_outside(node: Node) -> bool:
+        return any(user not in inside or user in left for user in node.users)
+
+    for node in reversed(run):
+        if _is_view(node) and read_outside(node):
+            left.add(node)
+    return left, [node for node in run if node not in left and read_outside(node)]
+
+
+def _cut_out(graph: GraphModule, run: Run, outputs: Run) -> tuple[GraphModule, Run]:
+    """A copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
+    needed, inside = dict.fromkeys(outputs), set(run)
+    for node in reversed(run):
+        if node in needed:
+            needed |= dict.fromkeys(node.all_input_nodes)
+    read = dict.fromkeys(source for node in run if node in needed for source in node.all_input_nodes)
+    inputs = [node for node in read if node not in inside and node.op != "get_attr"]
+    part, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
+    for number, node in enumerate(inputs):
+        copies[node] = part.placeholder(f"input_{number}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in (node for node in needed if node.op == "get_attr"):
+        name = f"function_{len(functions)}"
+        functions[name] = getattr(graph, str(node.target))
+        copies[node] = part.get_attr(name)
+    for node in (node for node in run if node in needed):
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[attr-defined]
+        copies[node] = part.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[node].meta["val"] = node.meta.get("val")
+    part.output(tuple(copies[node] for node in outputs))
+    return GraphModule(functions, part), inputs
+
+
+def _text(region: GraphModule) -> str:
+    """The code of a graph and of the functions inside."""
+    return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
+
+
+def _replace(graph: Graph, run: Run, left: set[Node], call: Callable[..., Any], inputs: Run, outputs: Run) -> None:
+    """Call the compiled code where a run is; views that stay come behind it."""
+    with graph.inserting_after(run[-1]):
+        last = called = graph.call_function(call, tuple(inputs))
+    for number, node in enumerate(outputs):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (called, number))
+        last.meta.update(node.meta)
+        node.replace_all_uses_with(last)
+    for node in run:
+        if node in left:
+            last.append(node)
+            last = node
+    for node in reversed(run):
+        if not node.users and (node not in left):
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)

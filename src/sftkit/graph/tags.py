@@ -1,0 +1,47 @@
+"""Which decoder block a node of a captured graph comes from, written on it while the model's Python is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch.fx import Node
+from transformers import PreTrainedModel
+
+from sftkit.graph import compat
+from sftkit.models.structure import decoder_blocks
+
+_MARK = "sftkit_block"
+"In node.meta['custom'], which torch copies with a node, and from a node to those of its gradient."
+
+
+@contextmanager
+def blocks_tagged(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, what a decoder block computes is traced with the number of the block."""
+    before = [(block, "forward" in block.__dict__, block.forward) for block in decoder_blocks(orig_model)]
+    try:
+        for number, (block, _, forward) in enumerate(before):
+            block.forward = _tagged(forward, number)
+        yield
+    finally:
+        for block, own, forward in before:
+            if own:
+                block.forward = forward
+            else:
+                del block.forward
+
+
+def block_of(node: Node) -> int | None:
+    """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
+    return node.meta.get("custom", {}).get(_MARK)  # type: ignore[no-any-return]
+
+
+def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+    @wraps(forward)
+    def tagged(*args: Any, **kwargs: Any) -> Any:
+        with compat.annotated({_MARK: number}):
+            return forward(*args, **kwargs)
+
+    return tagged

@@ -1,0 +1,196 @@
+"""Tensor parallelism inside the graph: matrices of a block cut over the ranks that share rows, activations cut by position.
+
+The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's piece of a matrix is a plain tensor, an
+all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+from sftkit.graph.exchange import Exchange
+from sftkit.graph.sharding import Pieces
+from sftkit.models.structure import decoder_blocks
+from sftkit.parallel.tensor import (
+    COLUMNS,
+    HEAD_NORMS,
+    MODEL_TYPES,
+    NORMS,
+    ROWS,
+    check_divides,
+    check_known,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the modules of a block are to tensor parallelism, by their names in it."""
+
+    columns: tuple[str, ...]
+    "matrices cut by what they give: heads, channels"
+    rows: tuple[str, ...]
+    "matrices cut by what they take, whose results are added up"
+    gathered: tuple[str, ...]
+    "norms behind which whole rows are needed"
+    alike: tuple[str, ...]
+    "what every rank computes with whole weights, of its own positions or heads"
+    divided: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    "numbers of the model's config that the ranks must divide"
+    experts: tuple[str, ...] = ()
+    "routed experts, of which each rank has a share; beside them nothing is cut, and every rank keeps to its own positions"
+
+    @property
+    def known(self) -> set[str]:
+        return {*self.columns, *self.rows, *self.gathered, *self.alike, *self.experts}
+
+
+_DEEPSEEK_V3 = Plan(
+    columns=(
+        *("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
+        *("mlp.gate_proj", "mlp.up_proj"),
+    ),
+    rows=ROWS,
+    gathered=NORMS,
+    alike=(
+        *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
+        *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
+    ),
+    divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_routed_experts"),
+    experts=("mlp.experts",),
+)
+PLANS = {**dict.fromkeys(MODEL_TYPES, Plan(COLUMNS, ROWS, NORMS, HEAD_NORMS)), "deepseek_v3": _DEEPSEEK_V3}
+"By model_type."
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The process groups of a sharded run."""
+
+    every: DeviceMesh
+    "[ranks] or [replicas, ranks]: what weights are cut over that ranks have use for whole"
+    parts: DeviceMesh | None
+    "[tensor, shards] or [replicas, tensor, shards]: what matrices of tensor-parallel blocks are cut over, by tensor first"
+
+
+def check_plan(orig_model: PreTrainedModel, size: int) -> None:
+    """Refuse a model that tensor parallelism over so many ranks is not possible for.
+
+    Raises:
+        ConfigError: an architecture without a plan, or numbers that the ranks do not divide.
+    """
+    model_type = orig_model.config.model_type
+    if model_type not in PLANS:
+        raise ConfigError(
+            f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
+            f"{', '.join(PLANS)} have: set it to 1"
+        )
+    plan = plan_of(orig_model)
+    check_divides(orig_model, size, *plan.divided)
+    for block in decoder_blocks(orig_model):
+        check_known(block, size, plan.known)
+
+
+def plan_of(orig_model: PreTrainedModel) -> Plan:
+    """The plan of a model that `check_plan` does not refuse."""
+    return PLANS[orig_model.config.model_type]
+
+
+def make_meshes(topology: Topology, device_type: str) -> Meshes:
+    """Process groups for a topology; every rank calls it."""
+    t, names = topology, ("replicas", "shards")
+    every = init_device_mesh(device_type, (t.replicas, t.shards * t.tensor), mesh_dim_names=names)
+    every = every["shards"] if t.replicas == 1 else every
+    if t.tensor == 1:
+        return Meshes(every, None)
+    ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
+    parts = DeviceMesh(device_type, ranks, mesh_dim_names=("replicas", "tensor", "shards"))
+    return Meshes(every, parts["tensor", "shards"] if t.replicas == 1 else parts)
+
+
+class Layout:
+    """How every weight of a model lies over the ranks."""
+
+    def __init__(self, orig_model: PreTrainedModel, meshes: Meshes) -> None:
+        self._every, self._parts = meshes.every, meshes.parts
+        self._cut: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
+        "parameters that are cut by tensor parallelism, and then by shards"
+        if meshes.parts is not None:
+            plan, shards = plan_of(orig_model), meshes.parts.size(-1)
+            for block in decoder_blocks(orig_model):
+                self._cut |= _cuts(plan, block, meshes.parts["tensor"].size(), shards)
+
+    def __call__(self, module: torch.nn.Module, name: str) -> Pieces:
+        """Of a module's own parameter."""
+        cuts = self._cut.get((module, name))
+        if cuts is None:
+            return _pieces(self._every, Shard(0))
+        assert self._parts is not None
+        return _pieces(self._parts, *cuts)
+
+
+def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Let the blocks of a model whose matrices are pieces exchange activations, in place; before weights are cut.
+
+    Args:
+        mesh: that has a dimension "tensor".
+    """
+    plan, exchange = plan_of(orig_model), Exchange(mesh.get_group("tensor"))
+    orig_model._activations = exchange  # type: ignore[assignment]
+    for block in decoder_blocks(orig_model):
+        for name, module in _of_plan(block, plan.gathered).items():
+            if name == NORMS[0] or not _of_plan(block, plan.experts):
+                module.register_forward_hook(lambda _, __, output: exchange.gather(output))
+        for module in _of_plan(block, plan.rows).values():
+            module.__class__ = _adding_up(type(module))  # type: ignore[arg-type]  # torch hashes modules
+            module.__dict__[_EXCHANGE] = exchange
+
+
+_EXCHANGE = "_sftkit_exchange"
+"Attribute of a matrix whose results are parts: its Exchange."
+
+
+@cache
+def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
+    """A class of the same name that adds the ranks' parts up before its bias, which is one."""
+
+    def forward(self: torch.nn.Linear, input: Tensor) -> Tensor:
+        summed: Tensor = self.__dict__[_EXCHANGE].add_up(F.linear(input, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _cuts(
+    plan: Plan, block: torch.nn.Module, ranks: int, shards: int
+) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
+    """Parameters of a block that are cut over `ranks` tensor-parallel ranks, by module and name, and along which dimensions."""
+    found: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
+    for module in _of_plan(block, plan.columns).values():
+        found |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}
+    for module in _of_plan(block, plan.rows).values():
+        found[module, "weight"] = Shard(1), Shard(0)
+    for module in _of_plan(block, plan.experts).values():
+        for name, param in module.named_parameters():  # of few experts there is a part on every shard, too
+            found[module, name] = Shard(0), Shard(int((len(param) // ranks) % shards > 0))
+    return found
+
+
+def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn.Module]:
+    """The modules of these names that a block has."""
+    return {name: module for name, module in block.named_modules() if name in names}
+
+
+def _pieces(mesh: DeviceMesh, *cuts: Any) -> Pieces:
+    return Pieces(mesh, [*[Replicate()] * (mesh.ndim - len(cuts)), *cuts])
