@@ -22,7 +22,7 @@ $(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error
 $(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate explain lab toolkit
+.PHONY: help install dev test lint smoke base mid sft eval chat inspect report bench validate explain lab patterns toolkit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,10 @@ explain: install ## what the compiler makes of a model: make explain RECIPE=... 
 
 lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
 	$(PY) benchmarks/lab.py $(ARGS)
+
+patterns: install ## a small model in every layout of 2 and 4 processes of this CPU: what each holds, sends, waits for; docs/parallelism.md
+	$(PY) -m sftkit.experiments.patterns --out benchmarks/patterns/results/results.json $(ARGS)
+	$(PY) benchmarks/patterns/tables.py
 
 toolkit: install ## the graph engine with each set of passes at debug size, on two processes of this CPU
 	$(PY) -m sftkit.experiments.bench benchmarks/graph_engine/plan.yaml $(ARGS)

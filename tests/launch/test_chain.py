@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.launch.chain import summary
-from sftkit.runtime.rundir import FINAL, RESULTS
+from sftkit.rundir.names import FINAL, RESULTS
 
 
 def trained_runs(folder: Path, before: float, low: float) -> dict[str, Path]:
@@ -37,7 +37,9 @@ def test_the_summary_counts_the_checks_of_each_stage_and_names_the_report(tmp_pa
     text = summary(trained_runs(tmp_path, before=0.1, low=0.7), 60.0)
     (line,) = [line.split() for line in text.splitlines() if "checks passed / failed" in line]
     assert line[4:] == ["2", "/", "0", "0", "/", "1", "2", "/", "0"]
-    assert f"{tmp_path}/sft/report.html" in text
+    assert f"{tmp_path}/sft/report.html\n" in text
+    others = [line for line in text.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, others)) < 80, "a terminal of 80 columns breaks no line but long paths"
     assert "recipes/default" not in text
 
 
@@ -48,3 +50,4 @@ def test_a_model_that_learned_nothing_is_not_told_as_one_that_did(
     text = summary(trained_runs(tmp_path, before, low), 60.0)
     assert ("no more than before SFT" in text) == told
     assert ("scripts/run_chain.py recipes/default" in text) == told
+    assert max(len(line) for line in text.splitlines() if "/" not in line) < 80

@@ -40,10 +40,11 @@ def test_init_copies_what_a_run_needs_and_never_over_something(tmp_path: Path) -
 
 def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for word in (*SCRIPTS, "bench", "explain", "prepare"):
+    for word in (*SCRIPTS, "bench", "explain", "patterns", "prepare"):
         assert word in USAGE
         assert start(word)[0] == "-m" or Path(start(word)[0]).is_file()
     assert start("sft")[:2] == ["-m", "sftkit.launch"]
+    assert max(map(len, USAGE.splitlines())) < 80
 
 
 @pytest.mark.parametrize("word", ["init", "chain", "sft", "prepare", "chat", "bench"])

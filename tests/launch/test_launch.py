@@ -17,7 +17,7 @@ from sftkit.launch import launch
 from sftkit.launch.hardware import Hardware
 from sftkit.launch.launch import choose
 from sftkit.models.size import GIB, Replica
-from sftkit.runtime import lock
+from sftkit.rundir import lock
 from sftkit.runtime.launcher import signal_env
 
 RECIPE = """
@@ -156,8 +156,12 @@ def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: py
     monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         launch.run(__file__, str(recipe), ["optim.lr=x"])
-    with pytest.raises(ConfigError, match="no such script"):
-        launch.run("scripts/lost.py", str(recipe))
+    with pytest.raises(ConfigError, match=r'chat_stf\.py: no such script\. Did you mean "scripts/chat_sft\.py"\?$'):
+        launch.run("scripts/chat_stf.py", str(recipe))
+    with pytest.raises(
+        ConfigError, match=r"no such script\. Those that train: scripts/base_train\.py, .*caption_train\.py$"
+    ):
+        launch.run("lost.py", str(recipe))
 
 
 def start(*words: str | Path) -> subprocess.Popen[str]:
@@ -247,8 +251,8 @@ def test_of_several_processes_a_kill_is_told_first_then_a_mistake_then_a_failure
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sftkit.runtime import lock
-from sftkit.runtime.status import RunStatus
+from sftkit.rundir import lock
+from sftkit.rundir.status import RunStatus
 folder = Path(sys.argv[2].removeprefix("run.dir="))
 if "optim.lr=0.5" not in sys.argv:
     lock.take(folder)

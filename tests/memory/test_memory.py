@@ -29,9 +29,10 @@ from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
-from sftkit.memory.estimate import GIB, Setup, estimate, held_bytes, kept_elements, shape_of
+from sftkit.memory.estimate import GIB, Setup, estimate, held_bytes, kept_elements
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import compare, make_plan
+from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
 
 H200 = 140 * GIB
@@ -467,7 +468,7 @@ def test_missing_states_are_exactly_those_that_the_first_update_makes(name: str,
     if name == "adamw_sr" and dtype == torch.float32:
         pytest.skip("rounds bf16 weights only")
     model = small_model(dtype)
-    optimizer = build_optimizer(model, OptimConfig(name=name), compile=False)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, OptimConfig(name=name))  # type: ignore[arg-type]
     missing = memory.missing_state_bytes(optimizer, name)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -492,7 +493,7 @@ def test_optimizer_widths_add_up() -> None:
 @pytest.mark.gpu
 def test_the_reserve_is_held_during_the_warm_up_and_free_after_it() -> None:
     model = small_model(device="cuda")
-    optimizer = build_optimizer(model, OptimConfig(name="adamw"), compile=False)
+    optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     plan = make_plan(recipe(), model, packed(128, accumulation=3), runtime())
     before = torch.cuda.memory_allocated()
     expected = memory.missing_state_bytes(optimizer, "adamw") + plan.earlier_gradient_bytes

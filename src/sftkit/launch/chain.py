@@ -16,10 +16,10 @@ from sftkit.config.stages import CHAIN, SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import inputs_of
-from sftkit.runtime.files import read_object
-from sftkit.runtime.manifest import digest
-from sftkit.runtime.rundir import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
-from sftkit.runtime.status import read_status
+from sftkit.rundir.files import read_object
+from sftkit.rundir.manifest import digest
+from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
+from sftkit.rundir.status import read_status
 
 STAGES = {stage: f"scripts/{SCRIPTS[stage]}" for stage in CHAIN}
 
@@ -101,8 +101,9 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("graphs / recompiles", lambda s: graphs(s["metrics"])),
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
         "",
-        f"  held-out accuracy, mean of families, {families['examples']} instances: {before} before SFT, "
-        f"{families['value']:.3f} after (95 % interval {families['low']:.3f} to {families['high']:.3f})",
+        f"  held-out accuracy, mean of families, {families['examples']} instances:",
+        f"    {before} before SFT, {families['value']:.3f} after "
+        f"(95 % interval {families['low']:.3f} to {families['high']:.3f})",
         *(
             f"    {name.removeprefix('acc/'):<26}{value:6.3f}"
             for name, value in families["metrics"].items()
@@ -111,8 +112,10 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         *nothing_learned(families, trained["sft"]["evals_at_start"]),
         "",
         *sample_lines(trained["sft"]["samples"]),
-        f"  checkpoint  {checkpoint}   ({auto_class_in(Path(checkpoint))}.from_pretrained loads it)",
-        f"  report      {runs['sft'] / REPORT}   (curves, checks, data; {runs['sft'] / PROOF} has the checks)",
+        f"  checkpoint  {checkpoint}",
+        f"              {auto_class_in(Path(checkpoint))}.from_pretrained loads it",
+        f"  report      {runs['sft'] / REPORT}",
+        f"  checks      {runs['sft'] / PROOF}",
         f"  chat        {invocation('scripts/chat.py', str(runs['sft']))}",
         f"  total       {seconds / 60:.1f} min",
     ]
@@ -135,9 +138,9 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
         return []
     longer = invocation("scripts/run_chain.py", "recipes/default")
     return [
-        "  that is no more than before SFT, within its interval: the stages ran and proved themselves, but so small a model in so "
-        "few steps",
-        f"  learns nothing that can be asked. One that does, in some minutes: {longer}",
+        "  that is no more than before SFT, within its interval: the stages ran and",
+        "  proved themselves, but so small a model in so few steps learns nothing that",
+        f"  can be asked. One that does, in some minutes: {longer}",
     ]
 
 

@@ -20,23 +20,25 @@ from sftkit.errors import ConfigError
 
 USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
 
-  init DIR              copy scripts, recipes and Accelerate configs into DIR, to read and to change
-  chain FOLDER          base, mid, sft and evaluation of a folder of recipes: sftkit chain recipes/smoke
-  base|mid|sft RECIPE   train one stage on the hardware that is there: sftkit sft RECIPE [key=value ...]
-  caption RECIPE        the same of a model with an encoder, which learns to say what it sees
-  prepare RECIPE        tokenize the data of a recipe into its cache, before a GPU is used
-  inspect RECIPE        what would be learned and dropped, and what it would cost
+  init DIR              copy scripts, recipes and Accelerate configs into DIR
+  chain FOLDER          base, mid, sft, evaluation: sftkit chain recipes/smoke
+  base|mid|sft RECIPE   train one stage: sftkit sft RECIPE [key=value ...]
+  caption RECIPE        train a model with an encoder to say what it sees
+  prepare RECIPE        tokenize data into the cache, before a GPU is used
+  inspect RECIPE        what would be learned and dropped, and its cost
   eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model
   chat [RUN]            talk to it
   report [RUN]          a page about a run
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
-  explain RECIPE        where the graph breaks, which module is to blame, which kernels come out
+  explain RECIPE        where the graph breaks, which module is to blame
+  patterns              a small model in every layout of processes
   dashboard ...         the wandb workspace of a project
 
-Scripts, recipes and configs of this folder are taken, if there are any, else those that came with sftkit.
-Exit codes: 0 done, 1 failed, 2 a mistake in words, recipe or data, 128 + n ended by signal n."""
-EXPERIMENTS = ("bench", "explain")
+Scripts, recipes and configs of this folder are taken, if there are any,
+else those that came with sftkit. Exit codes: 0 done, 1 failed, 2 a mistake
+in words, recipe or data, 128 + n ended by signal n."""
+EXPERIMENTS = ("bench", "explain", "patterns")
 
 
 def main() -> None:

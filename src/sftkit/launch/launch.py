@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import subprocess
@@ -21,24 +22,24 @@ from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import stages_of
-from sftkit.config.stages import stage_of_script
+from sftkit.config.stages import SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
 from sftkit.launch.hardware import Hardware, find_hardware
+from sftkit.launch.layouts import advice
+from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import inputs_of
-from sftkit.runtime.killed import killed_by, tell_killed
+from sftkit.rundir.killed import killed_by, tell_killed
+from sftkit.rundir.lock import refuse_at_work
+from sftkit.rundir.status import stopped_by
 from sftkit.runtime.launcher import signal_env
-from sftkit.runtime.lock import refuse_at_work
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import heeded, torch_passes_on_once
-from sftkit.runtime.status import stopped_by
 
 CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
-USABLE = 0.92
-"Share of a GPU that a replica may fill, as memory.plan.USABLE."
 
 
 @dataclass(frozen=True)
@@ -190,19 +191,26 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         ConfigError: the recipe or what it starts from is wrong, or there is no such script.
     """
     if not Path(shipped(script)).is_file():
-        raise ConfigError(f"{script}: no such script")
+        known = [f"scripts/{name}" for name in SCRIPTS.values()]
+        near = difflib.get_close_matches(script, known, n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
+        raise ConfigError(f"{script}: no such script. {hint}")
     cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
         say(line)
         return 0
-    launch = choose(find_hardware(), cfg.train.global_batch_size, os.environ, replica_of(cfg), stages_of(cfg.train))
+    hardware = find_hardware()
+    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica_of(cfg), stages_of(cfg.train))
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
         )
     say(launch.summary)
+    taken = launch.config_file.name
+    if launch.num_processes > 1 and (line := advice(cfg, launch.num_processes, hardware.gpu_memory_bytes, taken)):
+        say(line)
     started, before = time.time(), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), started)) is not None:

@@ -1,20 +1,23 @@
-"""The memory that a training step takes at its peak, estimated from the sizes of the model, the rows and the settings."""
+"""The memory that a training step takes at its peak, estimated from the sizes of the model, the rows and the settings. No torch
+in this file: what starts a run asks too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from transformers import PretrainedConfig, PreTrainedModel
-
 from sftkit.config.optimizers import OPTIMIZERS, WIDTH
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Sharding, Topology
 from sftkit.data.pack import Layout
-from sftkit.models.structure import decoder_blocks, encoder, vocab_size
-from sftkit.parallel.fsdp import Sharding
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.7 * GIB)
 "CUDA context, loaded kernels and the workspaces of libraries; no tensor, so in no allocator's count."
+USABLE = 0.92
+"Share of a GPU that an estimate may fill: the allocator's gaps take the rest."
+BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
+"Activation memory budget of each train.memory. At 0.9 only elementwise results are computed again: as fast as 1.0."
+SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
+"Least communication first, least memory last."
 
 
 @dataclass(frozen=True)
@@ -95,50 +98,6 @@ class Estimate:
     def tensors(self) -> int:
         """What the allocator counts: all but the CUDA context."""
         return self.total - self.context
-
-
-def shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """The sizes that the model's config names, of one with an encoder those of the decoder; None if it lacks one or has several
-    of it."""
-    return _shape(orig_model, orig_model.config.get_text_config())
-
-
-def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """The sizes of the model's encoder, None if it has none, or one that does not name them."""
-    inner = encoder(orig_model)
-    return _shape(orig_model, inner.config) if isinstance(inner, PreTrainedModel) else None
-
-
-def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | None:
-    def size(*names: str, default: int | None = None) -> int | None:
-        values = [getattr(config, name, None) for name in names]
-        given = [value for value in values if value is not None]
-        return given[0] if given else default
-
-    hidden, heads, blocks = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(blocks, int)):
-        return None
-    head_dim = size("qk_head_dim", "head_dim", default=hidden // max(heads, 1))
-    key_heads = size("num_key_value_heads", default=heads)
-    inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    if isinstance(experts := size("num_experts_per_tok"), int):
-        inner = size("moe_intermediate_size", default=inner)
-        inner = inner * experts if isinstance(inner, int) else None
-    if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
-        return None
-    parameters = sum(p.numel() for p in orig_model.parameters())
-    return Shape(
-        parameters=parameters,
-        ends=parameters - sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters()),
-        matrices=sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters() if p.ndim == 2),
-        blocks=blocks,
-        hidden=hidden,
-        query=heads * head_dim,
-        key=key_heads * head_dim,
-        inner=inner,
-        head_dim=head_dim,
-        vocab=vocab_size(orig_model),
-    )
 
 
 def kept_elements(s: Setup) -> float:

@@ -15,33 +15,29 @@ from transformers import PreTrainedModel
 from sftkit.config.commands import install
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import Config, OptimConfig
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Sharding, Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import (
+    BUDGETS,
     GIB,
+    SHARDINGS,
+    USABLE,
     Estimate,
     Setup,
     earlier_gradient_width,
-    encoder_shape_of,
     estimate,
     held_bytes,
-    shape_of,
 )
+from sftkit.memory.shapes import encoder_shape_of, shape_of
 from sftkit.models.kinds import kind_of
 from sftkit.ops.dtensor import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.balance import layers_of_stages
-from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
-
-USABLE = 0.92
-"Share of a GPU that an estimate may fill: the allocator's gaps take the rest."
-BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
-"Activation memory budget of each train.memory. At 0.9 only elementwise results are computed again: as fast as 1.0."
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def make_plan(
         ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot be cut
             over the tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone are more than a GPU has.
     """
-    if rt.topology.tensor > 1:
+    if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # which has plans of its own
         check_tensor_parallel(orig_model, rt.topology.tensor)
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
@@ -103,7 +99,7 @@ def make_plan(
         _enable_checkpointing(orig_model, cfg.train.memory)
         checkpointing = True
     shape = shape_of(orig_model)
-    budget = _budget(cfg) if compiled else 1.0
+    budget = activation_budget(cfg) if compiled else 1.0
     dense = backend == "reference"
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     setup = None
@@ -156,10 +152,6 @@ def _check_room(s: Setup, total_bytes: int | None) -> None:
     )
 
 
-SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
-"Least communication first, least memory last."
-
-
 def _fastest_sharding(s: Setup, total_bytes: int | None, rt: Runtime) -> Sharding:
     """The first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
     if not s.topology.sharded:
@@ -175,7 +167,8 @@ def _recomputes(cfg: Config) -> bool:
     return cfg.compile.enabled and cfg.compile.backend in ("inductor", "aot_eager")
 
 
-def _budget(cfg: Config) -> float:
+def activation_budget(cfg: Config) -> float:
+    """Share of the activations that compiled graphs keep: the recipe's, else what train.memory stands for."""
     explicit = cfg.compile.activation_memory_budget
     return BUDGETS[cfg.train.memory] if explicit is None else explicit
 

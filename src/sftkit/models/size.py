@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import Config, ModelConfig
+from sftkit.rundir.names import latest
 from sftkit.runtime.hub import hub_answers
-from sftkit.runtime.rundir import latest
 
+Found = TypeVar("Found")
 GIB = 2**30
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -22,7 +23,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3")
-"Architectures of four attention matrices and three of the feed-forward layer, with the names that `_of_fields` reads."
+"Architectures of four attention matrices and three of the feed-forward layer, with the names that `of_fields` reads."
 TIED = ("gemma3_text", "smollm3")
 "Those of them whose embedding is the head where their fields do not say."
 NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
@@ -83,13 +84,27 @@ def size_of(model: ModelConfig) -> Size | None:
     fetched where the hub has the model and the local cache not. Unknown: a config that leaves sizes to defaults.
     """
     if model.scratch is not None:
-        fields = dict(model.scratch)
-        if model.train_tokenizer is not None:
-            fields.setdefault("vocab_size", model.train_tokenizer.vocab_size)
-        return _of_fields(fields)
+        return of_fields(_scratch_fields(model))
+    return _read(model, _of_folder)
+
+
+def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
+    """The fields of the transformers config of the model that a run starts from, of its text part; None: it is unknown."""
+    return _scratch_fields(model) if model.scratch is not None else _read(model, _text_fields)
+
+
+def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
+    fields = dict(model.scratch or {})
+    if model.train_tokenizer is not None:
+        fields.setdefault("vocab_size", model.train_tokenizer.vocab_size)
+    return fields
+
+
+def _read(model: ModelConfig, read: Callable[[Path], Found]) -> Found | None:
+    """What is read out of the model's folder, None where there is none or it cannot be read."""
     try:
         folder = _folder(model.path or "", model.revision)
-        return None if folder is None else _of_folder(folder)
+        return None if folder is None else read(folder)
     except (
         OSError,
         ValueError,
@@ -118,9 +133,13 @@ def _folder(path: str, revision: str | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def _text_fields(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config | (config.get("text_config") or {})
+
+
 def _of_folder(folder: Path) -> Size | None:
-    config = json.loads((folder / "config.json").read_text())
-    text = config | (config.get("text_config") or {})
+    text = _text_fields(folder)
     if (folder / INDEX).is_file():
         metadata = json.loads((folder / INDEX).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
@@ -129,7 +148,7 @@ def _of_folder(folder: Path) -> Size | None:
         return Size(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
     if (folder / SINGLE).is_file():
         return Size(_elements(folder / SINGLE), _ends(text, tied=True))
-    return _of_fields(text)
+    return of_fields(text)
 
 
 def _ends(fields: Mapping[str, Any], tied: bool) -> int:
@@ -152,7 +171,7 @@ def _elements(path: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _of_fields(fields: Mapping[str, Any]) -> Size | None:
+def of_fields(fields: Mapping[str, Any]) -> Size | None:
     """Parameters by the fields of a transformers config, norms and biases left out."""
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -1,0 +1,45 @@
+"""Write the tables of docs/parallelism.md: what was measured out of results/results.json, which `make patterns` writes, and what
+is worked on paper out of launch/layouts.py.
+
+python benchmarks/patterns/tables.py
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sftkit.experiments.patterns import paper
+from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine, markdown, pictures
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "parallelism.md"
+BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "machine": machine,
+    "holds": lambda results: markdown(holds(results)),
+    "exchanges": lambda results: markdown(exchanges(results)),
+    "bubbles": lambda results: markdown(bubbles(results)),
+    "pictures": lambda results: f"```\n{pictures(results)}\n```",
+    "chosen": lambda _: markdown(paper.chosen()),
+    "families": lambda _: markdown(paper.families()),
+    "per_pattern": lambda _: markdown(paper.per_pattern()),
+    "slow_links": lambda _: markdown(paper.slow_links()),
+    "published": lambda _: markdown(paper.published()),
+    "beside": lambda _: markdown(paper.beside_measured(HERE.parent)),
+}
+
+
+def rebuilt(page: str, results: dict[str, Any]) -> str:
+    """The page, with each table made of the raw numbers."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", page)
+
+
+def main() -> None:
+    PAGE.write_text(rebuilt(PAGE.read_text(), json.loads((HERE / "results" / "results.json").read_text())))
+    print(f"tables: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

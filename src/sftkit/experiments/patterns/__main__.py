@@ -1,0 +1,13 @@
+"""python -m sftkit.experiments.patterns [--out FILE.json] [--processes N ...], or --show FILE.json"""
+
+from sftkit.runtime.script import script
+
+
+def main() -> int:
+    from sftkit.experiments.patterns import run
+
+    return run.main()
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,82 @@
+"""The layouts of processes that are compared, and the model and rows that all of them train. No torch in this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sftkit.config.topology import Topology
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+"Layers and heads that two and four ranks divide, in two stages on each of four ranks too."
+ROWS, ROW_LENGTH = 4, 128
+"Of an optimizer step, over all ranks; a micro-batch is one row."
+STEPS = 2
+WIDTH = 4
+"Bytes of an element: weights, gradients and activations are fp32."
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, by the name that it has in the tables."""
+
+    name: str
+    topology: Topology
+    config: str
+    "the accelerate config, and what is set beside it; of a pipeline train.engine=pipeline too"
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    "of a pipeline"
+    lean: bool = False
+    "weights are gathered for each pass and gradients exchanged after each micro-batch, as where memory is scarce"
+
+    @property
+    def processes(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def key(self) -> str:
+        """Its name among all cases: `2 ddp`."""
+        return f"{self.processes} {self.name}"
+
+
+def _pipelines(stages: int) -> tuple[Case, ...]:
+    topology = Topology(stages=stages)
+    return (
+        Case("pp, gpipe", topology, "pp.yaml, train.pipeline_schedule=gpipe", "gpipe"),
+        Case("pp, 1f1b", topology, "pp.yaml", "1f1b"),
+        Case("pp, interleaved", topology, "pp.yaml, train.pipeline_schedule=interleaved", "interleaved"),
+    )
+
+
+CASES: tuple[Case, ...] = (
+    Case("one process", Topology(), "single_gpu.yaml, cpu.yaml"),
+    Case("ddp", Topology(replicas=2), "ddp.yaml"),
+    Case("fsdp2", Topology(shards=2, sharded=True), "fsdp2.yaml"),
+    Case("fsdp2, lean", Topology(shards=2, sharded=True), "fsdp2.yaml, where memory is scarce", lean=True),
+    Case("tp", Topology(tensor=2, sharded=True), "tp.yaml"),
+    Case("cp", Topology(context=2, sharded=True), "cp.yaml"),
+    *_pipelines(2),
+    Case("ddp", Topology(replicas=4), "ddp.yaml"),
+    Case("fsdp2", Topology(shards=4, sharded=True), "fsdp2.yaml"),
+    Case("hsdp 2 x 2", Topology(replicas=2, shards=2, sharded=True), "hsdp.yaml"),
+    Case("tp", Topology(tensor=4, sharded=True), "tp.yaml, parallelism_config_tp_size 4"),
+    Case("fsdp2 2 x tp 2", Topology(shards=2, tensor=2, sharded=True), "tp.yaml"),
+    *_pipelines(4),
+    Case("pp 2 x ddp 2", Topology(stages=2, replicas=2), "pp.yaml, train.pipeline_stages=2", "1f1b"),
+    Case(
+        "pp 2 x fsdp2 2",
+        Topology(stages=2, shards=2, sharded=True),
+        "fsdp2.yaml, train.pipeline_stages=2",
+        "1f1b",
+    ),
+)

@@ -1,0 +1,150 @@
+"""Cases of cases.py on the ranks of this process group, through the engine that training has; the main rank writes what came out.
+
+python -m sftkit.experiments.patterns.measure OUT.json CASE ...      started by run.py, with a launcher where there are several ranks
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from sftkit.config.optimizers import DEFAULT
+from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.loader import Batches
+from sftkit.experiments.bench.plan import DataPlan, Documents
+from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, STEPS, Case
+from sftkit.experiments.patterns.passes import timed_passes
+from sftkit.experiments.patterns.recorder import Saved, recording
+from sftkit.experiments.patterns.timeline import Pass
+from sftkit.memory import plan as memory_plan
+from sftkit.objectives.next_token import NextToken
+from sftkit.ops.dtensor import local
+from sftkit.runtime import start as runtime
+from sftkit.runtime.hardware import environment
+from sftkit.runtime.script import script
+from sftkit.train.assemble import engine_of, lay_out
+
+LEARNING_RATE = 1e-2
+
+
+def recipe(case: Case, folder: Path) -> Config:
+    """The settings of a case; eager, so that each operation is seen."""
+    return Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(scratch=MODEL, tokenizer="synthetic"),
+        data=DataConfig(train=(), max_length=ROW_LENGTH // 2, row_length=ROW_LENGTH),
+        optim=OptimConfig(name=DEFAULT, lr=LEARNING_RATE, eps=1e-4, schedule="constant", warmup_ratio=0.0),
+        train=TrainConfig(
+            max_steps=STEPS,
+            global_batch_size=ROWS,
+            micro_batch_size=1,
+            precision="fp32",
+            engine="pipeline" if case.schedule else "blocks",
+            pipeline_schedule=case.schedule or "1f1b",
+        ),
+        compile=CompileConfig(enabled=False),
+    )
+
+
+def measured(case: Case, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
+    """What this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes of its stages."""
+    rt.topology = case.topology
+    cfg = recipe(case, folder)
+    plan = DataPlan(row_length=ROW_LENGTH, documents=Documents(count=400, median=24, mean=32, cap=ROW_LENGTH // 2))
+    objective = NextToken(cfg.loss)
+    losses, norms, passes = [], [], list[Pass]()
+    with recording() as recorder:
+        orig_model = new_model(MODEL, cfg.run.seed, rt.precision, rt.device)
+        batches = lay_out(cfg, rt, documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2, 0, objective)
+        with _lean() if case.lean else nullcontext():
+            engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+        saved = Saved()
+        at_update = _gradients_at_update(engine.optimizer, orig_model)
+        for step in batches.steps(0, STEPS):
+            recorder.begin_step()
+            with saved.watched():
+                outcome = engine.step(step, LEARNING_RATE)
+            exchanged, most = recorder.exchanged(), recorder.most_alive
+            losses.append(float(rt.sum(outcome.sums["nll"])) / step.num_targets)
+            norms.append(float(outcome.grad_norm))
+    if case.schedule:
+        passes = _timed(engine, batches, 2 if case.schedule == "interleaved" else 1)
+    states = engine.optimizer.state.values()
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "bytes": {
+            "weights": _size(local(p) for p in orig_model.parameters() if not p.is_meta),
+            "gradients": at_update[-1],
+            "states": _size(local(v) for state in states for v in state.values() if torch.is_tensor(v)),
+            "activations": saved.most_alive,
+            "most": most,
+        },
+        "exchanged": exchanged,
+        "passes": passes,
+    }
+
+
+@contextmanager
+def _lean() -> Iterator[None]:
+    """Inside, sharded ranks keep as little as they do on a GPU without room for more."""
+    with mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:]):
+        yield
+
+
+def _gradients_at_update(optimizer: Any, orig_model: torch.nn.Module) -> list[int]:
+    """A list that each update adds the bytes of this rank's gradients to."""
+    found: list[int] = []
+    update: Callable[..., None] = optimizer.update
+
+    def noted(*args: Any) -> None:
+        found.append(_size(local(p.grad) for p in orig_model.parameters() if p.grad is not None))
+        update(*args)
+
+    optimizer.update = noted
+    return found
+
+
+def _size(tensors: Iterator[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[Pass]:
+    """The passes of one more step."""
+    with timed_passes(stages_per_process) as passes:
+        for step in batches.steps(STEPS, STEPS + 1):
+            dist.barrier()
+            engine.step(step, LEARNING_RATE)
+    return passes
+
+
+def main(out: str, *keys: str) -> None:
+    """All cases of these keys, one after the other."""
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1, precision="fp32"))
+    found: dict[str, Any] = {"environment": environment(rt.device, rt.world_size), "cases": {}}
+    for key in keys:
+        (case,) = (case for case in CASES if case.key == key)
+        own = measured(case, rt, Path(out).parent)
+        ranks: list[Any] = [own]
+        if rt.world_size > 1:
+            ranks = [None] * rt.world_size
+            dist.all_gather_object(ranks, own)
+        found["cases"][key] = ranks
+        gc.collect()  # of this case's model, before the next one's
+        if rt.is_main:
+            Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    script(partial(main, *sys.argv[1:]))

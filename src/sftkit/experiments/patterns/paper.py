@@ -1,0 +1,246 @@
+"""The arithmetic of launch/layouts.py worked for published models, and beside what was measured on GPUs. No torch in this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.optimizers import DEFAULT
+from sftkit.config.topology import Sharding, Topology
+from sftkit.data.pack import Layout
+from sftkit.experiments.bench.plan import read_plan
+from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways
+from sftkit.memory.estimate import BUDGETS, GIB, Setup, Shape
+from sftkit.memory.traffic import traffic
+
+Table = tuple[list[str], list[list[str]]]
+ROW_LENGTH = 8192
+ROWS = {8: 64, 64: 256, 1024: 2048}
+"GPUs -> rows of a step: 0.5, 2 and 17 million tokens."
+MICRO = (1, 2, 4)
+"Rows of a micro-batch, of which the fastest is taken."
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+"Of Llama 3.1, as published."
+FAMILIES: dict[str, Callable[[Topology], bool]] = {
+    "ddp": lambda t: not t.partial,
+    "fsdp2, hsdp": lambda t: t.sharded and t.parts == t.stages == 1,
+    "tp": lambda t: t.tensor > 1,
+    "cp": lambda t: t.context > 1,
+    "pp": lambda t: t.stages > 1,
+}
+
+
+def shape(name: str) -> Shape:
+    """The sizes of one of MODELS."""
+    found = shape_of_fields(LLAMA | MODELS[name])
+    assert found is not None
+    return found
+
+
+@cache
+def worked(name: str, gpus: int) -> list[OnPaper]:
+    """Every layout of a model that fits these GPUs."""
+    return ways(shape(name), Machines(gpus), ROWS[gpus], ROW_LENGTH, MICRO)
+
+
+def chosen() -> Table:
+    """What is taken for each model and number of GPUs, with what it takes."""
+    cells = []
+    for name in MODELS:
+        for gpus in ROWS:
+            way = choice(worked(name, gpus))
+            begin = [name, f"{gpus:,}"]
+            if way is None:
+                cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
+                continue
+            s = way.setup
+            settings = f"{s.optimizer}, {way.memory}"
+            rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
+            numbers = [
+                f"{way.found.total / GIB:.0f}",
+                f"{way.sent / 1e9:,.0f}",
+                f"{way.hidden:.0%}",
+                f"{way.share:.0%}",
+            ]
+            cells.append([*begin, way.config, settings, _sharding(s), rows, *numbers])
+    header = ["model", "GPUs", "layout", "optimizer, train.memory", "weights; gradients", "rows x micro-batches"]
+    return [*header, "GiB", "GB sent", "hidden", "speed"], cells
+
+
+def _sharding(s: Setup) -> str:
+    if not s.topology.sharded:
+        return "whole"
+    weights = "gathered once" if s.sharding.keep_weights else "for each pass"
+    return f"{weights}; {'exchanged once' if s.sharding.keep_gradients else 'each micro-batch'}"
+
+
+def families() -> Table:
+    """The best of each pattern: speed and memory."""
+    cells = []
+    for name in MODELS:
+        for gpus in ROWS:
+            found = worked(name, gpus)
+            row = [name, f"{gpus:,}"]
+            for belongs in FAMILIES.values():
+                own = [way for way in found if belongs(way.setup.topology)]
+                best = max(own, key=lambda way: way.share, default=None)
+                row.append(
+                    f"{best.share:.0%}, {best.found.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
+                )
+            cells.append(row)
+    return ["model", "GPUs", *FAMILIES], cells
+
+
+def _sizes(way: OnPaper) -> str:
+    """Sizes of the mesh that a reader could not know."""
+    t = way.setup.topology
+    named = {"tp": t.tensor, "cp": t.context, "pp": t.stages, "copies": t.replicas if t.sharded else 1}
+    sizes = ", ".join(f"{key} {size}" for key, size in named.items() if size > 1)
+    return f" ({sizes})" if sizes else ""
+
+
+def beside_measured(benchmarks: Path) -> Table:
+    """Layouts measured on H200s of one machine, and what the arithmetic says of them from the speed of one GPU."""
+    models = read_plan(benchmarks / "h200_step" / "plan.yaml").models
+    rows = [
+        row
+        for file in ("plan", "plan_8b_x4", "quick")
+        for row in json.loads((benchmarks / "h200_multi" / "results" / f"{file}.json").read_text())["runs"]
+        if not row["error"]
+    ]
+    cells, alone = [], {row["name"]: row for row in rows if row["world_size"] == 1}
+    for row in rows:
+        if row["world_size"] == 1:
+            alone[row["name"]] = row
+        elif row["baseline"] in alone:
+            one = alone[row["baseline"]]["tok_per_sec_per_gpu"]["median"]
+            measured = row["tok_per_sec_per_gpu"]["median"] / one
+            way = _measured(row, models[row["model"]], one)
+            cells.append([row["name"], str(row["world_size"]), f"{way.share:.1%}", f"{measured:.1%}"])
+    return ["run", "GPUs", "on paper", "measured"], cells
+
+
+def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: float) -> OnPaper:
+    """A run of benchmarks/h200_multi on paper: 8 rows of 16,384 positions a step, one a micro-batch."""
+    mesh, gpus = row["mesh"], row["world_size"]
+    parts = {"tensor": mesh.get("tp_size", 1), "context": mesh.get("cp_size", 1)}
+    replicas, sharded = mesh.get("dp_replicate_size", 1), row["topology"] == "fsdp2"
+    shards = gpus // (replicas * parts["tensor"] * parts["context"])
+    topology = Topology(replicas=replicas, shards=shards, sharded=True, **parts) if sharded else Topology(replicas=gpus)
+    found = shape_of_fields(fields)
+    assert found is not None
+    layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
+    optimizer, budget = row["set"].get("optim.name", DEFAULT), row["set"].get("compile.activation_memory_budget", 0.9)
+    setup = Setup(found, layout, optimizer, "bf16", 4096, budget, True, False, topology=topology, sharding=Sharding())
+    again = replace(setup, budget=BUDGETS["speed"])  # one GPU repeats as much, so its speed has it already
+    return on_paper(again, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+
+
+def per_pattern() -> Table:
+    """What a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
+    cells = []
+    for label, topology in (
+        ("ddp", Topology(replicas=8)),
+        ("fsdp2", Topology(shards=8, sharded=True)),
+        ("tp 8", Topology(tensor=8, sharded=True)),
+        ("cp 8", Topology(context=8, sharded=True)),
+        ("pp 8", Topology(stages=8)),
+    ):
+        layout = Layout("packed", (ROW_LENGTH,), ROWS[8], 1, topology.row_ranks, ROW_LENGTH, ROW_LENGTH)
+        setup = Setup(
+            shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9, True, False, topology=topology, stage_layers=(4,) * 8
+        )
+        sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
+        compute = 6 * setup.shape.parameters * ROW_LENGTH * ROWS[8] / 8 / machines.flops
+        times = [f"{sent / speed / compute:.1%}" for speed in (machines.inside, machines.between)]
+        cells.append([label, f"{sent / 1e9:,.0f}", *times])
+    return ["8B on 8 GPUs", "GB sent", "of the time that computing takes, within a machine", "between machines"], cells
+
+
+def slow_links() -> Table:
+    """The best of each pattern for 8B on eight machines with one GPU each, by the speed of the network."""
+    cells = []
+    for gigabits in (400, 100, 25, 10):
+        machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
+        found = ways(shape("8B"), machines, ROWS[8], ROW_LENGTH, MICRO)
+        best = [
+            max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
+            for belongs in FAMILIES.values()
+        ]
+        taken = choice(found)
+        assert taken is not None
+        cells.append([f"{gigabits} Gb/s", *(f"{share:.0%}" if share else "-" for share in best), taken.config])
+    return ["network of each GPU", *FAMILIES, "taken"], cells
+
+
+TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+LLAMA_PAPER, MEGATRON = "https://arxiv.org/abs/2407.21783", "https://arxiv.org/abs/2104.04473"
+TITAN_8B = (6667, 6514)
+"Tokens per second and GPU of 8B on 8 and on 128 GPUs, FSDP with torch.compile: tables 1 and 3."
+
+
+def published() -> Table:
+    """What others have published of H100s with 400 Gb/s of network each, and what is said here of the same."""
+    few, many = TITAN_8B
+    return ["model", "GPUs", "layout", "published", "here, on paper"], [
+        [
+            f"Llama 3.1 8B, [torchtitan]({TITAN}), tables 1 and 3",
+            "8, 128",
+            "FSDP over all, 2 rows a GPU",
+            f"{few:,} and {many:,} tokens/s a GPU: {many / few:.1%} is kept",
+            f"{titan_on_paper().share:.1%} is kept: gathering and exchanging fit behind the passes",
+        ],
+        [
+            "Llama 3.1 70B, the same, table 4",
+            "256",
+            "FSDP 32 x TP 8",
+            "829 tokens/s a GPU in float8, 876 with asynchronous TP",
+            f"{_at('70B', 64)} on 64",
+        ],
+        [
+            "Llama 3.1 405B, the same, table 5",
+            "512",
+            "FSDP 8 x TP 8 x PP 8",
+            "100 tokens/s a GPU with 1F1B, 128 interleaved",
+            "TP in a pipeline is not offered",
+        ],
+        [
+            f"Llama 3 405B, [paper]({LLAMA_PAPER}), table 4",
+            "8,192",
+            "TP 8, PP 16, DP 64",
+            "430 TFLOP/s a GPU, 43 % of the datasheet",
+            f"{_at('405B', 1024)} on 1,024, without a pipeline",
+        ],
+        ["", "16,384", "TP 8, PP 16, DP 128", "400 TFLOP/s a GPU, 41 %", "half as many micro-batches wait longer"],
+        ["", "16,384", "TP 8, CP 16, PP 16, DP 8", "380 TFLOP/s a GPU, 38 %", "CP beside TP is not offered"],
+        [
+            f"GPT of a trillion parameters, [Megatron-LM]({MEGATRON})",
+            "3,072 (A100)",
+            "tensor, pipeline and data parallel",
+            "52 % of the datasheet",
+            "",
+        ],
+    ]
+
+
+def _at(name: str, gpus: int) -> str:
+    way = choice(worked(name, gpus))
+    assert way is not None
+    return way.config.partition(", dp_replicate")[0]
+
+
+def titan_on_paper() -> OnPaper:
+    """torchtitan's 8B on 128 GPUs, from the speed that it has on 8."""
+    topology, found = Topology(shards=128, sharded=True), shape("8B")
+    layout = Layout("packed", (ROW_LENGTH,), 256, 2, 128, ROW_LENGTH, ROW_LENGTH)
+    setup = Setup(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"], True, False, topology=topology)
+    return on_paper(setup, "speed", Machines(128, flops=6 * found.parameters * TITAN_8B[0]))

@@ -1,0 +1,100 @@
+"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, sends, waits for.
+
+python -m sftkit.experiments.patterns [--out FILE.json] [--processes N ...]
+python -m sftkit.experiments.patterns --show FILE.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sftkit.config.command_line import Parser, path
+from sftkit.config.commands import program, running
+from sftkit.config.terminal import say
+from sftkit.errors import ConfigError
+from sftkit.experiments.bench.processes import run_logged
+from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, STEPS, Case
+from sftkit.experiments.patterns.tables import terminal
+from sftkit.runtime.signals import exit_on_signals, starting_processes
+
+TIMEOUT_SECONDS = 3600
+"Of all layouts of one number of processes."
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def main() -> int:
+    """Returns the exit code: 1 if some could not be measured."""
+    words = Parser(
+        (__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.patterns")
+    )
+    words.add_argument(
+        "--out", type=path, metavar="FILE.json", help="where the raw numbers go (runs/patterns-TIME.json)"
+    )
+    words.add_argument(
+        "--processes", nargs="+", type=int, choices=(1, 2, 4), default=(1, 2, 4), metavar="N", help="1, 2, 4"
+    )
+    words.add_argument("--show", type=path, metavar="FILE.json", help="the tables of earlier raw numbers")
+    args = words.parse_args()
+    if args.show:
+        say(terminal(read_results(args.show)))
+        return 0
+    out = args.out or Path(f"runs/patterns-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "model": MODEL,
+        "rows": ROWS,
+        "row_length": ROW_LENGTH,
+        "steps": STEPS,
+        "environment": {},
+        "cases": {},
+    }
+    failed = False
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-patterns-") as folder:
+        for processes in sorted({1, *args.processes}):  # what one computes is what the others are compared with
+            cases = [case for case in CASES if case.processes == processes]
+            started = time.perf_counter()
+            found, problem = measure(cases, Path(folder))
+            results["environment"] |= found.get("environment", {})
+            results["cases"] |= found.get("cases", {})
+            failed |= problem is not None
+            plural = "es" if processes > 1 else ""
+            say(
+                f"{processes} process{plural}: {problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
+            )
+    out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+    say(f"\n{terminal(results)}\nraw: {out}")
+    return int(failed)
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """Return the raw numbers that `main` wrote.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    try:
+        results: dict[str, Any] = json.loads(file.read_text())
+        results["cases"]["1 one process"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"--show: {file}: no raw numbers of this command ({type(error).__name__}: {error}): name what --out wrote"
+        ) from None
+    return results
+
+
+def measure(cases: list[Case], folder: Path) -> tuple[dict[str, Any], str | None]:
+    """(what the processes wrote, why they failed) of layouts of the same number of processes."""
+    (processes,) = {case.processes for case in cases}
+    out, log = folder / f"{processes}.json", folder / f"{processes}.log"
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    words = [*launcher, "-m", "sftkit.experiments.patterns.measure", str(out), *(case.key for case in cases)]
+    with starting_processes():
+        problem = run_logged([sys.executable, *words], log, ENVIRONMENT, TIMEOUT_SECONDS)
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return found, problem and f"{problem}\n{log.read_text()[-3000:]}"

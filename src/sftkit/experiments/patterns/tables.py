@@ -1,0 +1,126 @@
+"""What was measured as tables, for a terminal and for a page, from the raw numbers alone. No torch in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sftkit.experiments.bench.report import table
+from sftkit.experiments.patterns.cases import CASES, Case
+from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, picture
+
+Results = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+HELD = ("weights", "gradients", "states", "activations", "most")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 pp, interleaved")
+
+
+def measured_cases(results: Results) -> list[Case]:
+    """The cases of which there are numbers."""
+    return [case for case in CASES if case.key in results["cases"]]
+
+
+def difference(results: Results, key: str) -> float:
+    """The most that a loss of a case differs from that of one process, in nats."""
+    (own, *_), (alone, *_) = results["cases"][key], results["cases"]["1 one process"]
+    return max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True))
+
+
+def holds(results: Results) -> Table:
+    """KiB on the rank that has most of it, and the losses beside those of one process."""
+    cells = []
+    for case in measured_cases(results):
+        ranks = results["cases"][case.key]
+        most = [f"{max(rank['bytes'][name] for rank in ranks) / 1024:,.0f}" for name in HELD]
+        same = f"{difference(results, case.key):.1g}" if case.processes > 1 else "-"
+        cells.append([str(case.processes), case.name, *most, same])
+    return ["", "layout", "weights", "gradients", "states", "saved", "peak", "loss"], cells
+
+
+def exchanges(results: Results) -> Table:
+    """Calls and KiB of whole tensors in a step, on the rank that sends most, and what it sends."""
+    cells = []
+    for case in measured_cases(results):
+        if case.processes == 1:
+            continue
+        most = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
+        by_kind = []
+        for kind in KINDS:
+            found = [each for each in most if each["kind"] == kind]
+            calls, size = (sum(each[what] for each in found) for what in ("calls", "bytes"))
+            by_kind.append(f"{calls}: {size / 1024:,.0f}" if found else "")
+        cells.append([str(case.processes), case.name, *by_kind, f"{sent(most) / 1024:,.0f}"])
+    return ["", "layout", "all_reduce", "all_gather", "reduce_scatter", "send", "sent"], cells
+
+
+def sent(exchanged: Sequence[dict[str, Any]]) -> float:
+    """Bytes that a rank sends in a step."""
+    return float(sum(each["sent"] for each in exchanged))
+
+
+def bubbles(results: Results) -> Table:
+    """How long ranks of a pipeline wait, and by the formula."""
+    cells = []
+    for case in measured_cases(results):
+        if case.schedule is None:
+            continue
+        passes = [rank["passes"] for rank in results["cases"][case.key]]
+        per_process = 2 if case.schedule == "interleaved" else 1
+        micro_batches = results["rows"] // case.topology.row_ranks
+        formula = bubble_by_formula(case.topology.stages, micro_batches, per_process)
+        saved = max(rank["bytes"]["activations"] for rank in results["cases"][case.key])
+        waits = [f"{bubble(passes):.1%}", f"{formula:.1%}"]
+        cells.append([str(case.processes), case.name, str(micro_batches), *waits, f"{saved / 1024:,.0f}"])
+    return ["", "layout", "micro-batches", "waits", "by formula", "saved"], cells
+
+
+def pictures(results: Results) -> str:
+    """When the ranks of some pipelines compute: a digit is the micro-batch whose forward pass it is, its letter the backward pass."""
+    parts = []
+    for case in measured_cases(results):
+        if case.key in PICTURED:
+            lines = picture([rank["passes"] for rank in results["cases"][case.key]])
+            parts.append("\n".join([f"{case.processes} processes, {case.name}", *lines]))
+    return "\n\n".join(parts)
+
+
+def machine(results: Results) -> str:
+    """What it was measured on."""
+    found = results["environment"]
+    packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "transformers"))
+    return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
+
+
+def markdown(found: Table) -> str:
+    """The table for a page."""
+    return table(*found)
+
+
+def terminal(results: Results) -> str:
+    """All tables, at most 80 columns wide."""
+    config = [f"  {case.processes}  {case.name:<16}{case.config}" for case in measured_cases(results)]
+    parts = [
+        "What each layout is, of accelerate_configs/ (pp: with train.engine=pipeline):\n" + "\n".join(config),
+        "What a rank holds, KiB, most of any rank; loss: difference to one process, nats\n" + _plain(holds(results)),
+        "What a rank exchanges in a step, calls: KiB of whole tensors; sent: KiB it sends\n"
+        + _plain(exchanges(results)),
+        "Pipelines: the share of the time that ranks wait; saved: KiB of activations\n" + _plain(bubbles(results)),
+        pictures(results),
+        machine(results).replace(", commit", "\ncommit"),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _plain(found: Table) -> str:
+    """The table in columns: names left, numbers right."""
+    header, cells = found
+    widths = [max(len(row[i]) for row in (header, *cells)) for i in range(len(header))]
+    lines = []
+    for row in (header, *cells):
+        columns = [
+            f"{text:<{width}}" if i < 2 else f"{text:>{width}}"
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(columns).rstrip())
+    return "\n".join(lines)

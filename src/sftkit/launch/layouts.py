@@ -1,0 +1,268 @@
+"""Which layout for which model on which GPUs, on paper: memory, traffic and speed of each, before anything is started. No torch.
+
+Memory is the estimate of the memory plan (memory.estimate), traffic the formulas that are held against counted bytes
+(memory.traffic). Speed is what they leave of one GPU's: exchanges that have nothing to hide behind, and the wait of a pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sftkit.config.optimizers import DEFAULT, FALLBACK
+from sftkit.config.schema import Config, stages_of
+from sftkit.config.topology import Topology
+from sftkit.data.pack import Layout, largest_divisor
+from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, Setup, Shape, estimate
+from sftkit.memory.traffic import traffic
+from sftkit.models.size import fields_of, of_fields, size_of
+
+CUT = ("llama", "mistral", "qwen2", "qwen3")
+"Architectures whose matrices and layers can be cut over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
+CHUNK = 4096
+"loss.chunk_tokens, its default."
+NEARLY = 0.97
+"A simpler layout is taken before one that is faster by less than this."
+
+
+@dataclass(frozen=True)
+class Machines:
+    """GPUs, and how fast they compute and send: H200 of machines with eight, 400 Gb/s of network each."""
+
+    gpus: int
+    per_machine: int = 8
+    memory_bytes: int = 140 * GIB
+    flops: float = 0.5 * 989e12
+    "that one GPU reaches of a model, per second: half of the datasheet's bf16 rate"
+    inside: float = 360e9
+    "bytes per second that a GPU sends in a collective within its machine"
+    between: float = 40e9
+    "the same between machines"
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """A layout for a model on some GPUs."""
+
+    setup: Setup
+    machines: Machines
+    memory: str
+    "train.memory"
+    found: Estimate
+    share: float
+    "of one GPU's speed, per GPU, 0-1"
+    hidden: float
+    "seconds of exchanges that take place while a GPU computes, over those of all exchanges; 1.0 where there are none"
+    sent: float
+    "bytes that a GPU sends in a step"
+
+    @property
+    def config(self) -> str:
+        """The accelerate config, and what is set beside it."""
+        t, several = self.setup.topology, self.machines.gpus > self.machines.per_machine
+        copies = f", dp_replicate_size {t.replicas}"
+        if t.stages > 1:
+            rest = "fsdp2.yaml" if t.shards > 1 else "pp.yaml"
+            return f"{rest}, train.engine=pipeline, train.pipeline_stages={t.stages}"
+        if not t.sharded:
+            return "ddp.yaml" if t.world_size > 1 else "single_gpu.yaml"
+        if t.parts > 1:
+            name, size = ("tp", t.tensor) if t.tensor > 1 else ("cp", t.context)
+            return f"{name}.yaml, {name}_size {size}{copies * (t.replicas > 1)}"
+        if several:
+            return f"multi_node.yaml{copies}"
+        return "fsdp2.yaml" if t.replicas == 1 else f"hsdp.yaml{copies}"
+
+
+def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
+    """Those that could be taken, the simplest first: replicas; pieces within machines, copies over them; pieces of wider copies; rows
+    or matrices cut within a machine; layers over machines."""
+    gpus, own = machines.gpus, min(machines.per_machine, machines.gpus)
+    yield Topology(replicas=gpus)
+    widths = [own * 2**i for i in range(20) if own * 2**i <= gpus and gpus % (own * 2**i) == 0]
+    for width in widths:
+        yield Topology(shards=width, replicas=gpus // width, sharded=True)
+    for kind, parts in itertools.product(("tensor", "context"), (2, 4, 8)):
+        divides = shape.key // shape.head_dim % parts == 0 or kind == "context"
+        for width in widths if parts <= own and divides else ():
+            whole = Topology(shards=width // parts, replicas=gpus // width, sharded=True)
+            yield replace(whole, tensor=parts) if kind == "tensor" else replace(whole, context=parts)
+    for stages in (2, 4, 8, 16):
+        if gpus % stages == 0 and stages <= shape.blocks and gpus >= stages:
+            yield Topology(stages=stages, replicas=gpus // stages)
+            yield Topology(stages=stages, shards=gpus // stages, sharded=True)
+
+
+def on_paper(setup: Setup, memory: str, machines: Machines) -> OnPaper:
+    """Memory, traffic and speed of one layout."""
+    t, count = setup.topology, setup.layout.accumulation
+    tokens = max(rows * length for rows, length in setup.layout.shapes)
+    again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3  # forward passes of what is not kept
+    work = 6.0 * setup.shape.parameters * tokens / machines.flops / t.parts / t.stages  # seconds of a micro-batch
+    passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
+    alone, hidden = _exchanging(setup, machines, passes)
+    busy = 1.0 - (t.stages - 1) / (count + t.stages - 1)
+    step = (count * sum(passes.values()) + alone) / busy
+    share = hidden / (hidden + alone) if hidden + alone else 1.0
+    sent = sum(each.sent for each in traffic(setup))
+    return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
+
+
+def _exchanging(setup: Setup, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds of the exchanges of a step for which a GPU waits, and of those that take place while it computes.
+
+    Weights are gathered behind forward passes, where they are gathered again for each pass half of them behind backward passes, and
+    gradients are exchanged behind those: of every micro-batch, or of one where that is done once a step.
+
+    Args:
+        passes: seconds of the forward and of the backward pass of a micro-batch.
+    """
+    t, count, room = setup.topology, setup.layout.accumulation, dict(passes)
+    alone = hidden = 0.0
+    for each in traffic(setup):
+        seconds, gathers = each.sent / _speed(each.among, t, machines), each.kind == "all_gather"
+        if each.among in ("tensor", "context", "stages"):
+            alone += seconds
+            continue
+        once = setup.sharding.keep_weights if gathers else setup.sharding.keep_gradients
+        times = 1 if once or not t.sharded or t.stages > 1 else count
+        shares = {"forward": 1.0} if gathers else {"backward": 1.0}
+        if gathers and times > 1 and each.among == "shards":
+            shares = {"forward": 0.5, "backward": 0.5}
+        for which, share in shares.items():
+            covered = min(share * seconds, room[which] * times)
+            room[which] -= covered / times
+            hidden, alone = hidden + covered, alone + share * seconds - covered
+    return alone, hidden
+
+
+def _speed(among: str, t: Topology, machines: Machines) -> float:
+    """Bytes per second of a group: the ranks of a copy are neighbours, tensor and context ranks nearest, stages farthest."""
+    own = machines.per_machine
+    within = {
+        "tensor": t.tensor <= own,
+        "context": t.context <= own,
+        "shards": t.shards * t.parts <= own,
+        "ends": t.shards * t.parts <= own,
+        "replicas": t.stage_ranks <= own,
+        "stages": t.world_size <= own,
+    }[among]
+    return machines.inside if within else machines.between
+
+
+def setups(
+    shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int]
+) -> Iterator[tuple[Setup, str]]:
+    """What could be run, with train.memory: the simplest and fastest first.
+
+    Args:
+        rows: of a step, over all GPUs.
+        micro: the most of them in a micro-batch, what may be chosen.
+    """
+    for topology in topologies(machines, shape):
+        if rows % topology.row_ranks or (topology.parts > 1 and row_length % (2 * topology.parts)):
+            continue
+        share = rows // topology.row_ranks
+        shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
+        held = dict.fromkeys(largest_divisor(share, most) for most in micro)
+        for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
+            layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
+            for optimizer in (DEFAULT, FALLBACK) if memory != "low" else (FALLBACK,):
+                setup = Setup(
+                    shape, layout, optimizer, "bf16", CHUNK, budget, True, False, topology=topology, sharding=sharding
+                )
+                yield replace(setup, stage_layers=_layers(shape, topology.stages)), memory
+
+
+def _layers(shape: Shape, stages: int) -> tuple[int, ...]:
+    """As many in each stage, by turns: for memory and traffic on paper."""
+    return (
+        tuple(shape.blocks // stages + (stage < shape.blocks % stages) for stage in range(stages)) if stages > 1 else ()
+    )
+
+
+def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
+    """Each topology that fits, the simplest first, with the settings that leave it most speed."""
+    best: dict[Topology, OnPaper] = {}
+    for setup, memory in setups(shape, machines, rows, row_length, micro):
+        found = on_paper(setup, memory, machines)
+        t = setup.topology
+        if found.found.total <= USABLE * machines.memory_bytes and (t not in best or found.share > best[t].share):
+            best[t] = found
+    return list(best.values())
+
+
+def choice(found: list[OnPaper]) -> OnPaper | None:
+    """The simplest that is about as fast as the fastest; None: nothing fits."""
+    most = max((each.share for each in found), default=0.0)
+    return next((each for each in found if each.share >= NEARLY * most), None)
+
+
+def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
+    """The sizes of a model by the fields of its transformers config; None: they do not name all, or it is another architecture.
+
+    Args:
+        parameters: of all of it, where its files say more exactly.
+    """
+    if (size := of_fields(fields)) is None:
+        return None
+    vocab, hidden, inner, blocks, heads = (
+        fields[name]
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    )
+    head_dim = fields.get("head_dim") or hidden // heads
+    key = (fields.get("num_key_value_heads") or heads) * head_dim
+    matrices = size.parameters - size.ends
+    return Shape(
+        parameters or size.parameters,
+        size.ends,
+        matrices,
+        blocks,
+        hidden,
+        heads * head_dim,
+        key,
+        inner,
+        head_dim,
+        vocab,
+    )
+
+
+def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str | None:
+    """A line about the memory of the layout that is taken on the GPUs of this machine, and which one fits where that does not;
+    None: sizes are unknown, or a pipeline's stages are the recipe's.
+
+    Args:
+        taken: the accelerate config.
+    """
+    fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
+    if fields is None or row_length is None or memory_bytes is None or stages_of(cfg.train) != 1:
+        return None
+    size = size_of(cfg.model)
+    shape = shape_of_fields(fields, size and size.parameters)
+    if shape is None:
+        return None
+    found = ways(
+        shape, Machines(gpus, gpus, memory_bytes), cfg.train.global_batch_size, row_length, [cfg.train.micro_batch_size]
+    )
+    found = [
+        each
+        for each in found
+        if fields["model_type"] in CUT or each.setup.topology.parts * each.setup.topology.stages == 1
+    ]
+    own = next((each for each in found if each.config.partition(",")[0] == taken), None)
+    if own is not None:
+        return f"on paper: {taken} {_takes(own, memory_bytes)}"
+    best = choice(found)
+    instead = (
+        f"{best.config} {_takes(best, memory_bytes)}"
+        if best
+        else "nor does another layout; take shorter rows or more GPUs"
+    )
+    return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
+
+
+def _takes(way: OnPaper, memory_bytes: int) -> str:
+    settings = f"train.memory={way.memory}, optim.name={way.setup.optimizer}"
+    return f"takes {way.found.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"

@@ -1,0 +1,105 @@
+"""What the ranks of a run exchange in a step, by formula: bytes that `make patterns` counts on small models. No torch in this file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from sftkit.config.optimizers import WIDTH
+from sftkit.memory.estimate import Setup, shape_of_place
+
+REDUCED = 4
+"Bytes of a gradient that shards or stages add up: fp32."
+
+
+class Exchange(NamedTuple):
+    """Calls of one kind among the ranks of a group, in a step."""
+
+    kind: str
+    "all_reduce, all_gather, reduce_scatter or send"
+    among: str
+    "which ranks: replicas, shards (of blocks), ends (all that share a copy), tensor, context, stages"
+    ranks: int
+    size: float
+    "bytes of the whole tensors that they begin or end with"
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends."""
+        return self.size * ring_share(self.kind, self.ranks)
+
+
+def ring_share(kind: str, ranks: int) -> float:
+    """Bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal algorithm of rings."""
+    share = (ranks - 1) / ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}[
+        kind
+    ]
+
+
+def traffic(s: Setup) -> list[Exchange]:
+    """Return what a rank exchanges in a step, of a pipeline the rank that sends most.
+
+    Left out is what is small: the four numbers of each step, gradients of norms that tensor ranks hold alike, and those of a weight
+    that is embedding and head at once between the ends of a pipeline.
+    """
+    if s.topology.stages > 1:
+        return max(
+            (_of_place(s, place) for place in range(s.topology.stages)), key=lambda found: sum(e.sent for e in found)
+        )
+    found = _of_weights(s) if s.topology.sharded else [_gradients_of_replicas(s, s.shape.parameters)]
+    return [each for each in [*found, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
+
+
+def _gradients_of_replicas(s: Setup, parameters: float) -> Exchange:
+    return Exchange("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
+
+
+def _of_weights(s: Setup) -> list[Exchange]:
+    """FSDP2: weights gathered, gradients scattered; blocks among shards, the ends of the model among tensor ranks too."""
+    t, m, width, count = s.topology, s.shape, WIDTH[s.precision], s.layout.accumulation
+    body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
+    gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
+    times = 1 if s.sharding.keep_gradients else count
+    found = []
+    for among, ranks, size, gathered in (
+        ("shards", shards, body, gathers[0]),
+        ("ends", shards * t.tensor, m.ends, gathers[1]),
+    ):
+        found.append(Exchange("all_gather", among, ranks, width * size * gathered))
+        found.append(Exchange("reduce_scatter", among, ranks, REDUCED * size * times))
+        found.append(Exchange("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
+    return found
+
+
+def _hidden_bytes(s: Setup) -> float:
+    """Of the hidden states of a micro-batch, whole rows."""
+    return WIDTH[s.precision] * max(rows * length for rows, length in s.layout.shapes) * s.shape.hidden
+
+
+def _of_tensor(s: Setup) -> list[Exchange]:
+    """Before attention and feed-forward layer rows are gathered, after them added up in pieces; the same backwards."""
+    size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
+    ranks = s.topology.tensor
+    return [Exchange("all_gather", "tensor", ranks, size), Exchange("reduce_scatter", "tensor", ranks, size)]
+
+
+def _of_context(s: Setup) -> list[Exchange]:
+    """Keys and values of whole rows in each block, and their gradients."""
+    size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
+    ranks = s.topology.context
+    return [Exchange("all_gather", "context", ranks, size), Exchange("reduce_scatter", "context", ranks, size)]
+
+
+def _of_place(s: Setup, place: int) -> list[Exchange]:
+    """A process of a pipeline: hidden states on, gradients back, and what copies or shards of its stages exchange."""
+    t, places = s.topology, s.topology.stages
+    sends = 2 * len(s.stage_layers[place::places]) - (place == 0) - (place == places - 1)
+    found = [Exchange("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
+    own = replace(s, shape=shape_of_place(s, place), topology=replace(t, stages=1))
+    if t.sharded:
+        own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
+        return found + [each for each in _of_weights(own) if each.ranks > 1]
+    width = REDUCED if s.layout.accumulation > 2 else WIDTH[s.precision]
+    gradients = Exchange("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
+    return found + [gradients] * (t.replicas > 1)

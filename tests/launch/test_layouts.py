@@ -1,0 +1,96 @@
+"""Layouts on paper: which one is taken, and what a launch says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from sftkit.experiments.patterns.paper import FAMILIES, MODELS, chosen, shape
+from sftkit.launch.layouts import CUT, Machines, advice, choice, on_paper, setups, topologies, ways
+from sftkit.memory.estimate import GIB, estimate
+from sftkit.parallel import balance, tensor
+
+QWEN = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def taken(name: str, machines: Machines, rows: int = 64, row_length: int = 8192, **changes: Any) -> str | None:
+    way = choice(ways(replace(shape(name), **changes), machines, rows, row_length))
+    return way and way.config.partition(",")[0]
+
+
+def test_the_simplest_layout_that_is_about_as_fast_is_taken() -> None:
+    assert taken("8B", Machines(8)) == "ddp.yaml"  # a replica fits
+    assert taken("8B", Machines(8, memory_bytes=80 * GIB)) == "fsdp2.yaml"  # a piece does
+    assert taken("8B", Machines(64), rows=256) == "multi_node.yaml"  # copies over machines: gathering stays within them
+    assert taken("8B", Machines(8, per_machine=1, between=1e9)) == "pp.yaml"  # slow links
+    assert taken("8B", Machines(8), row_length=65536, rows=8) in ("cp.yaml", "tp.yaml")  # a row is too much for one GPU
+    assert taken("70B", Machines(8)) == "tp.yaml"
+    assert taken("405B", Machines(8)) is None
+
+
+def test_published_models_have_their_sizes() -> None:
+    billions = {name: round(shape(name).parameters / 1e9, 1) for name in MODELS}
+    assert billions == {"8B": 8.0, "70B": 70.6, "405B": 405.8}
+
+
+def test_every_row_of_the_worked_table_is_whole() -> None:
+    header, cells = chosen()
+    assert len(cells) == 9
+    assert {len(row) for row in cells} == {len(header)}
+
+
+def test_memory_is_the_estimate_of_the_run_and_topologies_are_whole() -> None:
+    for setup, memory in list(setups(shape("8B"), Machines(16), 64, 8192, [2]))[::7]:
+        assert on_paper(setup, memory, Machines(16)).found == estimate(setup)
+    for topology in topologies(Machines(48), shape("8B")):
+        assert topology.world_size == 48
+    families = {
+        name: sum(belongs(t) for t in topologies(Machines(64), shape("8B"))) for name, belongs in FAMILIES.items()
+    }
+    assert all(families.values()), families
+
+
+def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
+    fast, slow = Machines(8), Machines(8, inside=36e9)
+    for setup, memory in setups(shape("8B"), fast, 64, 8192, [1]):
+        a, b = on_paper(setup, memory, fast), on_paper(setup, memory, slow)
+        assert a.sent == b.sent
+        assert b.share <= a.share <= 1.0 + 1e-9
+
+
+def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
+    assert CUT == tensor.MODEL_TYPES == balance.MODEL_TYPES
+
+
+def recipe(row_length: int | None, **train: Any) -> Config:
+    return Config(
+        run=RunConfig(dir="unused"),
+        model=ModelConfig(scratch=QWEN, tokenizer="unused"),
+        data=DataConfig(train=(), max_length=row_length),
+        train=TrainConfig(max_steps=1, global_batch_size=8, micro_batch_size=1, **train),
+    )
+
+
+def test_a_launch_says_what_the_layout_takes_or_which_one_fits() -> None:
+    line = advice(recipe(8192), 8, 140 * GIB, "fsdp2.yaml")
+    assert line is not None
+    assert line.startswith("on paper: fsdp2.yaml takes ")
+    assert " of 140 GiB on each GPU with train.memory=speed, optim.name=adamw" in line
+    line = advice(recipe(262144), 8, 140 * GIB, "ddp.yaml")
+    assert line is not None
+    assert line.startswith("on paper: rows of 262,144 positions do not fit with ddp.yaml; ")
+    assert "p.yaml, " in line
+    assert line.endswith("(docs/parallelism.md)")
+    line = advice(recipe(8192), 2, 16 * GIB, "fsdp2.yaml")
+    assert line is not None
+    assert "nor does another layout" in line
+
+
+def test_nothing_is_said_of_what_is_unknown() -> None:
+    assert advice(recipe(None), 8, 140 * GIB, "ddp.yaml") is None
+    assert advice(recipe(8192), 8, None, "ddp.yaml") is None
+    assert advice(recipe(8192, engine="pipeline"), 8, 140 * GIB, "pp.yaml") is None

@@ -1,0 +1,57 @@
+"""What ranks exchange, by formula: the bytes that were counted."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from helpers import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sftkit.config.topology import Sharding
+from sftkit.data.pack import Layout
+from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, Case
+from sftkit.memory.estimate import Setup, Shape
+from sftkit.memory.shapes import shape_of
+from sftkit.memory.traffic import traffic
+
+RAW: dict[str, Any] = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    with torch.device("meta"):
+        found = shape_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)))
+    assert found is not None
+    return found
+
+
+def by_kind(exchanged: list[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for kind, size in exchanged:
+        found[kind] += size
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.processes > 1], ids=lambda case: case.key)
+def test_bytes_by_formula_are_the_bytes_that_were_counted(case: Case, shape: Shape) -> None:
+    t = case.topology
+    layout = Layout("packed", (ROW_LENGTH,), ROWS, 1, t.row_ranks, ROW_LENGTH // 2, ROW_LENGTH // 2)
+    stages = t.stages * (2 if case.schedule == "interleaved" else 1)
+    setup = Setup(
+        shape, layout, "adamw", "fp32", 4096, 1.0, False, False, topology=t, schedule=case.schedule or "1f1b",
+        sharding=Sharding(not case.lean, not case.lean), stage_layers=(8 // stages,) * stages if t.stages > 1 else (),
+    )  # fmt: skip
+    ranks = [rank["exchanged"] for rank in RAW["cases"][case.key]]
+    most = max(ranks, key=lambda exchanged: sum(each["sent"] for each in exchanged))
+    counted = by_kind([(each["kind"], each["bytes"]) for each in most])
+    formula = by_kind([(each.kind, each.size) for each in traffic(setup)])
+    for kind in counted.keys() | formula.keys():
+        assert formula[kind] == pytest.approx(counted[kind], rel=0.01, abs=8000), (
+            kind
+        )  # norms that tensor ranks hold alike
+    sent = sum(each["sent"] for each in most)
+    assert sum(each.sent for each in traffic(setup)) == pytest.approx(sent, rel=0.01, abs=8000)
