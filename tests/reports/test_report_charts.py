@@ -7,6 +7,7 @@ import re
 
 from sftkit.reports.charts import Series, histogram, interval_chart, line_chart
 from sftkit.reports.collect import thin
+from sftkit.reports.experts import experts, load_of
 from sftkit.reports.markup import el
 from sftkit.reports.numbers import axis_texts, duration, log_ticks, show, ticks
 
@@ -84,3 +85,14 @@ def test_numbers_read_well() -> None:
     ]
     assert [duration(v) for v in (4.25, 61, 7384, 3599.9)] == ["4.2 s", "1 min 01 s", "2 h 03 min", "1 h 00 min"]
     assert el("b", "<i>", title='"') == '<b title="&quot;">&lt;i&gt;</b>'
+
+
+def test_the_load_of_experts_is_a_cell_for_each_and_nonsense_is_nothing() -> None:
+    found = load_of({"step": 40, "load": [[1.5, 0.5, 1.0], [3.0, 0.0, 0.0]]})
+    drawing = str(experts({"experts": found}))
+    assert drawing.count("<rect") == 6
+    assert "layer 2 of those with experts, expert 0: 3" in drawing
+    assert "as of step 40" in drawing
+    assert experts({"experts": load_of({})}) is None
+    for odd in ({"load": [[1.0], [1.0, 2.0]]}, {"load": [["x"]]}, {"load": [[]]}, {"load": 3}):
+        assert load_of(odd) == {}

@@ -22,7 +22,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.build import build_optimizer
-from sftkit.runtime.status import RunStatus
+from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import Health
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.spikes import Spikes, spikes_in
@@ -141,7 +141,7 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     if OPTIMIZERS[name].rounds_weights:
         orig_model.to(torch.bfloat16)
     model = ModelWithLoss(orig_model, "reference", OBJECTIVE)
-    optimizer = build_optimizer(orig_model, OptimConfig(name=name), compile=False)  # type: ignore[arg-type]
+    optimizer = build_optimizer(orig_model, OptimConfig(name=name))  # type: ignore[arg-type]
     steps = some_batches().steps(0, 3)
     optimizer_step(model, optimizer, OBJECTIVE, next(steps), 1e-2, 1.0, rt)
 

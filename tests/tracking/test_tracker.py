@@ -440,6 +440,8 @@ def test_the_console_shows_all_values_of_a_few_and_one_of_each_of_many_tasks() -
     results = [{"task": f"task{i}", "value": 0.1 * i} for i in range(3)]
     line = eval_line({"val/loss": 2.0, "eval/centred_mean": 0.3, **many}, results)
     assert line == "loss 2.000  centred_mean 0.300  task0 0.000  task1 0.100  task2 0.200"
+    own = {"val/loss": 2.0, "eval/centred_mean": 0.7, "eval/families/acc": 0.7, **many}
+    assert eval_line(own, [{"task": "families", "value": 0.7}]) == "loss 2.000  families 0.700"
     both = [{"task": "captions", "metric": name, "value": 0.5} for name in ("exact_match", "token_f1")]
     assert eval_line({"val/loss": 2.0}, both) == "loss 2.000  captions/exact_match 0.500  captions/token_f1 0.500"
 

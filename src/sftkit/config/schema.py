@@ -159,6 +159,8 @@ class LossConfig:
     "Probability mass spread evenly over the vocabulary."
     token_metrics: bool = False
     "Also measure token accuracy and entropy, from the same pass."
+    router_aux_loss_coef: Annotated[float, Field(ge=0.0)] | None = None
+    "Models with experts: weight of the auxiliary loss that keeps them evenly used; 0: it is measured only. null: as the model's config says, its own router_aux_loss_coef where output_router_logits is true, else 0."
 
 
 @settings
@@ -173,7 +175,7 @@ class OptimConfig:
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     "AdamW's epsilon."
     implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
-    "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 on a GPU a compiled kernel per parameter; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
+    "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 or sharded ones on a GPU one launch of a kernel for all; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
     static_gradients: bool = False
     "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy. A parameter that a step does not reach has then a gradient of 0: it decays and its moments fade, where it is left alone otherwise."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -211,7 +213,7 @@ class TrainConfig:
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits half as long and sends twice as much."
     pipeline_layers: tuple[Positive, ...] | None = None
-    "engine pipeline: layers of each stage, in order; null: by the work in them, head and loss counted. The warm-up measures what they take, and says what would be more even."
+    "engine pipeline: layers of each stage, in order; null: as measured when the run starts, embedding, head and loss counted; config.yaml has what was found, and a resumed run keeps it."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -221,7 +223,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, model.path, model.revision."
+    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
 
 
 def stages_of(train: TrainConfig) -> int | None:

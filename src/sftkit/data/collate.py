@@ -211,6 +211,14 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch
             yield inputs, pad(batch.targets[row, own], padding, value=IGNORE)
 
 
+def single_rows(batch: Batch) -> Iterator[Batch]:
+    """Each row of a batch of a causal model as one that `documents` can take apart."""
+    for row in range(len(batch.doc_ids)):
+        own = slice(row, row + 1)
+        inputs = {name: value[own] for name, value in batch.inputs.items()}
+        yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
+
+
 def _part_of(batch: Batch, part: Part) -> Batch:
     """The local positions of whole rows; what says where their documents lie stays whole."""
     row_length = batch.shape[1]

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +30,13 @@ from sftkit.engine.engine import EngineReport, Setup, WarmUp
 from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
+from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
+from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
@@ -82,9 +85,14 @@ def build(
         compile_cache.restore(cfg, orig_model, layout, rt)  # before attention is chosen, which uses kernels
         choice = choose_backend(cfg, orig_model, layout, rt)
         check_marked(cfg.compile, choice.backend)
+        if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
+            layers = measured_layers(cfg, orig_model, objective, layout, choice.backend, rt)
+            cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
-        model = ModelWithLoss(orig_model, choice.backend, objective)
+        model = ModelWithLoss(
+            orig_model, choice.backend, objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+        )
         modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.partial)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
@@ -123,7 +131,8 @@ class Blocks:
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
         self._layout, self.model, self.optimizer = layout, model, optimizer
         size = checkpoint_bytes(model.orig_model, plan)
-        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
+        layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
+        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size, layers)
         self.compiled = False
         "after the warm-up: whether the step is"
         self._at_close, self._write_logs = at_close, write_logs

@@ -39,6 +39,8 @@ class Setup:
     "in a line"
     checkpoint_bytes: float
     "size of one checkpoint of all ranks: weights and optimizer states"
+    pipeline_layers: tuple[int, ...] | None = None
+    "of each stage of a pipeline, as measured or as the recipe has them; None: no pipeline"
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import Batch, documents
+from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
 from sftkit.engine.gradient_samples import Difference, block_of, largest, own_part, places_of, taken
+from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import gradients
 from sftkit.engine.warmup import has_dropout
@@ -170,7 +171,8 @@ class _Sides:
         if topology.sharded:
             gradient_sync(self.wrapped, True, self.rt)
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
-        exchanged = same_rows(self.rt) or (topology.sharded and next(fsdp_modules(orig_model), None) is None)
+        gathered = topology.sharded and next(fsdp_modules(orig_model), None) is None
+        exchanged = gathered or same_rows(self.rt)
         with ExitStack() as stack:
             stack.enter_context(whole_weights(orig_model))
             sums = {} if exchanged else stack.enter_context(self._heard())
@@ -182,14 +184,12 @@ class _Sides:
             ):
                 stack.enter_context(inside)
             multiple = position_multiple(orig_model)
-            for inputs, wanted in chain.from_iterable(documents(batch, multiple) for batch in micro_batches):
-                logits = model.kind.plain_logits(orig_model, inputs)[0]
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                (model.objective.sums_of_logits(logits, wanted).loss / (targets * topology.context)).backward()
+            for plain in chain.from_iterable(plain_sums(model, batch, multiple) for batch in micro_batches):
+                (plain.loss / (targets * topology.context)).backward()
         if exchanged:
             found = self._taken()
-            for name, places in self.places.items():  # blocks add up over fewer ranks: see parallel.fsdp.Meshes
-                if places.parameter not in self.blocks:
+            for name, places in self.places.items():  # FSDP2's blocks add up over fewer ranks: see parallel.fsdp.Meshes
+                if gathered or places.parameter not in self.blocks:
                     found[name] /= topology.tensor
             return found
         self.model.zero_grad(set_to_none=True)

@@ -17,14 +17,16 @@ from transformers import PreTrainedModel
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import Config
-from sftkit.data.collate import Batch, documents
+from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_check
 from sftkit.engine.engine import EngineReport, Setup, WarmUp
+from sftkit.engine.plain import plain_sums
 from sftkit.engine.step import exchange
 from sftkit.engine.warmup import heaviest
 from sftkit.errors import ConfigError
+from sftkit.models.routing import routing_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
@@ -59,7 +61,8 @@ def build(
     if cfg.optim.name not in ("auto", DEFAULT):
         raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
     rt.say("engine reference: each document alone, eager, torch's own loss and AdamW")
-    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective).to(rt.device), layout, rt)
+    routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective, routing).to(rt.device), layout, rt)
 
 
 class Reference:
@@ -117,11 +120,9 @@ class Reference:
         return Totals.zeros(self.model.objective.measured, self._rt.device, self.model.orig_model.dtype)
 
     def _forward_backward(self, batch: Batch, divisor: int) -> Totals:
-        totals, orig_model, objective = self._nothing(), self.model.orig_model, self.model.objective
+        totals, orig_model = self._nothing(), self.model.orig_model
         with plain_attention(orig_model):  # once for all: to switch it walks through all modules
-            for inputs, targets in documents(batch):
-                logits = self.model.kind.plain_logits(orig_model, inputs)[0]
-                sums = objective.sums_of_logits(logits, targets)
+            for sums in plain_sums(self.model, batch):
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
         return totals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,6 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
 from sftkit.parallel.tensor import whole_rows
 
-log = logging.getLogger(__name__)
 SIZES = (8, 5)
 "Positions of the two documents."
 ROW_LENGTH = 16
@@ -79,8 +77,6 @@ def check_documents(
             f"{name} is not supported: the logits of its own forward pass and sftkit's differ by "
             f"{found.logits_difference:.0%}, so it does more than attend within documents, project and soft-cap"
         )
-    if getattr(orig_model.config.get_text_config(), "output_router_logits", False):
-        log.warning("%s: the router's auxiliary loss (output_router_logits) is not part of training here", name)
     return found
 
 

@@ -27,6 +27,12 @@ def inputs_of(given: dict[str, Tensor], batch: Batch, backend: str, context_grou
     return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
 
 
+def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
+    """Arguments with which a model whose config asks for them does not keep the logits of its routers (models.routing)."""
+    asked = getattr(getattr(module, "config", None), "output_router_logits", False)
+    return {"output_router_logits": False} if asked else {}
+
+
 def decoded(
     module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
 ) -> Tensor:
@@ -36,7 +42,7 @@ def decoded(
         module: the decoder, or one with some of its layers. inputs: what it is given beside the documents.
     """
     with dense_kernels() if backend == "sdpa" else nullcontext():
-        outputs = module(**inputs_of(inputs, batch, backend, context_group))
+        outputs = module(**inputs_of(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)
     return hidden
@@ -120,6 +126,6 @@ class CausalLM:
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """The whole model's, which caps them itself."""
         with plain_attention(orig_model):
-            logits = orig_model(**inputs, use_cache=False).logits
+            logits = orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
         assert isinstance(logits, torch.Tensor)
         return logits

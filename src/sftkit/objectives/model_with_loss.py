@@ -7,7 +7,9 @@ from transformers import PreTrainedModel
 
 from sftkit.data.collate import Batch
 from sftkit.models.kinds import kind_of
+from sftkit.models.routing import Routing
 from sftkit.models.structure import vocab_size
+from sftkit.objectives.balanced import Balanced
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
 from sftkit.ops.attention import use_document_attention
@@ -19,12 +21,20 @@ class ModelWithLoss(torch.nn.Module):
     `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
     """
 
-    def __init__(self, orig_model: PreTrainedModel, backend: str, objective: Objective) -> None:
-        """`backend`: of attention in training."""
+    def __init__(
+        self, orig_model: PreTrainedModel, backend: str, objective: Objective, routing: Routing | None = None
+    ) -> None:
+        """
+        Args:
+            backend: of attention in training.
+            routing: of a model with experts, whose auxiliary loss is added where it has one; None: they are not watched.
+        """
         super().__init__()
         use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.backend, self.objective, self.kind = backend, objective, kind_of(orig_model.config)
+        self.routing, self.backend, self.kind = routing, backend, kind_of(orig_model.config)
+        has_loss = routing is not None and routing.has_loss
+        self.objective = Balanced(objective, routing.weight) if routing is not None and has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
 
@@ -50,7 +60,17 @@ class ModelWithLoss(torch.nn.Module):
     def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
         """The sums of a batch from the hidden states that its objective selects."""
         projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
-        return self.objective.sums(chosen, batch, projection)
+        return self._balanced(self.objective.sums(chosen, batch, projection), batch)
+
+    def _balanced(self, sums: Sums, batch: Batch) -> Sums:
+        """With what the routers have chosen in the pass before; of training only."""
+        if self.routing is None:
+            return sums
+        aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
+        return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 
     def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+        if self.routing is not None:
+            own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
+            self.routing.begin(own >= 0 if self.orig_model.training else None)
         return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)

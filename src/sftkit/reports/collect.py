@@ -14,6 +14,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
 from sftkit.reports.compare import compare
 from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
+from sftkit.reports.experts import load_of
 from sftkit.reports.files import (
     Rows,
     checkpoint,
@@ -28,12 +29,13 @@ from sftkit.reports.files import (
 from sftkit.reports.numbers import show
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
-from sftkit.runtime.killed import as_killed
-from sftkit.runtime.rundir import (
+from sftkit.rundir.killed import as_killed
+from sftkit.rundir.names import (
     CONFIG,
     ENVIRONMENT,
     EVALS,
     EVENTS,
+    EXPERTS,
     METRICS,
     PREFLIGHT,
     PROOF,
@@ -177,6 +179,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
         "samples": newest_samples(samples),
+        "experts": load_of(mapping(read_json(run_dir / EXPERTS, notes, optional=True))),
         "preflight": preflight,
         "events": events,
         "config": settings,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.reports.charts import Series
+from sftkit.reports.experts import experts
 from sftkit.reports.files import Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
@@ -35,6 +36,14 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = 
     ("Padding", "% of positions", (("data/padding_pct", "padding"),), 1, True),
     ("Token accuracy", "0 to 1", (("train/token_accuracy", "accuracy"),), 1, False),
     ("Entropy", "nats per target", (("train/entropy", "entropy"),), 1, False),
+    ("Auxiliary loss of routers", "experts per token at best", (("train/aux_loss", "auxiliary loss"),), 1, False),
+    (
+        "Experts with most and least",
+        "even shares",
+        (("train/expert_load_max", "most"), ("train/expert_load_min", "least")),
+        1,
+        True,
+    ),
 )
 "Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
 LOSS = (("train/loss", "training"), ("val/loss", "validation"))
@@ -128,6 +137,7 @@ def curves(report: Report) -> Html:
         "Curves",
         el("div", loss, class_="charts first") if loss is not None else None,
         el("div", shown, class_="charts"),
+        experts(report),
         _all_metrics(report),
     )
 

@@ -98,6 +98,7 @@ svg .bar { stroke: var(--c); stroke-width: 2.4; opacity: .5; stroke-linecap: rou
 svg .level { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 5 4; }
 svg .chance { stroke: var(--c1); stroke-width: 2; }
 svg .column { fill: var(--c0); opacity: .85; }
+svg .load { fill: var(--c0); stroke: var(--grid); stroke-width: .5; }
 svg .mark { stroke: var(--c1); stroke-width: 1.4; stroke-dasharray: 4 3; }
 .s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); } .s4 { --c: var(--c4); } .s5 { --c: var(--c5); }
 .s1 polyline { stroke-dasharray: 7 3; } .s2 polyline { stroke-dasharray: 2 4; } .s3 polyline { stroke-dasharray: 9 3 2 3; }

@@ -17,10 +17,8 @@ from typing import Any, Literal
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.runtime.console import terminal
-from sftkit.runtime.files import append_whole
-from sftkit.runtime.progress import TrainingBar
-from sftkit.runtime.rundir import (
+from sftkit.rundir.files import append_whole
+from sftkit.rundir.names import (
     EVALS,
     EVALUATIONS,
     EVENTS,
@@ -29,6 +27,8 @@ from sftkit.runtime.rundir import (
     SAMPLES,
     evaluation_dir,
 )
+from sftkit.runtime.console import terminal
+from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import begun, ending_of
 from sftkit.tracking.dashboard.identity import identity
@@ -294,10 +294,11 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
 
 
 def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:
-    """An evaluation on one line: all values of a few, else of each task the one that stands for it, and the means."""
+    """An evaluation on one line: all values of a few, else of each task the one that stands for it, and of several their
+    mean."""
     shown = {name: value for name, value in values.items() if not name.endswith(("/low", "/high"))}
     if results or len(shown) > CONSOLE_VALUES:
-        means = ("val/loss", "val/bpb", "eval/centred_mean", "eval/families/acc")
+        means = ("val/loss", "val/bpb", *(("eval/centred_mean",) if len(results) != 1 else ()))
         shown = {name: shown[name] for name in means if name in shown}
         tasks = [result["task"] for result in results]
         for task, result in zip(tasks, results, strict=True):

@@ -17,7 +17,8 @@ DRAWN = {
 }
 "Patterns that are drawn by another expression than their own."
 RARE = (
-    *("train/objective", "train/token_accuracy", "train/entropy", "val/<source>/loss", "val/<source>/bpb"),
+    *("train/objective", "train/token_accuracy", "train/entropy", "train/aux_loss"),
+    *("train/expert_load_max", "train/expert_load_min", "val/<source>/loss", "val/<source>/bpb"),
     *("data/share/<source>", "preflight/findings", "preflight/warnings"),
     *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
 )
@@ -146,6 +147,7 @@ SECTIONS = (
         "Training",
         (
             *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
+            *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
             *(number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
             number("health/spikes"),
         ),

@@ -1,0 +1,166 @@
+"""Routers of a mixture of experts: what each expert is given, and the auxiliary loss that keeps it even.
+
+A router says what it has chosen in a hook, which is part of the compiled block, as sums over each row: no logits leave the block.
+The loss is transformers' (Switch Transformers, arXiv 2101.03961, equations 4 to 6, the layers together), of each row by itself. A
+product of two means is no sum over micro-batches, so rows are the unit: they stay the same however they are shared out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import all_reduce
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from sftkit.data.collate import IGNORE, Batch
+from sftkit.errors import ConfigError
+from sftkit.ops.gather_rows import resolve
+
+COEFFICIENT = "router_aux_loss_coef"
+"What configs call the weight of the loss."
+NOT_READ = ("longcat_flash", "inkling")
+"Model types whose routers give something else than logits, weights and choice."
+
+
+class _Watched:
+    """What the hooks of all routers read and compiled code guards: not of a module, whose sizes Dynamo takes for fixed."""
+
+    def __init__(self) -> None:
+        self.positions: Tensor | None = None
+        "fp32 [B, C] of the micro-batch at work, 1 where there is a token; None: nothing is counted"
+
+
+_WATCHED = _Watched()
+
+
+def coefficient(config: PreTrainedConfig, given: float | None) -> float:
+    """Return the weight of the auxiliary loss: what is given, else what transformers adds to its own loss for this config.
+
+    Raises:
+        ConfigError: one is asked for of a model that has none.
+    """
+    text = config.get_text_config()
+    if given and not hasattr(text, COEFFICIENT):
+        raise ConfigError(
+            f"loss.{COEFFICIENT}={given:g}: {text.model_type} has no auxiliary loss of its routers: leave the key out, or set 0"
+        )
+    if given is not None:
+        return given
+    return float(getattr(text, COEFFICIENT, 0.0) or 0.0) if getattr(text, "output_router_logits", False) else 0.0
+
+
+def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that choose the experts of a token, in the order of the layers."""
+    if orig_model.config.get_text_config().model_type in NOT_READ:
+        return []
+    return [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+
+
+def routing_of(orig_model: PreTrainedModel, given: float | None) -> Routing | None:
+    """Return what watches the routers of a model from here on, before it is compiled; None: it has no experts.
+
+    Args:
+        given: loss.router_aux_loss_coef.
+
+    Raises:
+        ConfigError: an auxiliary loss is asked for of a model that has none.
+    """
+    weight, routers = coefficient(orig_model.config, given), routers_of(orig_model)
+    if weight and not routers:
+        raise ConfigError(
+            f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read here: set it to 0"
+        )
+    has_loss = hasattr(orig_model.config.get_text_config(), COEFFICIENT)
+    return Routing(routers, weight, has_loss) if routers else None
+
+
+class Routing:
+    """The routers of a model, watched in forward passes of training."""
+
+    def __init__(self, routers: list[torch.nn.Module], weight: float, has_loss: bool) -> None:
+        """
+        Args:
+            weight: of the auxiliary loss in what is minimised; 0: it is measured only.
+            has_loss: whether the architecture has one.
+        """
+        self.weight, self.has_loss, self._routers = weight, has_loss, routers
+        self._load: Tensor | None = None
+        for router in routers:
+            router.register_forward_hook(_told_with_loss if has_loss else _told)
+
+    def begin(self, positions: Tensor | None) -> None:
+        """Before a forward pass of training, whose backward pass may compute it again.
+
+        Args:
+            positions: bool [B, C], where there is a token; None: nothing is counted, as in evaluation.
+        """
+        _WATCHED.positions = None if positions is None else positions.float()
+
+    def taken(self) -> tuple[Tensor, Tensor | None]:
+        """What the routers have chosen since `begin`: positions that each expert was given, [B, E], and the sum of its
+        probabilities, [B, E], differentiable; of all layers together. The load of each layer is added up besides."""
+        chosen = torch.stack([router.__dict__.pop("sftkit_chosen") for router in self._routers])
+        load = chosen.detach().sum(1).long()  # fp32 counts of a micro-batch are exact
+        self._load = load if self._load is None else self._load + load
+        if not self.has_loss:
+            return chosen.sum(0), None
+        return chosen.sum(0), torch.stack([r.__dict__.pop("sftkit_probability") for r in self._routers]).sum(0)
+
+    def loss_of(self, batch: Batch, context_group: str | None = None) -> Tensor | None:
+        """The auxiliary loss of the pass since `begin`, each row's times its targets, 0-d: over the step's divisor it is the
+        mean that is logged. None of an architecture without one. Of chunks of rows the share of this rank.
+
+        Args:
+            context_group: name of the group of ranks whose chunks make whole rows.
+        """
+        chosen, probability = self.taken()
+        if probability is None:
+            return None
+        targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
+        if context_group is not None:
+            both = torch.cat([chosen, targets[:, None]], dim=1)
+            all_reduce(both, group=resolve(context_group))
+            chosen, targets = both[:, :-1], both[:, -1]
+        return self.loss_of_rows(chosen, probability, (batch.doc_ids >= 0).sum(-1), targets)
+
+    def loss_of_rows(self, chosen: Tensor, probability: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+        """E x the sum over experts of share chosen x mean probability, of each row times its targets, added up: 0-d.
+
+        Args:
+            chosen, probability: [B, E], as `taken` gives them. tokens, targets: [B], of whole rows.
+        """
+        seen = (tokens * len(self._routers)).to(chosen.dtype).clamp(min=1.0)
+        of_rows = chosen.shape[-1] * (chosen * probability).sum(-1) / seen.square()
+        return (of_rows * targets).sum()
+
+    def take_load(self) -> Tensor | None:
+        """Positions that each expert of each layer was given since the last call, on this rank: int64 [L, E]; None without a
+        pass."""
+        load, self._load = self._load, None
+        return load
+
+
+def _told(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
+    """A forward hook: leave in the router how many positions of each row it gave each expert."""
+    if _WATCHED.positions is not None and router.training:
+        _tell(router, output, _WATCHED.positions, False)
+
+
+def _told_with_loss(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
+    """The same, and the sum of their probabilities."""
+    if _WATCHED.positions is not None and router.training:
+        _tell(router, output, _WATCHED.positions, True)
+
+
+def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, with_loss: bool) -> None:
+    first, _, last = output
+    logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    rows, columns = positions.shape
+    shape, weights = (rows, columns, logits.shape[-1]), positions.to(logits.dtype)[..., None]
+    given = torch.zeros_like(logits).scatter(-1, choice, 1.0)
+    router.sftkit_chosen = (given.detach().view(shape) * weights).sum(1)
+    if with_loss:
+        router.sftkit_probability = (logits.softmax(-1).view(shape) * weights).sum(1)

@@ -1,0 +1,55 @@
+"""An objective with the auxiliary loss of a model's routers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from sftkit.data.collate import Batch
+from sftkit.data.types import Examples
+from sftkit.models.kind import Head
+from sftkit.objectives.objective import Objective
+from sftkit.objectives.sums import Sums
+
+AUX_LOSS = "aux_loss"
+"Name of its sum."
+
+
+class Balanced:
+    """See objective.Objective: another one, and one more sum, which `added` brings in: what routers choose is in no hidden state."""
+
+    watched: str
+
+    def __init__(self, objective: Objective, weight: float) -> None:
+        """`weight`: of the auxiliary loss in what is minimised."""
+        self._objective, self._weight = objective, weight
+        self.measured, self.watched = (*objective.measured, AUX_LOSS), objective.watched
+
+    def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
+        """The sums of a batch with the auxiliary loss of its rows; None: in evaluation, where it is no part."""
+        if aux_loss is None:
+            return Sums(sums.loss, {**sums.measured, AUX_LOSS: sums.loss.new_zeros(())})
+        loss = sums.loss + self._weight * aux_loss.to(sums.loss.dtype) if self._weight else sums.loss
+        return Sums(loss, {**sums.measured, AUX_LOSS: aux_loss.detach().to(sums.loss.dtype)})
+
+    def select(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self._objective.select(hidden, batch)
+
+    def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
+        return self._objective.sums(chosen, batch, head)
+
+    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+        return self._objective.sums_of_logits(logits, targets)
+
+    def count(self, batch: Batch) -> int:
+        return self._objective.count(batch)
+
+    def divisors(self, examples: Examples) -> np.ndarray:
+        return self._objective.divisors(examples)
+
+    def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Those of the other one, train/aux_loss, and train/objective where that is part of it."""
+        values = {**self._objective.metrics(means), "train/aux_loss": means[AUX_LOSS]}
+        return values | ({"train/objective": means["loss"]} if self._weight else {})

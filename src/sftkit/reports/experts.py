@@ -1,0 +1,72 @@
+"""The load of experts, a row for each layer: which are given more than an even share of the tokens, and which next to none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftkit.reports.files import mapping, number
+from sftkit.reports.markup import Html, el
+from sftkit.reports.numbers import show
+
+LEFT, WIDTH, MOST_HIGH = 30.0, 960.0, 20.0
+_MOST_TITLES = 2000
+FULL = 2.0
+"Even shares from which a cell is as dark as it gets."
+
+
+def load_of(found: dict[str, Any]) -> dict[str, Any]:
+    """What expert_load.json says, {"step", "load"}: even shares of each expert, layer by layer; empty if it says nothing usable."""
+    rows = found.get("load")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+        return {}
+    if len({len(row) for row in rows}) > 1 or any(number(value) is None for row in rows for value in row):
+        return {}
+    return {"step": number(found.get("step")), "load": rows}
+
+
+def experts(report: dict[str, Any]) -> Html | None:
+    """The figure; None of a run without experts."""
+    found = mapping(report.get("experts"))
+    if not found:
+        return None
+    rows: list[list[float]] = found["load"]
+    count = len(rows[0])
+    across = (WIDTH - LEFT) / count
+    down = min(MOST_HIGH, max(across, 8.0))
+    height = len(rows) * down + 22
+    told = count * len(rows) <= _MOST_TITLES
+    cells = [
+        el(
+            "rect",
+            el("title", f"layer {layer + 1} of those with experts, expert {expert}: {show(load)}") if told else None,
+            x=round(LEFT + expert * across, 1),
+            y=round(layer * down, 1),
+            width=round(across, 1),
+            height=round(down, 1),
+            class_="load",
+            fill_opacity=round(min(load / FULL, 1.0), 2),
+        )
+        for layer, row in enumerate(rows)
+        for expert, load in enumerate(row)
+    ]
+    most, least = max(map(max, rows)), min(map(min, rows))
+    label = f"Load of {count} experts in {len(rows)} layers: most {show(most)}, least {show(least)} of an even share"
+    caption = el(
+        "figcaption",
+        "Load of the experts",
+        el(
+            "span",
+            f"as of step {show(found['step'])}; a row for each layer that has some, half dark at an even share; most {show(most)}, "
+            f"least {show(least)}",
+            class_="soft",
+        ),
+    )
+    names = [
+        el("text", "1", x=LEFT - 6, y=down * 0.5 + 4, class_="tick", text_anchor="end"),
+        el("text", str(len(rows)), x=LEFT - 6, y=down * (len(rows) - 0.5) + 4, class_="tick", text_anchor="end")
+        if len(rows) > 1
+        else None,
+        el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"),
+    ]
+    drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
+    return el("figure", caption, drawing)
