@@ -11,7 +11,8 @@ from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_w
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import Setup, estimate, estimates_of_places, held_bytes, shape_of, shape_of_place
+from sftkit.memory.estimate import Setup, estimate, estimates_of_places, held_bytes, shape_of_place
+from sftkit.memory.shapes import shape_of
 from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
 
 
@@ -38,6 +39,11 @@ def test_the_slowest_stage_takes_least(count: int, head: float, stages: int, lay
             if i != j and found[i] > 1:
                 other = tuple(n - (k == i) + (k == j) for k, n in enumerate(found))
                 assert slowest(other) >= slowest(found)
+
+
+def test_the_embedding_is_work_of_the_first_stage() -> None:
+    assert balanced(12, 1.0, 4.0, 2, embedding=2.0) == (7, 5)
+    assert balanced(12, 1.0, 0.0, 3, embedding=3.0) == (2, 5, 5)
 
 
 def test_measured_seconds_name_a_more_even_split() -> None:

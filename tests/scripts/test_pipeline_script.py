@@ -11,10 +11,11 @@ from typing import Any
 import preloaded
 import pytest
 import torch
+import yaml
 from helpers import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sftkit.runtime.rundir import METRICS, PROOF
+from sftkit.rundir.names import CONFIG, METRICS, PROOF, RECIPE
 from sftkit.train.proof import verify_checkpoint
 
 ENV = {
@@ -110,6 +111,23 @@ def test_a_pipeline_and_one_process_go_on_from_each_other(recipe: Path) -> None:
         assert f"step {SAVED}," in (going_on / "log").read_text()
         for ours, theirs in zip(metrics(going_on)[-2:], metrics(alone)[SAVED:], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_are_measured_once_and_kept_by_a_run_that_goes_on(recipe: Path) -> None:
+    words = ("train.engine=pipeline", "compile.enabled=false")
+    piped = trained(recipe, "piped", *words, ranks=2)
+    log = (piped / "log").read_text()
+    assert "a layer takes" in log
+    layers = yaml.safe_load((piped / CONFIG).read_text())["train"]["pipeline_layers"]
+    assert sum(layers) == 3
+    assert f"layers {layers[0]} + {layers[1]}" in log
+    saved = piped / f"step-{SAVED:06d}" / RECIPE
+    assert yaml.safe_load(saved.read_text())["train"]["pipeline_layers"] == layers
+    shutil.rmtree(piped / f"step-{STEPS:06d}")
+    log = (trained(recipe, "piped", "train.resume=auto", *words, ranks=2) / "log").read_text()
+    assert f"layers {layers[0]} + {layers[1]}" in log
+    assert "a layer takes" not in log
 
 
 @pytest.mark.slow

@@ -23,7 +23,10 @@ from sftkit.models.padding import padding_rows
 from sftkit.models.vision import PIXELS
 
 MISSING = object()
-FIXED = ("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "model.path", "model.revision")
+FIXED = (
+    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
+    *("model.path", "model.revision"),
+)
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
 "The first decides which states there are, and is compared by them; the others are how the same update is computed."

@@ -60,13 +60,14 @@ def _check_model(orig_model: PreTrainedModel, count: int, stages: int) -> None:
         )
 
 
-def balanced(count: int, layer: float, head: float, stages: int) -> tuple[int, ...]:
+def balanced(count: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
     """Layers of each stage, one or more, so that the slowest takes least.
 
     Args:
-        layer, head: what a layer takes, and what the last stage takes beside its layers.
+        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
     """
     costs = [layer] * (stages - 1) + [layer + head]
+    costs[0] += embedding
     layers = [1] * stages
     for _ in range(count - stages):
         lightest = min(range(stages), key=lambda stage: costs[stage])

@@ -16,26 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Sharding, Topology
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, embedding_module, head
 from sftkit.parallel.tensor import cut_matrices
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is traded between memory and communication; decided with the memory plan."""
-
-    keep_weights: bool = True
-    "gathered weights stay from the first forward pass of a step to its last backward pass, else of a block at a time"
-    keep_gradients: bool = True
-    "gradients of earlier micro-batches add up whole, in fp32, and are exchanged once a step; else after each of them"
-
-    def describe(self) -> str:
-        """For the console."""
-        weights = "gathered once a step" if self.keep_weights else "gathered for each pass, block by block"
-        gradients = "exchanged once a step" if self.keep_gradients else "exchanged after each micro-batch"
-        return f"weights {weights}, gradients {gradients}"
 
 
 @dataclass(frozen=True)

@@ -97,20 +97,8 @@ class Pipelined(torch.nn.Module):
         """What each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
         times, on every rank; every rank calls it. Gradients are dropped."""
         found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
-        weight = embedding_of(self.model.orig_model)
         for stage in self.stages:
-            given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=found.device)
-            best = float("inf")
-            for _ in range(TIMES):
-                stage.begin([batch], 1.0 / max(divisor, 1))
-                _wait_for(found.device)
-                started = time.perf_counter()
-                out = stage(given.detach().requires_grad_())
-                out.backward(torch.ones_like(out))
-                _wait_for(found.device)
-                best = min(best, time.perf_counter() - started)
-                self.model.zero_grad(set_to_none=True)
-            found[stage.number] = best
+            found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
         dist.all_reduce(found, group=self.placement.group)
         return found.tolist()
 
@@ -172,6 +160,22 @@ class Pipelined(torch.nn.Module):
             if self.exchanges and self.placement.mesh.size(1) > 1 and not isinstance(p, DTensor):
                 dist.all_reduce(total, group=self.placement.mesh.get_group("alike"))
             p.grad = total.to(p.dtype)
+
+
+def stage_seconds(stage: Stage, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
+    """What a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
+    weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
+    given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
+    for _ in range(TIMES):
+        stage.begin([batch], 1.0 / max(divisor, 1))
+        _wait_for(device)
+        started = time.perf_counter()
+        out = stage(given.detach().requires_grad_())
+        out.backward(torch.ones_like(out))
+        _wait_for(device)
+        best = min(best, time.perf_counter() - started)
+        model.zero_grad(set_to_none=True)
+    return best
 
 
 def _wait_for(device: torch.device) -> None:

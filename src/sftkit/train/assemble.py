@@ -5,18 +5,21 @@ Order is kept by construction: each function takes what the one before it return
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import ANEW, Found, find
 from sftkit.compile.modules import check_options, named_parts
+from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data import chat, loader
@@ -33,16 +36,19 @@ from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import inherit, load_model
+from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
 from sftkit.reports.write import try_report
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.made_from import write_made_from
+from sftkit.rundir.names import CONFIG, RECIPE
+from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
-from sftkit.runtime.made_from import write_made_from
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.status import effective_resume
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import is_open
@@ -100,6 +106,8 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
         ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is not
             whole.
     """
+    for name, value in environment(cfg.graph.passes).items():
+        os.environ.setdefault(name, value)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
@@ -117,6 +125,10 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """
     cfg, rt = run.cfg, run.rt
     check_options(cfg.compile)
+    if cfg.train.engine == "graph":
+        from sftkit.graph.place import check_device  # experimental, as below
+
+        check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, rt.topology.partial)
@@ -189,7 +201,27 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     )
     layout, source = data.batches.layout, run.cfg.model
     run_dir = Path(run.cfg.run.dir)
-    return engine_of(run.cfg, run.rt, run_dir, start.orig_model, objective, layout, source, record)
+    cfg = with_layers(run.cfg, earlier_layers(run))
+    engine = engine_of(cfg, run.rt, run_dir, start.orig_model, objective, layout, source, record)
+    if run.rt.is_main and engine.setup.pipeline_layers:
+        replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
+    return engine
+
+
+def earlier_layers(run: Run) -> tuple[int, ...] | None:
+    """The layers of each stage of the checkpoint that is resumed, if it has as many stages as this start and the recipe names
+    none; None: they are measured."""
+    train, folder, places = run.cfg.train, run.resume.folder, run.rt.topology.stages
+    if train.pipeline_layers or folder is None or places == 1:
+        return train.pipeline_layers
+    before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
+    per_place = 2 if train.pipeline_schedule == "interleaved" else 1
+    return tuple(before) if before and len(before) == places * per_place else None
+
+
+def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:
+    """The recipe with the layers of each stage written out; None: as it is."""
+    return cfg if layers is None else replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
 
 
 def engine_of(
@@ -212,6 +244,11 @@ def engine_of(
         planned(None)
         return reference.build(cfg, orig_model, objective, layout, rt)
     if cfg.train.engine == "graph":
+        if coefficient(orig_model.config, cfg.loss.router_aux_loss_coef):
+            raise ConfigError(
+                "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or take "
+                "train.engine=blocks"
+            )
         from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
 
         return graph.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
@@ -280,7 +317,7 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
         ConfigError: the disk cannot hold them.
     """
     identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
-    recipe = to_yaml(run.cfg)
+    recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
     checkpoints = Checkpoints(
         Path(run.cfg.run.dir),
         run.cfg.checkpoint,

@@ -17,13 +17,14 @@ from sftkit.engine.engine import Engine
 from sftkit.engine.replicas import Replicas
 from sftkit.errors import ConfigError, Stopped
 from sftkit.optim.schedule import learning_rate
+from sftkit.rundir.names import EVALS, step_dir
 from sftkit.runtime.consistency import agree, data_identity
 from sftkit.runtime.open import take_place
-from sftkit.runtime.rundir import EVALS, step_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
+from sftkit.tracking.experts import ExpertLoad
 from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.progress import PROGRESS
@@ -110,7 +111,7 @@ def train(
         health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := go_on(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
-        first_axes = meter.axes()
+        load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
         steps = on_device(
@@ -167,7 +168,8 @@ def train(
                 if (saves or evaluates or stopped) and not logs:
                     window = open_window(meter, health)
                 if logs or stopped:
-                    values = {"train/lr": lr, "train/epoch": step_batches.epoch}
+                    values: dict[str, float | None] = {"train/lr": lr, "train/epoch": step_batches.epoch}
+                    values |= load.read(step, checkpoints.run_dir)
                     metrics = _logged(step, total_steps, values, engine, meter, health, checkpoints, tracker)
                     collect(1)
 

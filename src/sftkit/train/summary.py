@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.reports.write import try_report
-from sftkit.runtime.files import replace_text
-from sftkit.runtime.rundir import LATEST, SUMMARY
+from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import LATEST, SUMMARY
 from sftkit.runtime.start import Runtime
 
 
@@ -53,8 +53,8 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     speed = trained.metrics.get("perf/tok_per_sec")
     how = "stopped at" if trained.stopped else "finished"
     rt.say(
-        f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens; of this start "
-        f"{trained.train_seconds:.0f} s in steps, at the end {speed or 0:,.0f} tok/s"
+        f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens\n"
+        f"this start: {trained.train_seconds:.0f} s in steps, at the end {speed or 0:,.0f} tok/s"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.say(f"checkpoint: {where}")

@@ -1,0 +1,83 @@
+"""What a layer, the embedding and head with loss take on this device, before a model is cut into stages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from sftkit.compile.contract import compile_model
+from sftkit.compile.switches import compiler_switches
+from sftkit.config.schema import Config
+from sftkit.data.pack import Layout
+from sftkit.engine.warmup import heaviest
+from sftkit.memory.plan import activation_budget
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
+from sftkit.parallel.balance import balanced, layers_of_stages
+from sftkit.parallel.pipeline import stage_seconds
+from sftkit.parallel.stages import Stage
+from sftkit.runtime.progress import working
+from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+ONE_EACH = (1, 1, 1)
+"Layers of the stages of the model that is timed: the first has the embedding, the last the head and the loss."
+
+
+def measured_layers(
+    cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
+) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest takes least, by what the parts of the model take here, compiled as in a step, of the
+    largest batch: the slowest rank's times, so that all ranks find the same. By the parameters where they cannot be timed. Every
+    rank calls it; random state is as before.
+
+    Raises:
+        ConfigError: a model that has no stages.
+    """
+    by_parameters = layers_of_stages(orig_model, cfg.train, rt.topology.stages)
+    error: Exception | None = None
+    seconds = torch.zeros(3, dtype=torch.float64, device=rt.device)
+    try:
+        with working("timing a layer, the embedding and the head"):
+            seconds += torch.tensor(_seconds(cfg, orig_model, objective, layout, backend, rt)).to(seconds)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as caught:  # the warm-up tells of a compiler that does not work
+        error = caught
+    if rt.any_rank(error is not None):
+        log.warning("layers are spread by their parameters, since they cannot be timed: %s", error or "on another rank")
+        return by_parameters
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    first, layer, last = seconds.tolist()
+    embedding, head = max(first - layer, 0.0), max(last - layer, 0.0)
+    rt.say(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
+    return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
+
+
+def _seconds(
+    cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
+) -> list[float]:
+    """Of three stages of a layer each: with the embedding, alone, with norm, head and loss."""
+    config = copy.deepcopy(orig_model.config)
+    config.num_hidden_layers = len(ONE_EACH)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: len(ONE_EACH)]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
+        with torch.device(rt.device):
+            small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
+        model = ModelWithLoss(small.train(), backend, objective)
+        compile_model(small, cfg.compile, sharded=True)
+        batch = heaviest(rt, orig_model, layout, *layout.shapes[-1])
+        stages = [Stage(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
+        try:
+            return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
+        finally:
+            torch._dynamo.reset()  # the warm-up counts its own graphs; what was generated is in the compiler's cache
+            del small, model, stages
+            if rt.device.type == "cuda":
+                torch.cuda.empty_cache()

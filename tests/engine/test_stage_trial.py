@@ -1,0 +1,65 @@
+"""How the layers of a pipeline are spread by what they take here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+
+from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology
+from sftkit.engine import stage_trial
+from sftkit.objectives.next_token import NextToken
+from sftkit.parallel.balance import layers_of_stages
+
+CONFIG = Config(
+    run=RunConfig(dir="unused"),
+    model=ModelConfig(path="unused"),
+    data=DataConfig(train=()),
+    train=TrainConfig(max_steps=1, engine="pipeline"),
+    compile=CompileConfig(enabled=False),
+)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, layers: int = 12) -> tuple[int, ...]:
+    """Of two stages, in one process that stands for both."""
+    rt = cpu_runtime()
+    rt.topology = replace(Topology(), stages=2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    layout = make_layout_of("packed", make_examples([30, 4, 25]).lengths)
+    return stage_trial.measured_layers(
+        CONFIG, tiny_llama(layers=layers), NextToken(LossConfig()), layout, "reference", rt
+    )
+
+
+def test_what_was_timed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_trial, "_seconds", lambda *_: [3.0, 1.0, 5.0])  # embedding 2, layer 1, head 4
+    assert measured(monkeypatch) == (7, 5)
+
+
+def test_layers_are_spread_by_parameters_where_nothing_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> list[float]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(stage_trial, "_seconds", fails)
+    assert measured(monkeypatch) == layers_of_stages(tiny_llama(layers=12), CONFIG.train, 2)
+
+
+def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[float]] = []
+    timed = stage_trial._seconds
+    monkeypatch.setattr(stage_trial, "_seconds", lambda *args: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
+    states: list[torch.Tensor] = []
+    made = stage_trial.layers_of_stages
+    monkeypatch.setattr(
+        stage_trial, "layers_of_stages", lambda *args: states.append(torch.get_rng_state()) or made(*args)
+    )  # type: ignore[func-returns-value]
+    assert sum(measured(monkeypatch, layers=2)) == 2  # a model of fewer layers than are timed
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert len(seen[0]) == 3
+    assert min(seen[0]) > 0.0
