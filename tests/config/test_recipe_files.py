@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 EXPECTED = {
     *(
         f"{folder}/{stage}.yaml"
-        for folder in ("default", "smoke", "smollm2_135m", "graph")
+        for folder in ("default", "smoke", "smollm2_135m", "graph", "graph/deepseek_v3")
         for stage in ("base", "mid", "sft")
     ),
     *(f"graph/sft_{passes}.yaml" for passes in ("auto_bucketing", "full_inductor", "no_passes")),

@@ -413,3 +413,18 @@ def test_real_conversations(path, ours):
                     # The header's newline may share a token with newlines that begin the answer.
                     begins = "\n" if expected["content"].startswith("\n") and answer != expected["content"] else ""
                     assert answer == begins + expected["content"]
+
+
+def test_the_header_before_an_answer_is_tokenized_once_for_all_conversations(tokenizer, monkeypatch) -> None:
+    texts: list[str] = []
+
+    def encode(tokenizer, text, *settings):
+        texts.append(text)
+        return encoded(tokenizer, text, *settings)
+
+    encoded = chat.encode
+    monkeypatch.setattr(chat, "encode", encode)
+    for i in range(3):
+        chat.tokenize(Row(f"x:{i}", messages=[{**m} for m in CONVERSATION[:3]]), tokenizer, max_length=1000)
+    header = [text for text in texts if not text.endswith("<|im_end|>")]
+    assert (len(texts), len(header)) == (4, 1), texts

@@ -30,7 +30,8 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
-from sftkit.memory.estimate import Setup, encoder_shape_of, estimate, kept_elements, shape_of
+from sftkit.memory.estimate import Setup, estimate, kept_elements
+from sftkit.memory.shapes import encoder_shape_of, shape_of
 from sftkit.models import vision
 from sftkit.models.causal import CausalLM
 from sftkit.models.structure import called, count_parameters, encoder, train_flops

@@ -166,9 +166,12 @@ def test_replayed_captions_are_on_a_gpu_those_of_eager_steps() -> None:
     """Also when rows end early and leave the batch, and the steps are recorded anew."""
     orig_model, examples = lively(CAPTIONER, documents=24)
     orig_model.cuda()
-    expected = describe(orig_model, ending(11), examples, 24, 40, 24, replay=False)
+    endless = [a.ids for a in describe(orig_model, ending(10**6), examples, 24, 40, 24, replay=False)]
+    # Which token ends texts at many lengths depends on the device: so random a model amplifies roundings.
+    end = max(set().union(*endless), key=lambda token: len({ids.index(token) for ids in endless if token in ids}))
+    expected = describe(orig_model, ending(end), examples, 24, 40, 24, replay=False)
     assert len({len(answer.ids) for answer in expected}) > 4
-    assert describe(orig_model, ending(11), examples, 24, 40, 24, replay=True) == expected
+    assert describe(orig_model, ending(end), examples, 24, 40, 24, replay=True) == expected
 
 
 def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

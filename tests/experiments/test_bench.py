@@ -21,10 +21,11 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
 from sftkit.experiments.bench.plan import DataPlan, Documents, Steps, expanded, read_plan, slug
 from sftkit.experiments.bench.processes import Parallelism, Processes, first_failure, run_logged, start_command
-from sftkit.experiments.bench.report import loss_table, markdown, speed_table
-from sftkit.experiments.bench.rows import measured, over_ranks, spread
+from sftkit.experiments.bench.report import graph_table, loss_table, markdown, speed_table
+from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, spread
 from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_results
 from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.rundir.names import graph_file
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -434,6 +435,21 @@ def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank
     assert (worst["peak_memory_gib"], worst["reserved_memory_gib"]) == (5.0, None)
     assert worst["compile"] == {"graphs": 2, "recompiles": 1}
     assert worst["ranks"] == ranks
+
+
+def test_captured_graphs_are_told_where_a_pass_has_changed_them(tmp_path: Path) -> None:
+    sizes = {"captured": "9 operators, 2 all-gather", "reshard": "9 operators, 2 all-gather", "merged": "7 operators"}
+    for shape, more in (("2x128", ""), ("10x64", " of the largest")):
+        for number, (after, size) in enumerate(sizes.items()):
+            path = graph_file(tmp_path, *map(int, shape.split("x")), number, "joint", after)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"# {size}{more}\nclass GraphModule\n")
+    assert graphs_of(tmp_path / "none") == []
+    lines = graph_table([row("first", [1.0], {}), row("run", [1.0], {}) | {"graphs": graphs_of(tmp_path)}]).splitlines()
+    assert lines[-2] == "| run | joint | captured | 9 operators, 2 all-gather of the largest |"
+    assert lines[-1] == "| run | joint | merged | 7 operators of the largest |"
+    assert len([line for line in lines if line.startswith("| run | joint")]) == 2
+    assert graph_table([row("first", [1.0], {})]) == ""
 
 
 def test_losses_are_compared_over_the_steps_that_both_runs_logged() -> None:

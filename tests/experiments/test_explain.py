@@ -403,7 +403,7 @@ def test_the_command_writes_page_and_data_and_ends_with_1_where_a_graph_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:breaks", "--out", str(tmp_path / "out")])
-    assert run(parse()) == 1
+    assert run(*parse()) == 1
     said = capsys.readouterr().out
     assert f"{FAULTS}:{line_of(str(FAULTS), 'h.sum() > 1e9')}: if self.fault" in said
     assert "remedy  compute both sides" in said
@@ -433,6 +433,21 @@ def test_words_that_make_no_sense_are_refused(
         parse()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("recipes/nowhere.yaml", "error: recipes/nowhere.yaml: no such file"),
+        ("nowhere.py:f", "nowhere.py:f: there is no Python file nowhere.py;"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_torch_is_imported(word: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"}
+    words = [sys.executable, "-m", "sftkit.experiments.explain", word]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(

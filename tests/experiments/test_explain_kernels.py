@@ -250,7 +250,7 @@ def test_the_kernels_of_a_module_and_what_they_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:none", "--kernels", "--out", str(tmp_path)])
-    assert run(parse()) == 0
+    assert run(*parse()) == 0
     found = json.loads((tmp_path / "explain.json").read_text())["kernels"]
     assert found["counts"]["graphs"] == 1
     assert found["counts"]["launches"] < found["counts"]["dispatches"]
@@ -276,7 +276,7 @@ def test_the_labs_find_one_softmax_kernel_and_measure_when_compiling_pays(tmp_pa
 @pytest.mark.gpu
 def test_triton_kernels_are_found_in_the_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:none", "--kernels", "--out", str(tmp_path)])
-    assert run(parse()) == 0
+    assert run(*parse()) == 0
     found = json.loads((tmp_path / "explain.json").read_text())["kernels"]
     names = [one["name"] for one in found["profiles"]["compiled"]["top"]]
     assert any(name.startswith("triton_") for name in names)

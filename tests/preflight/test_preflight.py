@@ -32,8 +32,8 @@ from sftkit.data import loader, stages
 from sftkit.data.pack import make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import shape_of
 from sftkit.memory.plan import make_plan
+from sftkit.memory.shapes import shape_of
 from sftkit.models.load import load_model
 from sftkit.preflight import costs as preflight_costs
 from sftkit.preflight import look as preflight
@@ -42,8 +42,8 @@ from sftkit.preflight import terminal as inspection
 from sftkit.preflight import turns as preflight_turns
 from sftkit.preflight.data import duplicate_facts
 from sftkit.preflight.page import page
+from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime.console import VisibleConsole
-from sftkit.runtime.rundir import TRAINING_STATE
 from sftkit.train import assemble
 
 CHROMIUM = shutil.which("chromium")

@@ -80,7 +80,10 @@ def test_what_a_model_says_is_shown_written_out(tmp_path: Path, tokenizer: PreTr
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     words = ["scripts/chat.py", str(tmp_path), "--prompt", "Hi?", "--temperature", "9", "--max-new-tokens", "400"]
-    done = preloaded.run(words, 1, ENV)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"\\x[0-9a-f]{2}", done.stdout)  # random bytes: some of them control a terminal
-    assert not STEERING.findall(done.stdout + done.stderr)
+    for _ in range(5):  # some of its random bytes control a terminal; now and then an answer ends before the first
+        done = preloaded.run(words, 1, ENV)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert not STEERING.findall(done.stdout + done.stderr)
+        if found := re.search(r"\\x[0-9a-f]{2}", done.stdout):
+            break
+    assert found

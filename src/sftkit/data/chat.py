@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -298,13 +299,23 @@ def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: En
     """
     before = bisect_right(specials, cut, key=lambda span: span[1])
     begin = specials[before - 1][0] if before else 0
-    alone = encode(tokenizer, text[begin:cut]).ids
+    alone = _prompt_end(tokenizer, len(tokenizer), text[begin:cut])
     if not encoded.whole and cut >= encoded.ends[-1]:
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         cut, begin = cut - begin, 0
     first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, cut, side="left")
-    return bool(past and encoded.ends[past - 1] > cut) or encoded.ids[first:past].tolist() != alone.tolist()
+    return bool(past and encoded.ends[past - 1] > cut) or encoded.ids[first:past].tolist() != alone
+
+
+@lru_cache(maxsize=64)
+def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) -> list[int]:
+    """Return the ids of what follows the last special token of a prompt: the same header for nearly every answer.
+
+    Args:
+        vocab_size: len(tokenizer), which grows with tokens that are added.
+    """
+    return encode(tokenizer, text).ids.tolist()
 
 
 def _inside(spans: list[Span], encoded: Encoded) -> np.ndarray:

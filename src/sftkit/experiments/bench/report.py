@@ -37,9 +37,10 @@ SEVERAL: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Machine, speeds, losses against a reference, failures, notes."""
+    """Machine, speeds, losses against a reference, graphs, failures, notes."""
     rows: list[Row] = results["runs"]
-    parts = [machine_lines(results["machine"]), speed_table(rows), loss_table(rows), failures(rows), notes(rows)]
+    tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
+    parts = [machine_lines(results["machine"]), *tables, failures(rows), notes(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -91,6 +92,19 @@ def loss_table(rows: Sequence[Row]) -> str:
             )
     header = ["run", "reference", "losses compared", "max difference", "mean difference", "last loss: reference, run"]
     return "Losses on the same batches, nats per target token:\n\n" + table(header, cells) if cells else ""
+
+
+def graph_table(rows: Sequence[Row]) -> str:
+    """Sizes and collectives of the captured graphs of each run, before and after every pass that changed them."""
+    cells = []
+    for row in rows:
+        known: dict[str, str] = {}
+        for each in row.get("graphs") or []:
+            if known.get(each["graph"]) != each["size"]:
+                cells.append([row["name"], each["graph"], each["after"], each["size"]])
+            known[each["graph"]] = each["size"]
+    header = ["run", "graph", "after", "size"]
+    return "Captured graphs, of a run's largest shape:\n\n" + table(header, cells) if cells else ""
 
 
 def differences(row: Row, reference: Row) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from sftkit.experiments.bench.jobs import Job
 from sftkit.experiments.bench.plan import Steps
+from sftkit.rundir.names import GRAPHS
 
 Line = dict[str, Any]
 "A line of metrics.jsonl; the keys are those of docs/metrics.md."
@@ -53,6 +54,25 @@ def head(job: Job) -> dict[str, Any]:
         "world_size": job.processes.count,
         "steps": {"total": job.steps.total, "warm_up": job.steps.warm_up, "window": job.steps.window},
     }
+
+
+def graphs_of(folder: Path) -> list[dict[str, str]]:
+    """What graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its size, in order."""
+    found = sorted((folder / GRAPHS).glob("*/*.txt"))
+    largest = max((path.parent.name for path in found), key=_positions, default=None)
+    rows = []
+    for path in found:
+        if path.parent.name == largest:
+            _, graph, after = path.stem.split("-", 2)
+            with path.open() as file:
+                rows.append({"graph": graph, "after": after, "size": file.readline().removeprefix("#").strip()})
+    return rows
+
+
+def _positions(shape: str) -> int:
+    """Of a folder that is named for a shape, ROWSxLENGTH."""
+    rows, length = shape.split("x")
+    return int(rows) * int(length)
 
 
 def measured(

@@ -19,7 +19,7 @@ from sftkit.data.loader import Batches
 from sftkit.data.stages import STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
-from sftkit.experiments.bench.rows import measured, over_ranks, read_lines, run_job
+from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import documents, new_model
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import base_tokenizer
@@ -28,8 +28,8 @@ from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Objective
+from sftkit.rundir.names import METRICS
 from sftkit.runtime import start as runtime
-from sftkit.runtime.rundir import METRICS
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
@@ -187,6 +187,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "memory_plan": engine.setup.memory_plan,
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
+        "graphs": graphs_of(job.folder),
         **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size, batches.num_documents),
         **over_ranks(on_every_rank(probe)),
         "warm_up_seconds": trained.warm_up_seconds,

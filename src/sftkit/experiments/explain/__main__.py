@@ -6,11 +6,11 @@ from sftkit.runtime.script import script
 def main() -> int:
     from sftkit.experiments.explain.flags import parse
 
-    args = parse()
+    args, cfg = parse()  # whatever is wrong with words and recipe is refused here, before torch is imported
 
     from sftkit.experiments.explain.run import run
 
-    return run(args)
+    return run(args, cfg)
 
 
 if __name__ == "__main__":

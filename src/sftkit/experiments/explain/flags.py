@@ -10,6 +10,7 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path, path_or_id
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
+from sftkit.errors import ConfigError
 
 DESCRIPTION = """What the compiler makes of a model: where its graph breaks and why, which module is to blame, which kernels come out.
 
@@ -23,8 +24,13 @@ The model has random weights and is fed random tokens in rows of the recipe's sh
 found is written as a page, explain.html, and as explain.json. Exit code 1: a graph breaks, or a module is at fault."""
 
 
-def parse() -> Namespace:
-    """The words of the command line. Prints problems and exits with code 2 if there are any."""
+def parse() -> tuple[Namespace, Config | None]:
+    """The words of the command line, and the recipe that they name; None: they name none. Prints problems of the words and
+    exits with code 2 if there are any.
+
+    Raises:
+        ConfigError: the recipe is wrong, or there is no such file.
+    """
     parser = Parser(DESCRIPTION, prog="sftkit explain")
     parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
@@ -44,7 +50,12 @@ def parse() -> Namespace:
         parser.error("--labs has no recipe, so no --bisect, --kernels or --layers")
     if is_file(args.subject) and (args.overrides or args.layers):
         parser.error("key=value words and --layers belong to a recipe")
-    return args
+    if args.labs:
+        return args, None
+    if is_file(args.subject):
+        file_of(args.subject)
+        return args, None
+    return args, read_config(args.subject, args.overrides, world_size=1)
 
 
 def is_file(subject: str | None) -> bool:
@@ -52,13 +63,16 @@ def is_file(subject: str | None) -> bool:
     return subject is not None and ".py:" in subject
 
 
-def config_of(args: Namespace) -> Config:
-    """The recipe.
+def file_of(subject: str) -> Path:
+    """The file of FILE.py:FUNCTION, absolute.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: there is none.
     """
-    return read_config(args.subject, args.overrides, world_size=1)
+    file = subject.rpartition(":")[0]
+    if not Path(file).is_file():
+        raise ConfigError(f"{subject}: there is no Python file {file}; name a recipe, or FILE.py:FUNCTION")
+    return Path(file).absolute()
 
 
 def folder_of(args: Namespace) -> Path:

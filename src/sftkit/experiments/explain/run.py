@@ -17,7 +17,7 @@ from sftkit.config.schema import Config
 from sftkit.config.terminal import say, visible
 from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
 from sftkit.experiments.explain.breaks import ADDS, breaks_of
-from sftkit.experiments.explain.flags import config_of, folder_of, is_file
+from sftkit.experiments.explain.flags import folder_of
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
@@ -25,8 +25,8 @@ from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
 from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
 from sftkit.experiments.explain.words import lines_of, wrapped
+from sftkit.rundir.files import replace_shared
 from sftkit.runtime import start as runtime
-from sftkit.runtime.files import replace_shared
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import quiet_libraries, start_device
@@ -34,11 +34,14 @@ from sftkit.runtime.start import quiet_libraries, start_device
 DATA, PAGE = "explain.json", "explain.html"
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, cfg: Config | None) -> int:
     """Do what the flags ask for; the exit code: 1 where a graph breaks or a module is found guilty.
 
+    Args:
+        cfg: the recipe; None: what is looked at has none.
+
     Raises:
-        ConfigError: what is wrong with the recipe, the file or the model.
+        ConfigError: what is wrong with the file or the model.
     """
     out = folder_of(args)
     quiet_profiler()
@@ -47,7 +50,7 @@ def run(args: Namespace) -> int:
         device = start_device()
         result = facts("Labs of the compiler", device) | {"labs": labs(device, out)}
         return finish(result, out)
-    with subject_of(args) as (subject, cfg):
+    with subject_of(args, cfg) as subject:
         out.mkdir(parents=True, exist_ok=True)
         result = facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
         result["breaks"] = broken(subject)
@@ -59,15 +62,14 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def subject_of(args: Namespace) -> Iterator[tuple[Subject, Config | None]]:
-    """The subject that the words name, with its recipe if it has one."""
-    if is_file(args.subject):
+def subject_of(args: Namespace, cfg: Config | None) -> Iterator[Subject]:
+    """The subject that the words name."""
+    if cfg is None:
         quiet_libraries()
-        yield of_file(args.subject, start_device()), None
+        yield of_file(args.subject, start_device())
         return
-    cfg = config_of(args)
     with closing(runtime.start(cfg.run, cfg.train)) as rt:
-        yield of_recipe(cfg, args.layers, rt), cfg
+        yield of_recipe(cfg, args.layers, rt)
 
 
 def facts(name: str, device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.experiments.explain.flags import file_of
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, scratch_config, trained_part
 from sftkit.models.structure import decoder, encoder, vocab_size
@@ -27,7 +28,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import dense_kernels, plain_implementation
 from sftkit.ops.attention_choice import choose_backend
-from sftkit.runtime.rundir import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
 
@@ -220,11 +221,10 @@ def of_file(words: str, device: torch.device) -> Subject:
     Raises:
         ConfigError: no such function, or it returns something else.
     """
-    file, _, name = words.rpartition(":")
-    path = Path(file).absolute()
+    path, (file, _, name) = file_of(words), words.rpartition(":")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"{words}: there is no Python file {file}; name a recipe, or FILE.py:FUNCTION")
+    assert spec is not None, "its name ends with .py"
+    assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     make = getattr(loaded, name, None)
