@@ -27,7 +27,7 @@ from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.report import loss_table, machine_lines, speed_table
-from sftkit.experiments.bench.run import bench, plan_name, read_results
+from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
 
@@ -56,7 +56,7 @@ def main() -> int:
         )
     failed = False
     for file in args.take:
-        results = read_results(file)
+        results = read_bench_results(file)
         if (lab := plan_name(Path(results["plan"]))) not in labs():
             raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
         keep(FOLDER / lab, results)

@@ -18,7 +18,7 @@ def main() -> int:
     from sftkit.config.paths import expanded
     from sftkit.config.terminal import say
     from sftkit.launch import launch
-    from sftkit.launch.chain import STAGES, evaluate_command, is_evaluated, read_stages, summary, was_stopped
+    from sftkit.launch.chain import CHAIN_SCRIPTS, evaluate_command, is_evaluated, read_stages, summary, was_stopped
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         help = "--help" in sys.argv or "-h" in sys.argv
@@ -29,7 +29,7 @@ def main() -> int:
 
     runs = {stage: Path(cfg.run.dir) for stage, cfg in recipes.items()}
     started = time.perf_counter()
-    for stage, name in STAGES.items():
+    for stage, name in CHAIN_SCRIPTS.items():
         say(f"\n=== {stage}: {folder / stage}.yaml")
         stage_started = time.time()
         code = launch.run(name, str(folder / f"{stage}.yaml"), overrides)

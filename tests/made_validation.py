@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from sftkit.experiments.validate.cases import Plan
+from sftkit.experiments.validate.cases import ValidationPlan
 from sftkit.experiments.validate.judge import Trio
 from sftkit.experiments.validate.measure import Measured
 
 RECIPE = "recipes/smoke/base.yaml"
-PLAN = Plan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
+PLAN = ValidationPlan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
 GOOD_PROOF = {
     "rows": [
         {"name": "Only declared shapes", "ok": True, "found": "8 x 64: 30; 0 undeclared", "expected": "8 x 64"},

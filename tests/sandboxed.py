@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from sftkit.evals.sandbox import check, programs
-from sftkit.evals.sandbox.programs import Job, Limits, Verdict
+from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, ProgramVerdict
 
 try_it = check.check_sandbox.__wrapped__
 "`check_sandbox`, whatever was found out before."
 MISSING = check.check_sandbox()
 works = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
-SHORT = Limits(cpu_seconds=1, wall_seconds=60)
-AWAKE = Limits(wall_seconds=1.5)
+SHORT = ProgramLimits(cpu_seconds=1, wall_seconds=60)
+AWAKE = ProgramLimits(wall_seconds=1.5)
 "For programs that sleep: nothing else ends them."
 
 
-def run(program: str, tests: str = "", *names: str, limits: Limits | None = None) -> Verdict:
+def run(program: str, tests: str = "", *names: str, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """The verdict on a program whose tests take `names` from it."""
-    return programs.run(Job(program, tests, names), limits)
+    return programs.run(ProgramTests(program, tests, names), limits)
 
 
 def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str, str]) -> None:
     """Start sandboxes from a copy of the sources with changes: module, text that is there, text in its place."""
-    source = Path(programs.SOURCES)
+    source = Path(programs.PACKAGE_FOLDER)
     for name in ("__init__.py", "errors.py", "evals/__init__.py"):
         (folder / "sftkit" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / "sftkit" / name, folder / "sftkit" / name)
@@ -36,4 +36,4 @@ def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tup
         text = (package / f"{module}.py").read_text()
         assert there in text
         (package / f"{module}.py").write_text(text.replace(there, instead))
-    monkeypatch.setattr(programs, "LAUNCH", programs.LAUNCH.replace(programs.SOURCES, str(folder)))
+    monkeypatch.setattr(programs, "LAUNCH", programs.LAUNCH.replace(programs.PACKAGE_FOLDER, str(folder)))

@@ -20,7 +20,7 @@ from transformers import PhiConfig, PhiForCausalLM
 from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.collate import IGNORE, WHOLE, Part, collate
+from sftkit.data.collate import IGNORE, WHOLE, RowShard, collate
 from sftkit.data.loader import Batches
 from sftkit.engine.step import optimizer_step
 from sftkit.evals.scoring import score
@@ -195,7 +195,7 @@ DOCUMENTS = [[[200]], [[100], [1], []], [[1, 1, 130, 5], [64, 64]], [[3, 40, 77,
 
 
 def attention(
-    backend: str, rows: Sequence[Sequence[int]], heads: tuple[int, int], dtype: torch.dtype, device: str, part: Part
+    backend: str, rows: Sequence[Sequence[int]], heads: tuple[int, int], dtype: torch.dtype, device: str, part: RowShard
 ) -> list[torch.Tensor]:
     """Outputs and gradients at all positions, padding too; of chunks the gradients of whole rows' keys."""
     lengths = [n for row in rows for n in row]
@@ -228,7 +228,7 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
     if backend in ("fa4", "varlen") and (why := flash.missing(backend, torch.device(device), dtype)):
         pytest.skip(why)
-    parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, Part("chunks", 0, 2), Part("chunks", 1, 2)]
+    parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]
     for rows in DOCUMENTS[-1:] if backend == "flex" else DOCUMENTS:  # each shape is compiled for flex
         if backend == "sdpa" and max(map(len, rows)) > 1:
             continue  # rows of one document
@@ -292,9 +292,11 @@ LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
 
 @pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
-@pytest.mark.parametrize("part", [WHOLE, Part("chunks", 1, 2), Part("columns", 0, 2)], ids=lambda part: part.kind)
+@pytest.mark.parametrize(
+    "part", [WHOLE, RowShard("chunks", 1, 2), RowShard("columns", 0, 2)], ids=lambda part: part.kind
+)
 @every_device
-def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, part: Part, device: str) -> None:
+def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, part: RowShard, device: str) -> None:
     def collated() -> list[torch.Tensor]:
         examples = make_examples(LENGTHS)
         found = []

@@ -29,7 +29,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, run_job
-from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
 from sftkit.models.structure import train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
@@ -199,7 +199,7 @@ def run(job: Job) -> dict[str, Any]:
     precision = resolve_precision(job.config.train.precision)
     model, attention, refused = working_model(job, precision, device)
     parameters = sum(p.numel() for p in model.parameters())
-    examples = documents(job.data, model.get_input_embeddings().weight.shape[0])
+    examples = synthetic_documents(job.data, model.get_input_embeddings().weight.shape[0])
     rows = rows_in_order(job, examples)
     size = job.config.train.global_batch_size
     steps = [[i for row in rows[j : j + size] for i in row] for j in range(0, len(rows), size)]

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from sftkit.experiments.bench.jobs import read_jobs
-from sftkit.experiments.bench.report import differences, machine_lines, middle, number, steps_per_sec, table
+from sftkit.experiments.bench.report import loss_differences, machine_lines, middle, number, steps_per_sec, table
 
 HERE = Path(__file__).parent
 BASELINE = "dynamic eager"
@@ -60,7 +60,7 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
         return [*begin, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 3)]
     base, reference = rows.get(BASELINE), rows.get(row["same_loss_as"])
     mine, its = (middle(r["documents_per_sec"]) if r and not r["error"] else None for r in (row, base))
-    gaps = differences(row, reference) if reference and not reference["error"] else {}
+    gaps = loss_differences(row, reference) if reference and not reference["error"] else {}
     return [
         *begin,
         number(steps_per_sec(row), "{:.2f}"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.experiments.patterns import paper
-from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine, markdown, pictures
+from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine, markdown, timeline_pictures
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "parallelism.md"
@@ -21,7 +21,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "holds": lambda results: markdown(holds(results)),
     "exchanges": lambda results: markdown(exchanges(results)),
     "bubbles": lambda results: markdown(bubbles(results)),
-    "pictures": lambda results: f"```\n{pictures(results)}\n```",
+    "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
     "chosen": lambda _: markdown(paper.chosen()),
     "families": lambda _: markdown(paper.families()),
     "per_pattern": lambda _: markdown(paper.per_pattern()),

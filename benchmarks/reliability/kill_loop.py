@@ -34,7 +34,7 @@ from sftkit.rundir.names import (
     EVALS,
     LATEST,
     MANIFEST,
-    METRICS,
+    METRICS_FILE,
     OPTIMIZER,
     RECIPE,
     STATE,
@@ -221,7 +221,7 @@ def killed(run_dir: Path, steps: int, kills: int, rng: random.Random, save_secon
 def alone(run_dir: Path, steps: int) -> float:
     """Run to the end. Returns the seconds of a save, the median."""
     Life(run_dir, steps).until(lambda: False)
-    saves = [row["ckpt/write_seconds"] for row in rows(run_dir / METRICS) if row.get("ckpt/write_seconds")]
+    saves = [row["ckpt/write_seconds"] for row in rows(run_dir / METRICS_FILE) if row.get("ckpt/write_seconds")]
     return sorted(saves)[len(saves) // 2]
 
 
@@ -252,7 +252,7 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
     ]
     found += [
         f"{name}: not the same lines"
-        for name in (METRICS, EVALS)
+        for name in (METRICS_FILE, EVALS)
         if unmeasured(whole / name) != unmeasured(other / name)
     ]
     left = sorted(unfinished(other)) + sorted(path.name for path in other.glob("*.tmp"))

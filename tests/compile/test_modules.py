@@ -13,7 +13,7 @@ from made_captioners import CAPTIONER, TRANSLATOR, made
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import compile_model, undo_compile
-from sftkit.compile.modules import arguments, check_marked, check_options, has_cuda_graphs, named_parts
+from sftkit.compile.modules import check_marked, check_options, compile_arguments, has_cuda_graphs, named_parts
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.load import read_config
@@ -156,8 +156,8 @@ def test_inductor_is_told_the_options_of_each_module_over_those_of_its_mode(patc
 
 
 def test_a_mode_alone_is_given_as_a_mode_and_cuda_graphs_are_known_by_mode_and_option() -> None:
-    assert arguments(CompileConfig(mode="max-autotune"))["mode"] == "max-autotune"
-    assert "mode" not in arguments(CompileConfig(mode="max-autotune", options={"shape_padding": True}))
+    assert compile_arguments(CompileConfig(mode="max-autotune"))["mode"] == "max-autotune"
+    assert "mode" not in compile_arguments(CompileConfig(mode="max-autotune", options={"shape_padding": True}))
     assert not has_cuda_graphs(CompileConfig(options={"shape_padding": True}))
     assert has_cuda_graphs(CompileConfig(options={"triton.cudagraphs": True}))
     assert not has_cuda_graphs(CompileConfig(mode="max-autotune", options={"triton.cudagraphs": False}))

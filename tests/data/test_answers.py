@@ -586,9 +586,9 @@ def test_an_answer_of_which_the_template_marks_nothing_is_refused(make_tokenizer
 def test_settings_of_a_recipe_reach_the_tokenizing_of_its_stage(make) -> None:
     data = DataConfig(train=(), targets="last_turn", thinking="off", split_turns=False)
     for stage, default in (("mid", "all"), ("sft", "assistant")):
-        found = stages.STAGES[stage][1](data, make("qwen3"), 100).keywords
+        found = stages.DATA_OF_STAGES[stage][1](data, make("qwen3"), 100).keywords
         assert (found["targets"], found["thinking"], found["split_turns"]) == ("last_turn", "off", False)
-        assert stages.STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords["targets"] == default
+        assert stages.DATA_OF_STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords["targets"] == default
     with pytest.raises(ConfigError, match=r"data\.targets=last_turn: base_train\.py learns every token"):
         stages.base(data, make("qwen3"), 100)
 

@@ -94,7 +94,7 @@ def solve_category(question):
     return answer, (name, listed)
 
 
-def turns(task: builtin.Task):
+def turns(task: builtin.TaskConversation):
     """(family, question, answer, identity) of each problem of a conversation."""
     talk = [message for message in task.messages if message["role"] != "system"]
     for i, problem in enumerate(task.problems):
@@ -102,12 +102,12 @@ def turns(task: builtin.Task):
 
 
 @pytest.fixture(scope="module")
-def train() -> list[builtin.Task]:
+def train() -> list[builtin.TaskConversation]:
     return list(builtin.tasks("train"))
 
 
 @pytest.fixture(scope="module")
-def heldout() -> list[builtin.Task]:
+def heldout() -> list[builtin.TaskConversation]:
     return list(builtin.tasks("heldout"))
 
 

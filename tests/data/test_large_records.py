@@ -180,7 +180,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_call(
 ) -> None:
     tokenizer = make_tokenizer(trim_offsets=trim_offsets)
     whole = encode.encode(tokenizer, text)
-    monkeypatch.setattr(encode, "PIECE", 150)
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
     pieces, some = encode.encode(tokenizer, text), encode.encode(tokenizer, text, enough=40)
     assert (pieces.whole, len(some.ids) >= 40) == (True, True)
     for one, other, first in zip(whole[:3], pieces[:3], some[:3], strict=True):
@@ -212,7 +212,7 @@ def test_what_lies_far_beyond_max_length_is_counted_without_being_tokenized(
         ]
 
     whole = made()
-    monkeypatch.setattr(encode, "PIECE", 150)
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
     for one, other in zip(whole, made(), strict=True):
         assert one[:4] == other[:4]
         assert (one[4] or "").partition("tokens")[2] == (other[4] or "").partition("tokens")[2]
@@ -222,7 +222,7 @@ def test_base_training_learns_a_text_in_pieces_as_in_one_call(make_tokenizer, mo
     tokenizer = make_tokenizer(bos="<|endoftext|>", adds_bos=True)
     row = Row("x", text=MIXED)
     whole = text.tokenize(row, tokenizer, max_length=64)
-    monkeypatch.setattr(encode, "PIECE", 150)
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
     monkeypatch.setattr(text, "PIECE", 150)
     pieces = text.tokenize(row, tokenizer, max_length=64)
     assert [e.ids.tolist() for e in pieces.examples] == [e.ids.tolist() for e in whole.examples]

@@ -8,7 +8,7 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, WHOLE, Batch, Part, check_part, collate, warm_up_batch
+from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, WHOLE, Batch, RowShard, check_part, collate, warm_up_batch
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout, make_layout, plan_epoch
 from sftkit.errors import ConfigError
@@ -24,11 +24,11 @@ def layout(kind: str = "packed", max_length: int = 48, lengths: np.ndarray = LEN
     return make_layout(data, max_length, train, 1, lengths)
 
 
-def parts_of(kind: str, count: int) -> list[Part]:
-    return [Part(kind, index, count) for index in range(count)]  # type: ignore[arg-type]
+def parts_of(kind: str, count: int) -> list[RowShard]:
+    return [RowShard(kind, index, count) for index in range(count)]  # type: ignore[arg-type]
 
 
-def micro_batches(made: Layout, part: Part = WHOLE, share: float = 0.5) -> list[Batch]:
+def micro_batches(made: Layout, part: RowShard = WHOLE, share: float = 0.5) -> list[Batch]:
     batches = Batches(make_examples(LENGTHS.tolist(), target_share=share), made, 0, 0, 0, part=part)
     return [batch for step in batches.steps(0, batches.num_steps(1)) for batch in step.micro_batches]
 
@@ -40,7 +40,7 @@ def split_rows(kind: str, count: int) -> list[tuple[Batch, list[Batch]]]:
     return list(zip(micro_batches(made), map(list, zip(*parts, strict=True)), strict=True))
 
 
-def joined(local: list[torch.Tensor], parts: list[Part], row_length: int) -> torch.Tensor:
+def joined(local: list[torch.Tensor], parts: list[RowShard], row_length: int) -> torch.Tensor:
     """[B, T] from the [B, T / n] of all parts; every column must come exactly once."""
     columns = np.concatenate([part.columns(row_length) for part in parts])
     assert sorted(columns.tolist()) == list(range(row_length))
@@ -68,9 +68,9 @@ def test_the_parts_of_all_processes_make_the_whole_batch(kind: str, count: int) 
 
 
 def test_columns_are_consecutive_and_chunks_an_early_and_a_late_one() -> None:
-    assert Part("columns", 1, 3).columns(12).tolist() == [4, 5, 6, 7]
-    assert Part("chunks", 1, 3).columns(12).tolist() == [2, 3, 8, 9]
-    assert Part("chunks", 2, 3).columns(12).tolist() == [4, 5, 6, 7]
+    assert RowShard("columns", 1, 3).columns(12).tolist() == [4, 5, 6, 7]
+    assert RowShard("chunks", 1, 3).columns(12).tolist() == [2, 3, 8, 9]
+    assert RowShard("chunks", 2, 3).columns(12).tolist() == [4, 5, 6, 7]
     for part in parts_of("chunks", 3):
         causal = part.columns(120) + 1
         assert causal.sum() == 120 * 121 // 2 // 3  # the same work for all where a document fills the row
@@ -88,7 +88,7 @@ def test_targets_of_all_parts_add_up_and_each_is_projected_where_it_lies(kind: s
 
 def test_a_part_without_targets_still_projects_something() -> None:
     examples = make_examples([700])
-    batch = collate(examples, ((0,),), 2048, 0, 3, 704, Part("columns", 1, 2))
+    batch = collate(examples, ((0,),), 2048, 0, 3, 704, RowShard("columns", 1, 2))
     assert (batch.num_targets, len(batch.target_index)) == (0, TARGET_MULTIPLE)
     assert batch.target_index.max() < 1024
 
@@ -146,7 +146,7 @@ def test_sequences_of_chunks_fill_fixed_slots_and_none_is_longer_than_a_document
 
 def test_a_document_across_chunks_by_hand() -> None:
     # row 0: documents of 5 and 3 positions; row 1: 2 of a document, 6 of padding. Chunks: columns 2-3 and 4-5.
-    batch = collate(make_examples([5, 3, 2]), ((0, 1), (2,)), 8, 0, 6, 6, Part("chunks", 1, 2))
+    batch = collate(make_examples([5, 3, 2]), ((0, 1), (2,)), 8, 0, 6, 6, RowShard("chunks", 1, 2))
     assert batch.columns is not None
     assert batch.cu_seqlens_q is not None
     assert batch.cu_seqlens_k is not None
@@ -159,8 +159,10 @@ def test_a_document_across_chunks_by_hand() -> None:
     assert batch.cu_seqlens_k[1].tolist() == [0, 0, 5, 6, 8, 10, 14, 16, 16, 16, 16]
 
 
-@pytest.mark.parametrize(("part", "tensors"), [(WHOLE, 6), (Part("columns", 0, 2), 6), (Part("chunks", 0, 2), 9)])
-def test_every_tensor_of_a_part_moves(part: Part, tensors: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "tensors"), [(WHOLE, 6), (RowShard("columns", 0, 2), 6), (RowShard("chunks", 0, 2), 9)]
+)
+def test_every_tensor_of_a_part_moves(part: RowShard, tensors: int) -> None:
     batch = warm_up_batch(2, 64, 10, max_docs=4, max_doc_length=64, part=part)
     moved = batch.to(torch.device("meta"))
     assert len(named(moved)) == len(moved.tensors()) == tensors
@@ -168,8 +170,8 @@ def test_every_tensor_of_a_part_moves(part: Part, tensors: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", [Part("columns", 1, 2), Part("chunks", 1, 2)])
-def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: Part) -> None:
+@pytest.mark.parametrize("part", [RowShard("columns", 1, 2), RowShard("chunks", 1, 2)])
+def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: RowShard) -> None:
     made = layout(kind, pad_multiple=8 if kind == "dynamic" else None)
     seen = {tuple(batch.inputs["input_ids"].shape): batch for batch in micro_batches(made, part, share=1.0)}
     for rows, row_length in made.shapes:
@@ -191,28 +193,28 @@ def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: Part) ->
 @pytest.mark.parametrize(
     ("made", "part", "message"),
     [
-        (layout(row_length=100), Part("chunks", 0, 4), r"data\.row_length: rows of 100 .* take 96 or 104"),
-        (layout(max_length=50), Part("columns", 0, 4), r"data\.row_length: rows of 50 .* take 52$"),
-        (layout("fixed", 50), Part("columns", 0, 4), r"data\.max_length: rows of 50 .* take 48 or 52"),
-        (layout("dynamic"), Part("chunks", 0, 8), r"data\.pad_multiple: rows of a multiple of 8 .* take 16, with"),
-        (layout("dynamic", pad_multiple=12), Part("columns", 0, 8), r"data\.pad_multiple: .* take 8 or 16, with"),
+        (layout(row_length=100), RowShard("chunks", 0, 4), r"data\.row_length: rows of 100 .* take 96 or 104"),
+        (layout(max_length=50), RowShard("columns", 0, 4), r"data\.row_length: rows of 50 .* take 52$"),
+        (layout("fixed", 50), RowShard("columns", 0, 4), r"data\.max_length: rows of 50 .* take 48 or 52"),
+        (layout("dynamic"), RowShard("chunks", 0, 8), r"data\.pad_multiple: rows of a multiple of 8 .* take 16, with"),
+        (layout("dynamic", pad_multiple=12), RowShard("columns", 0, 8), r"data\.pad_multiple: .* take 8 or 16, with"),
         (
             layout("bucketed", bucket_lengths=(12, 24, 48)),
-            Part("chunks", 0, 4),
+            RowShard("chunks", 0, 4),
             r"data\.bucket_lengths: rows of 12 .* take data\.bucket_lengths=\[16, 24, 48\] and data\.max_length=48",
         ),
     ],
 )
 def test_rows_that_do_not_split_evenly_are_an_error_with_the_nearest_that_do(
-    made: Layout, part: Part, message: str
+    made: Layout, part: RowShard, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Batches(make_examples(LENGTHS.tolist()), made, 0, 0, 0, part=part)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", [WHOLE, Part("columns", 0, 8), Part("chunks", 0, 4)])
-def test_what_passes_the_check_splits_in_every_row_of_an_epoch(kind: str, part: Part) -> None:
+@pytest.mark.parametrize("part", [WHOLE, RowShard("columns", 0, 8), RowShard("chunks", 0, 4)])
+def test_what_passes_the_check_splits_in_every_row_of_an_epoch(kind: str, part: RowShard) -> None:
     made = layout(kind, bucket_lengths=(16, 48) if kind == "bucketed" else None)
     check_part(made, part)
     assert all(batch.row_length % part.multiple == 0 for batch in plan_epoch(LENGTHS, made, 0, 0))

@@ -32,7 +32,7 @@ from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_sample
 from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine
 from sftkit.engine.gradient_check import GradientCheck
-from sftkit.engine.gradient_samples import Difference, largest
+from sftkit.engine.gradient_samples import GradientDifference, largest
 from sftkit.engine.roundings import Limits, Roundings, limits, rounded_at_random
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -320,7 +320,7 @@ def test_without_the_compiler_the_eager_half_is_judged_alone_and_with_dropout_th
 
 
 def test_a_run_computes_the_same_bits_whether_its_gradients_were_checked_or_not(tmp_path: Path, monkeypatch) -> None:
-    results, nothing = [], GradientCheck(Difference(0.0, ""), None, "left out")
+    results, nothing = [], GradientCheck(GradientDifference(0.0, ""), None, "left out")
     for checked in (True, False):
         if not checked:
             monkeypatch.setattr(blocks, "check_gradients", lambda *_: nothing)
@@ -348,7 +348,7 @@ def test_what_rounding_may_do_grows_with_the_blocks_and_with_the_dtype() -> None
     assert deep == (0.05, 0.2, 0.01)
     assert fp16.logits == pytest.approx(4 * 2**-10)
     assert limits(torch.bfloat16, 16, fp8=True) == (0.05, None, 0.01)
-    eager = Difference(0.3, "x")
+    eager = GradientDifference(0.3, "x")
     assert gradients_check(GradientCheck(eager, eager), limits(torch.bfloat16, 16, fp8=True), "").ok is None
 
 
@@ -356,7 +356,7 @@ def test_a_parameter_without_a_gradient_of_its_own_is_measured_against_its_block
     blocks_of = {"a.bias": "a", "a.weight": "a", "b.weight": "b"}
     rounding = {"a.bias": (1e-14, 1e-14, 0.0), "a.weight": (1e-13, 1.0, 1.0), "b.weight": (0.0, 0.0, 0.0)}
     found = largest(rounding, blocks_of)
-    assert found == Difference(pytest.approx(1e-5), "a.bias", pytest.approx(1.0), below=1, parameters=3)
+    assert found == GradientDifference(pytest.approx(1e-5), "a.bias", pytest.approx(1.0), below=1, parameters=3)
     assert "1 of 3 too small beside their block" in gradients_check(GradientCheck(found, None), FP32, "").found
     assert largest({"b.weight": (1e-9, 0.0, 0.0)}, blocks_of).relative == float("inf")
     nan = largest({"a.weight": (float("nan"), 1.0, 1.0), "b.weight": (0.0, 1.0, 1.0)}, blocks_of)
@@ -420,10 +420,10 @@ def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attent
 
 
 def test_roundings_widen_limits_up_to_a_bound_and_beyond_it_nothing_is_known() -> None:
-    same, off = Difference(0.01, "x"), Difference(0.16, "x", scale=0.985)
+    same, off = GradientDifference(0.01, "x"), GradientDifference(0.16, "x", scale=0.985)
     bf16 = limits(torch.bfloat16, 4)
 
-    def judged(compiled: Difference, *roundings: float) -> bool | None:
+    def judged(compiled: GradientDifference, *roundings: float) -> bool | None:
         alone = Roundings(*roundings) if roundings else None
         return gradients_check(GradientCheck(same, compiled, roundings=alone), bf16, "").ok
 
@@ -431,9 +431,9 @@ def test_roundings_widen_limits_up_to_a_bound_and_beyond_it_nothing_is_known() -
     assert judged(off, 0.01, 0.01) is False, "the parameter"
     assert judged(off, 0.06, 0.001) is False, "the scale"
     assert judged(off, 0.06, 0.006) is True
-    assert judged(Difference(0.6, "x"), 0.4, 0.02) is False
-    assert judged(Difference(0.6, "x"), 0.6, 0.02) is None
-    assert judged(Difference(0.1, "x", scale=1.06), 0.4, 0.04) is False
+    assert judged(GradientDifference(0.6, "x"), 0.4, 0.02) is False
+    assert judged(GradientDifference(0.6, "x"), 0.6, 0.02) is None
+    assert judged(GradientDifference(0.1, "x", scale=1.06), 0.4, 0.04) is False
 
 
 def test_random_roundings_move_what_modules_put_out_by_half_a_unit_of_its_last_place_at_most() -> None:
@@ -534,7 +534,9 @@ def documents_with(right: Any, used: set[str]) -> Any:
 
 
 def test_a_kernel_that_stands_in_is_named() -> None:
-    check = gradients_check(GradientCheck(Difference(0.0, "x"), Difference(0.0, "x"), "", "varlen"), FP32, "flex")
+    check = gradients_check(
+        GradientCheck(GradientDifference(0.0, "x"), GradientDifference(0.0, "x"), "", "varlen"), FP32, "flex"
+    )
     assert "eager (varlen stands in for flex): " in check.found
 
 

@@ -30,7 +30,7 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
-from sftkit.memory.estimate import Setup, estimate, kept_elements
+from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
 from sftkit.memory.shapes import encoder_shape_of, shape_of
 from sftkit.models import vision
 from sftkit.models.causal import CausalLM
@@ -300,7 +300,9 @@ def test_what_the_encoder_takes_is_part_of_the_memory_plan() -> None:
     layout = replace(make_layout_of("packed", LENGTHS), docs_per_row=4, encoded=True)
     shape = shape_of(orig_model)
     assert shape is not None
-    with_encoder = Setup(shape, layout, "adamw", "bf16", 4096, 1.0, True, False, encoder=encoder_shape_of(orig_model))
+    with_encoder = EstimateInputs(
+        shape, layout, "adamw", "bf16", 4096, 1.0, True, False, encoder=encoder_shape_of(orig_model)
+    )
     assert with_encoder.encoder is not None
     assert (with_encoder.encoder.hidden, with_encoder.encoder.blocks, shape.hidden) == (24, 2, 32)
     rows = layout.shapes[-1][0]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sftkit.engine.replicas import COLUMNS, checksum, holders, kept_buffers, parted
+from sftkit.engine.replicas import CHECKSUM_COLUMNS, checksum, holders, kept_buffers, parted
 
 
 def some(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def some(dtype: torch.dtype, size: int) -> torch.Tensor:
     return torch.randint(0, 100, (size,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1, 1000, COLUMNS, 3 * COLUMNS + 17])
+@pytest.mark.parametrize("size", [1, 1000, CHECKSUM_COLUMNS, 3 * CHECKSUM_COLUMNS + 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
 def test_any_one_bit_changes_the_checksum_and_the_same_bits_do_not(dtype: torch.dtype, size: int) -> None:
     tensor, rng = some(dtype, size), random.Random(0)

@@ -18,7 +18,7 @@ from sftkit.evals import tasks
 from sftkit.evals.sandbox import check, memory
 from sftkit.evals.task import Question, Task
 from sftkit.evals.tasks import code, humaneval, mbpp
-from sftkit.evals.tasks.data import Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.generation.answer import Answer
 
 MISSING = check.check_sandbox()
@@ -45,8 +45,8 @@ PROBLEMS = [
 ]
 
 
-def reading(rows: Sequence[dict[str, Any]]) -> Callable[[Split], list[Row]]:
-    return lambda split: [Row(row, "rows.jsonl", i) for i, row in enumerate(rows)]
+def reading(rows: Sequence[dict[str, Any]]) -> Callable[[DatasetSplit], list[CheckedRow]]:
+    return lambda split: [CheckedRow(row, "rows.jsonl", i) for i, row in enumerate(rows)]
 
 
 def answers(*texts: str) -> list[Answer]:

@@ -15,13 +15,13 @@ import datasets
 import pytest
 from helpers import SHARED_DATA
 
-from sftkit.config.eval_tasks import CODE, METRICS, METRICS_IN_CHAT, TASKS
+from sftkit.config.eval_tasks import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.data import hub
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import Choices, Likelihoods
 from sftkit.evals.tasks import gsm8k
-from sftkit.evals.tasks.data import Split, read
+from sftkit.evals.tasks.data import DatasetSplit, read
 from sftkit.generation.answer import Answer
 
 EVAL = SHARED_DATA / "eval"
@@ -58,7 +58,7 @@ def likelihoods(*sums: float) -> Likelihoods:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 ROWS = [{"question": "one", "n": 1}, {"question": "zwei, ü", "n": 2}]
-SPLIT = Split(("t_test", "t"), "owner/t", None, "test")
+SPLIT = DatasetSplit(("t_test", "t"), "owner/t", None, "test")
 
 
 @pytest.mark.parametrize("name", ["t_test.jsonl", "t_test.jsonl.gz", "t.jsonl", "t_test_1000.jsonl", "t_test.json.gz"])
@@ -329,7 +329,7 @@ def test_what_a_recipe_knows_of_the_metrics_of_a_task_is_what_it_is_judged_by(na
         else Answer("7", "length", 1)
         for example in task.examples
     ]
-    expected = METRICS_IN_CHAT.get(name, METRICS[name]) if format == "chat" else METRICS[name]
+    expected = METRICS_IN_CHAT.get(name, TASK_METRICS[name]) if format == "chat" else TASK_METRICS[name]
     assert {tuple(marks) for marks in task.judge(task.examples, given)} == {expected}
 
 

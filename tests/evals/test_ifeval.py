@@ -17,7 +17,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import Marks
 from sftkit.evals.tasks import ifeval, ifeval_words
-from sftkit.evals.tasks.data import Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES
 from sftkit.generation.answer import Answer
 
@@ -117,8 +117,8 @@ def no_langdetect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ifeval, "detects_languages", lambda: False)
 
 
-def reading(rows: Sequence[dict[str, Any]]) -> Callable[[Split], list[Row]]:
-    return lambda split: [Row(row, "rows.jsonl", i) for i, row in enumerate(rows)]
+def reading(rows: Sequence[dict[str, Any]]) -> Callable[[DatasetSplit], list[CheckedRow]]:
+    return lambda split: [CheckedRow(row, "rows.jsonl", i) for i, row in enumerate(rows)]
 
 
 def prompt(*rules: tuple[str, dict[str, Any]], key: int = 1) -> dict[str, Any]:

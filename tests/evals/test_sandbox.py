@@ -16,7 +16,7 @@ from sandboxed import change_launcher, run, try_it, works
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check, programs
-from sftkit.evals.sandbox.programs import Job, Limits, run_many
+from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 
 
 @works
@@ -137,12 +137,12 @@ def test_what_cannot_be_sent_is_said() -> None:
 @works
 def test_what_the_tests_are_given_is_not_the_programs() -> None:
     given = "import math\ndef helper(x):\n    return math.floor(x)\ndef f(x):\n    pass\n"
-    job = Job(
+    job = ProgramTests(
         given + "def f(x):\n    return 1\ndef helper(x):\n    return 1", "assert f(2) == helper(2.5)", ("f",), given
     )
     assert "AssertionError" in programs.run(job).why
-    assert programs.run(Job(given + "def f(x):\n    return x", job.tests, ("f",), given)).passed
-    assert "NameError" in programs.run(Job("x = 1", job.tests, ("f",), given)).why
+    assert programs.run(ProgramTests(given + "def f(x):\n    return x", job.tests, ("f",), given)).passed
+    assert "NameError" in programs.run(ProgramTests("x = 1", job.tests, ("f",), given)).why
 
 
 # ---- what surrounds it -----------------------------------------------------------------------------------------------
@@ -153,7 +153,10 @@ def test_verdicts_come_in_the_order_of_the_jobs_and_folders_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    jobs = [Job(f"import time\ntime.sleep({0.2 - i / 20})\nx = {i}", "assert x in (0, 3)", ("x",)) for i in range(4)]
+    jobs = [
+        ProgramTests(f"import time\ntime.sleep({0.2 - i / 20})\nx = {i}", "assert x in (0, 3)", ("x",))
+        for i in range(4)
+    ]
     assert [verdict.passed for verdict in run_many(jobs, workers=2)] == [True, False, False, True]
     assert list(tmp_path.iterdir()) == []
     assert run_many([]) == []
@@ -182,9 +185,11 @@ def test_strict_masks_low_limits_and_many_open_files_do_not_matter() -> None:
 
 @works
 def test_a_bomb_next_to_it_does_not_disturb_a_program() -> None:
-    bomb = Job("import os, time\ntry:\n    while True:\n        os.fork()\nexcept OSError:\n    time.sleep(60)", "")
-    fine = Job("import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()", "")
-    verdicts = run_many([bomb, fine, fine, fine, fine], workers=2, limits=Limits(wall_seconds=3))
+    bomb = ProgramTests(
+        "import os, time\ntry:\n    while True:\n        os.fork()\nexcept OSError:\n    time.sleep(60)", ""
+    )
+    fine = ProgramTests("import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()", "")
+    verdicts = run_many([bomb, fine, fine, fine, fine], workers=2, limits=ProgramLimits(wall_seconds=3))
     assert [verdict.passed for verdict in verdicts] == [False, True, True, True, True]
 
 
@@ -230,7 +235,7 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused(monkeypatch: pyte
     reason="needs root, who can become another user, and a Python that the other user can read",
 )
 def test_it_works_for_users_without_privileges() -> None:
-    source = Path(programs.SOURCES)
+    source = Path(programs.PACKAGE_FOLDER)
     with tempfile.TemporaryDirectory() as folder:
         evals = Path(folder) / "sftkit" / "evals"
         shutil.copytree(source / "sftkit" / "evals" / "sandbox", evals / "sandbox")

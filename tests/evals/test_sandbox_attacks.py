@@ -17,7 +17,7 @@ from sandboxed import AWAKE, SHORT, change_launcher, run, try_it, works
 from sftkit.evals.sandbox import check, memory, system_calls
 from sftkit.evals.sandbox.channel import Channel
 from sftkit.evals.sandbox.judge import Program
-from sftkit.evals.sandbox.programs import Job, Limits, run_many
+from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 
 pytestmark = works
 
@@ -76,8 +76,10 @@ os._exit(0)""",
 
 
 def test_no_program_says_that_it_has_passed() -> None:
-    jobs = [Job(f"def f():\n    return 1\n{program}", "assert f() == 2", ("f",)) for program in FORGERIES.values()]
-    verdicts = dict(zip(FORGERIES, run_many(jobs, limits=Limits(wall_seconds=3)), strict=True))
+    jobs = [
+        ProgramTests(f"def f():\n    return 1\n{program}", "assert f() == 2", ("f",)) for program in FORGERIES.values()
+    ]
+    verdicts = dict(zip(FORGERIES, run_many(jobs, limits=ProgramLimits(wall_seconds=3)), strict=True))
     assert [name for name, verdict in verdicts.items() if verdict.passed] == []
 
 
@@ -106,7 +108,7 @@ assert not believed, believed
 
 
 def test_no_value_of_a_program_lies_about_what_it_is_equal_to() -> None:
-    verdicts = run_many([Job(program, TRIED, ("f",)) for program in LIARS.values()])
+    verdicts = run_many([ProgramTests(program, TRIED, ("f",)) for program in LIARS.values()])
     assert {name: verdict.why for name, verdict in zip(LIARS, verdicts, strict=True) if not verdict.passed} == {}
 
 
@@ -412,8 +414,8 @@ def test_processes_that_are_small_each_and_large_together_are_ended_and_no_contr
 ) -> None:
     made, make = list[Path](), memory.make
     monkeypatch.setattr(memory, "make", lambda *args: made.append(make(*args)) or made[-1])
-    assert run(MANY, "assert f == 0", "f", limits=Limits(total_memory_mib=600)).why == ""
-    assert not run(MANY, "assert f == 0", "f", limits=Limits(total_memory_mib=160)).passed
+    assert run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=600)).why == ""
+    assert not run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=160)).passed
     run("import time\ntime.sleep(60)", limits=AWAKE)
     assert len(made) == 3
     assert not [folder for folder in made if folder.exists()]

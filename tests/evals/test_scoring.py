@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from sftkit.errors import DataError
 from sftkit.evals import scoring
-from sftkit.evals.scoring import encode, score
+from sftkit.evals.scoring import encode_continuation, score
 from sftkit.evals.task import Choices
-from sftkit.models.structure import head
+from sftkit.models.structure import output_projection
 
 
 def choices(prompt, *continuations: str, group: str = "", id: str = "x") -> Choices:
@@ -63,7 +63,7 @@ def test_scores_equal_those_one_by_one_whatever_the_batch(tokenizer, model, name
         model = tiny_gemma2()
         model.resize_token_embeddings(len(tokenizer))
     asked = examples()
-    expected = [[one_by_one(model, *pair) for pair in pairs] for pairs in encode(asked, tokenizer)]
+    expected = [[one_by_one(model, *pair) for pair in pairs] for pairs in encode_continuation(asked, tokenizer)]
     for batch_size in (1, 3, 8, 64):
         found = score(model, tokenizer, asked, batch_size=batch_size)
         for given, wanted in zip(found, expected, strict=True):
@@ -75,7 +75,9 @@ def test_scores_equal_those_one_by_one_whatever_the_batch(tokenizer, model, name
 def test_the_text_of_a_group_is_computed_once_and_logits_exist_only_where_they_are_asked_for(tokenizer, model) -> None:
     asked = examples()
     projected: list[int] = []
-    hook = head(model).register_forward_hook(lambda _, __, logits: projected.append(logits.numel() // len(tokenizer)))
+    hook = output_projection(model).register_forward_hook(
+        lambda _, __, logits: projected.append(logits.numel() // len(tokenizer))
+    )
     with passes(model) as seen:
         score(model, tokenizer, asked, batch_size=64)
     hook.remove()
@@ -83,23 +85,23 @@ def test_the_text_of_a_group_is_computed_once_and_logits_exist_only_where_they_a
     assert all(positions >= len(tokenizer(SHOTS[20:])["input_ids"]) for _, positions in seen[::2])
     assert all(positions < 30 for _, positions in seen[1::2])
     # Both prefix passes project one position, the others what is asked for, less what inputs have in common.
-    lengths = [len(k) for pairs in encode(asked, tokenizer) for _, k in pairs]
+    lengths = [len(k) for pairs in encode_continuation(asked, tokenizer) for _, k in pairs]
     assert sum(projected[1::2]) <= sum(lengths)
     assert projected[::2] == [1, 1]
 
 
 def test_continuations_of_one_token_share_a_row(tokenizer, model) -> None:
     letters = [choices(f"Is it {word}? The letter is", "A", "B", "C", "D") for word in ("one", "two", "three")]
-    assert all(len(k) == 1 for pairs in encode(letters, tokenizer) for _, k in pairs)
+    assert all(len(k) == 1 for pairs in encode_continuation(letters, tokenizer) for _, k in pairs)
     with passes(model) as seen:
         found = score(model, tokenizer, letters)
     assert [rows for rows, _ in seen] == [3]
-    for given, pairs in zip(found, encode(letters, tokenizer), strict=True):
+    for given, pairs in zip(found, encode_continuation(letters, tokenizer), strict=True):
         assert given.sums == pytest.approx([one_by_one(model, *pair)[0] for pair in pairs], abs=1e-4)
 
 
 def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(tokenizer) -> None:
-    (spaced,), (plain,) = encode(
+    (spaced,), (plain,) = encode_continuation(
         [choices("The capital of ", "France"), choices("The capital of", " France")], tokenizer
     )
     for a, b in zip(spaced, plain, strict=True):
@@ -112,7 +114,7 @@ def test_a_tokenizer_that_adds_a_bos_adds_it_once_and_an_empty_context_is_the_bo
     tokenizer = make_tokenizer("chatml", bos="<|begin_of_text|>", adds_bos=True)
     bos = tokenizer.bos_token_id
     texts = ("seven days", "<|begin_of_text|>seven days", "")
-    encoded = encode([choices(text, " in a week") for text in texts], tokenizer)
+    encoded = encode_continuation([choices(text, " in a week") for text in texts], tokenizer)
     for ((context, _),) in encoded:
         assert context.tolist().count(bos) == 1
         assert context[0] == bos
@@ -122,20 +124,22 @@ def test_a_tokenizer_that_adds_a_bos_adds_it_once_and_an_empty_context_is_the_bo
 
 
 def test_without_a_bos_an_empty_context_is_the_end_of_the_sequence(tokenizer) -> None:
-    (((context, continuation),),) = [encode([choices("", "seven days")], tokenizer)[0]]
+    (((context, continuation),),) = [encode_continuation([choices("", "seven days")], tokenizer)[0]]
     assert context.tolist() == [tokenizer.eos_token_id]
     assert tokenizer.decode(continuation) == "seven days"
 
 
 def test_a_conversation_is_continued_after_the_assistants_header(tokenizer) -> None:
-    ((context, continuation),) = encode([choices([{"role": "user", "content": "A or B?"}], "A")], tokenizer)[0:1][0]
+    ((context, continuation),) = encode_continuation(
+        [choices([{"role": "user", "content": "A or B?"}], "A")], tokenizer
+    )[0:1][0]
     assert tokenizer.decode(context) == "<|im_start|>user\nA or B?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(continuation) == "A"
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(tokenizer, model) -> None:
     long = choices("seven days " * 200 + "in a", " week")
-    ((context, continuation),) = encode([long], tokenizer)[0:1][0]
+    ((context, continuation),) = encode_continuation([long], tokenizer)[0:1][0]
     room = model.config.max_position_embeddings + 1 - len(continuation)
     assert len(context) > room
     expected = one_by_one(model, context[-room:], continuation)[0]
@@ -144,7 +148,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(tokenizer, model) -> Non
 
 def test_a_continuation_without_tokens_is_refused_by_name(tokenizer) -> None:
     with pytest.raises(DataError, match="question 7: the continuation '' has no tokens"):
-        encode([choices("seven", "", id="question 7")], tokenizer)
+        encode_continuation([choices("seven", "", id="question 7")], tokenizer)
 
 
 def test_batches_are_bounded_by_positions_and_targets(tokenizer, model, monkeypatch) -> None:

@@ -143,8 +143,8 @@ def test_a_picture_is_encoded_once_and_its_keys_and_values_are_made_once(replay:
 def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_step, "PAYS_FROM", 8)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [static_step.pays(gpu, steps) for steps in (7, 8)] == [False, True]
-    assert not static_step.pays(cpu, 100)
+    assert [static_step.replay_pays(gpu, steps) for steps in (7, 8)] == [False, True]
+    assert not static_step.replay_pays(cpu, 100)
     replayed = []
     monkeypatch.setattr(decode, "pays", lambda _, steps: steps >= 8)
     monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())

@@ -19,12 +19,12 @@ import yaml
 
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
-from sftkit.experiments.bench.plan import DataPlan, Documents, Steps, expanded, read_plan, slug
-from sftkit.experiments.bench.processes import Parallelism, Processes, first_failure, run_logged, start_command
+from sftkit.experiments.bench.plan import DataPlan, DocumentLengths, Steps, expanded_runs, read_plan, slug
+from sftkit.experiments.bench.processes import Parallelism, Processes, bench_command, first_failure, run_logged
 from sftkit.experiments.bench.report import graph_table, loss_table, markdown, speed_table
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, spread
-from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_results
-from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_bench_results
+from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
 from sftkit.rundir.names import graph_file
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +195,7 @@ PLANS = [path for path in sorted((ROOT / "benchmarks").rglob("*.yaml")) if "\nru
 @pytest.mark.parametrize("plan", PLANS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> None:
     jobs = read_jobs(plan, Path("out"))
-    assert len(jobs) == len(expanded(read_plan(plan))) >= 2
+    assert len(jobs) == len(expanded_runs(read_plan(plan))) >= 2
     assert len({slug(job.name) for job in jobs}) == len(jobs)
 
 
@@ -224,7 +224,7 @@ def test_a_topologys_config_is_written_beside_the_job_with_the_runs_sizes_and_re
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     sizes = Parallelism(dp_replicate_size=2, tp_size=2)
-    words, environment = start_command(
+    words, environment = bench_command(
         Processes(count=4, topology="sharded", parallelism=sizes), None, tmp_path / "job.json"
     )
     read = load_config_from_file(str(tmp_path / "accelerate.yaml"))
@@ -294,12 +294,12 @@ def test_the_first_error_of_a_log_is_the_reason_and_a_killed_rank_comes_before_i
 
 
 def data_plan(**changes: Any) -> DataPlan:
-    lengths = Documents(count=4000, median=270, mean=400, cap=2048)
+    lengths = DocumentLengths(count=4000, median=270, mean=400, cap=2048)
     return DataPlan(**{"documents": lengths, "row_length": 4096, "target_share": 0.6, **changes})
 
 
 def test_documents_are_lognormal_end_with_their_targets_and_come_from_the_seed_alone() -> None:
-    examples = documents(data_plan(), vocab_size=1000)
+    examples = synthetic_documents(data_plan(), vocab_size=1000)
     assert np.median(examples.lengths) == pytest.approx(270, rel=0.05)
     assert examples.lengths.mean() == pytest.approx(390, rel=0.05)  # 400 but for the cap
     assert (examples.lengths.min(), examples.lengths.max()) == (pytest.approx(14, abs=10), 2048)
@@ -307,8 +307,8 @@ def test_documents_are_lognormal_end_with_their_targets_and_come_from_the_seed_a
         targets = examples[i].is_target
         number = max(round(0.6 * examples.lengths[i]), 1)
         assert targets.tolist() == [False] * (len(targets) - number) + [True] * number
-    assert np.array_equal(examples.ids, documents(data_plan(), vocab_size=1000).ids)
-    assert not np.array_equal(examples.ids[:100], documents(data_plan(seed=1), vocab_size=1000).ids[:100])
+    assert np.array_equal(examples.ids, synthetic_documents(data_plan(), vocab_size=1000).ids)
+    assert not np.array_equal(examples.ids[:100], synthetic_documents(data_plan(seed=1), vocab_size=1000).ids[:100])
 
 
 def test_documents_have_the_lengths_of_a_file_and_end_with_as_many_targets(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_documents_have_the_lengths_of_a_file_and_end_with_as_many_targets(tmp_p
     path = write_plan(tmp_path, data={"lengths": "lengths.json", "row_length": 16})
     (job, *_) = read_jobs(path, tmp_path / "out")
     assert job.config.data.max_length == 9
-    examples = documents(job.data, vocab_size=100)
+    examples = synthetic_documents(job.data, vocab_size=100)
     assert (examples.lengths.tolist(), examples.num_targets.tolist()) == ([5, 9, 3], [2, 9, 1])
     assert examples.is_target[:6].tolist() == [False] * 4 + [True] * 2
 
@@ -348,13 +348,13 @@ def test_lengths_are_of_a_file_or_drawn_and_not_both(tmp_path: Path) -> None:
 
 
 def test_with_share_1_all_tokens_but_the_first_are_targets() -> None:
-    examples = documents(data_plan(target_share=1.0), vocab_size=1000)
+    examples = synthetic_documents(data_plan(target_share=1.0), vocab_size=1000)
     assert np.array_equal(examples.num_targets, examples.lengths)
     assert not examples.is_target[examples.offsets[:-1]].any()
 
 
 def test_tokens_follow_zipfs_law() -> None:
-    counts = np.sort(np.bincount(documents(data_plan(), vocab_size=1000).ids, minlength=1000))[::-1]
+    counts = np.sort(np.bincount(synthetic_documents(data_plan(), vocab_size=1000).ids, minlength=1000))[::-1]
     assert counts[0] / counts[9] == pytest.approx(10, rel=0.1)
     assert counts[0] / counts.sum() == pytest.approx(1 / sum(1 / r for r in range(1, 1001)), rel=0.02)
 
@@ -552,7 +552,7 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
     command = [sys.executable, "-m", "sftkit.experiments.bench", "benchmarks/smoke_plan.yaml", "--out", str(out)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    results = read_results(out / "results.json")
+    results = read_bench_results(out / "results.json")
     compiled, eager = results["runs"]
     assert (compiled["error"], eager["error"]) == (None, None)
     assert (compiled["compiled"], eager["compiled"]) == (True, False)

@@ -19,18 +19,18 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
-from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
-from sftkit.experiments.explain.bisect import captured as captured_parts
+from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
+from sftkit.experiments.explain.bisect import called_modules as captured_parts
 from sftkit.experiments.explain.breaks import breaks_of
-from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
+from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.flags import parse
 from sftkit.experiments.explain.heard import read_message, recompile_of
-from sftkit.experiments.explain.kernels import step_of
-from sftkit.experiments.explain.labs import captured, chosen_losses, dispatch_trace, what_breaks
+from sftkit.experiments.explain.kernels import module_step
+from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
 from sftkit.experiments.explain.run import _found, run
-from sftkit.experiments.explain.subject import Call, Subject, of_file, of_recipe
+from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
 from sftkit.experiments.explain.words import lines_of, wrapped
 
 FAULTS = Path(__file__).parent / "planted_faults.py"
@@ -83,7 +83,7 @@ def test_a_message_of_dynamo_is_taken_apart() -> None:
 
 def test_a_loss_function_chosen_in_forward_breaks_the_graph_where_a_tensor_chooses() -> None:
     x, near, far = torch.zeros(8, 16), torch.zeros(8, 4), torch.full((8, 4), 9.0)
-    found = breaks_of(Subject("loss", LossByValue(), Call((x, near)), Call((x, far)), None, ""))
+    found = breaks_of(Subject("loss", LossByValue(), ModuleCall((x, near)), ModuleCall((x, far)), None, ""))
     (row,) = found.rows()
     assert row["line"] == line_of(row["file"], "loss = F.l1_loss if (out - target)")
     assert row["code"].startswith("loss = F.l1_loss if (out - target)")
@@ -92,7 +92,7 @@ def test_a_loss_function_chosen_in_forward_breaks_the_graph_where_a_tensor_choos
     assert row["dynamo_says"]
     assert row["seen_by"] == ["explain", "fullgraph", "TORCH_LOGS"]
     by_name, by_tensor = (
-        breaks_of(Subject("loss", model, Call((x, near)), Call((x, far)), None, ""))
+        breaks_of(Subject("loss", model, ModuleCall((x, near)), ModuleCall((x, far)), None, ""))
         for model in (LossByName(), LossByTensor())
     )
     assert by_name.rows() == by_tensor.rows() == []
@@ -117,7 +117,7 @@ class TwoBreaks(nn.Module):
 
 def test_each_instrument_sees_what_another_leaves_out() -> None:
     x = torch.linspace(0, 1, 6)
-    found = breaks_of(Subject("two", TwoBreaks(), Call((x,)), Call((x,)), None, ""))
+    found = breaks_of(Subject("two", TwoBreaks(), ModuleCall((x,)), ModuleCall((x,)), None, ""))
     seen = {row["code"]: row["seen_by"] for row in found.rows()}
     assert seen['print("", end="")'] == ["explain", "fullgraph", "TORCH_LOGS"]
     assert seen['with open("/dev/null") as file:'] == ["TORCH_LOGS"]
@@ -127,7 +127,7 @@ def test_each_instrument_sees_what_another_leaves_out() -> None:
 
 
 def test_what_is_said_to_break_graphs_does_and_its_remedy_does_not() -> None:
-    for case, row in zip(CASES, what_breaks(), strict=True):
+    for case, row in zip(GRAPH_BREAK_CASES, what_breaks(), strict=True):
         assert (row["broken"] > 0, row["mended"]) == (True, 0), row
         assert any(reason.startswith(case.kinds) for reason in row["reasons"]), row
         x = torch.linspace(-1, 2, 32).reshape(4, 8)
@@ -144,14 +144,14 @@ def test_the_dispatcher_of_a_linear_layer_calls_addmm() -> None:
 
 
 def test_recompiles_of_later_calls_are_counted() -> None:
-    grown = captured(lambda x: x * 2, lambda: (torch.ones(4),), lambda: (torch.ones(5),))
+    grown = captured_graphs(lambda x: x * 2, lambda: (torch.ones(4),), lambda: (torch.ones(5),))
     assert (grown["graphs"], grown["breaks"], grown["recompiles"]) == (2, 0, 1)
 
 
 # ---- bisection -------------------------------------------------------------------------------------------------------
 
 
-def found(name: str) -> Finding:
+def found(name: str) -> BisectAnswer:
     return bisect(planted(name), ASKED[name], "eager")
 
 
@@ -169,7 +169,9 @@ def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
 
 def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
     parts = captured_parts(planted("breaks"))
-    finding = Finding("breaks", (parts["blocks.1"], parts["blocks.0"]), "said", (("blocks.1 (Gated)", "said"),), True)
+    finding = BisectAnswer(
+        "breaks", (parts["blocks.1"], parts["blocks.0"]), "said", (("blocks.1 (Gated)", "said"),), True
+    )
     found = _found(finding, None)
     assert (found["others"], found["alike"]) == ([], ["blocks.0 (Gated)"])
     row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
@@ -215,14 +217,14 @@ def test_a_fault_of_the_whole_is_in_the_whole() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) * x.sum().item()
 
-    call = Call((torch.ones(2, 3),))
+    call = ModuleCall((torch.ones(2, 3),))
     finding = bisect(Subject("sum", Sum(), call, call, None, ""), ASKED["breaks"], "eager")
     assert [part.path for part in finding.guilty] == [""]
     assert finding.confirmed is None
 
 
 def test_rounding_is_no_difference_and_one_percent_and_nan_are() -> None:
-    layer, call = nn.Linear(4, 4), Call((torch.randn(3, 4),))
+    layer, call = nn.Linear(4, 4), ModuleCall((torch.randn(3, 4),))
     assert difference(layer, call, layer).relative == 0.0
     assert not difference(layer, call, lambda x: layer(x) * (1 + 1e-6)).beyond
     assert difference(layer, call, lambda x: layer(x) * 1.01).beyond
@@ -231,7 +233,7 @@ def test_rounding_is_no_difference_and_one_percent_and_nan_are() -> None:
     assert difference(layer, call, lambda x: layer(x.detach())).beyond
     assert not difference(Silent(), call, Silent()).beyond
     layer = layer.bfloat16()
-    call = Call((torch.randn(3, 4).bfloat16(),))
+    call = ModuleCall((torch.randn(3, 4).bfloat16(),))
     assert not difference(layer, call, lambda x: layer(x) * 1.01).beyond
 
 
@@ -269,10 +271,10 @@ def test_arguments_are_written_so_that_python_makes_them_again() -> None:
 
 def alone(name: str, question: str = "breaks") -> tuple:
     """What script_of takes of a module without a fault."""
-    from sftkit.experiments.explain.bisect import captured as inputs
+    from sftkit.experiments.explain.bisect import called_modules as inputs
 
     part = inputs(planted(name))["blocks.1"]
-    return part, Finding(question, (part,), "", (), None), question, "eager"
+    return part, BisectAnswer(question, (part,), "", (), None), question, "eager"
 
 
 @pytest.mark.slow
@@ -384,7 +386,7 @@ def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> 
         64,
     )  # 36 patches and one more
     assert "h.1.crossattention.c_attn" in captured_parts(subject)
-    step_of(subject)()
+    module_step(subject)()
     scope: dict[str, Any] = {"torch": torch}
     exec(subject.source, scope)
     assert type(scope["module"]) is type(subject.module)

@@ -16,7 +16,7 @@ from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain import private
 from sftkit.experiments.explain.flags import parse
-from sftkit.experiments.explain.kernels import compiled, step_of
+from sftkit.experiments.explain.kernels import compiled, module_step
 from sftkit.experiments.explain.kinds import (
     ATTENTION,
     COMMUNICATION,
@@ -30,8 +30,17 @@ from sftkit.experiments.explain.kinds import (
 )
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
-from sftkit.experiments.explain.pays import KINDS, SIZES, Block
-from sftkit.experiments.explain.profile import STEPS, Timing, alternately, dispatched, on_host, profiled, shares, top
+from sftkit.experiments.explain.pays import CODE_KINDS, SIZES, Block
+from sftkit.experiments.explain.profile import (
+    PROFILED_STEPS,
+    Timing,
+    alternately,
+    dispatched,
+    on_host,
+    profiled,
+    shares,
+    top,
+)
 from sftkit.experiments.explain.run import run
 
 CPU = torch.device("cpu")
@@ -90,7 +99,7 @@ def test_shares_add_up_and_what_overlaps_counts_once() -> None:
     work = [("a", MATRIX, 0.0, 40.0), ("b", ELEMENTWISE, 30.0, 60.0), ("c", ELEMENTWISE, 80.0, 90.0)]
     found = shares(work, wall=100.0)
     assert found == pytest.approx({MATRIX: 0.4, ELEMENTWISE: 0.3, IDLE: 0.3})
-    assert [(one["name"], one["launches"]) for one in top(work * STEPS)] == [("a", 1), ("b", 1), ("c", 1)]
+    assert [(one["name"], one["launches"]) for one in top(work * PROFILED_STEPS)] == [("a", 1), ("b", 1), ("c", 1)]
 
 
 def test_two_ways_are_timed_in_turn_by_their_quickest() -> None:
@@ -137,7 +146,7 @@ def test_operators_of_an_eager_step_are_counted_and_timed(tmp_path: Path) -> Non
 def test_a_recipe_is_compiled_as_its_run_would_be(tmp_path: Path) -> None:
     """With a backend that writes no code: two blocks of one kind and the final norm are two graphs."""
     subject = subject_of(recipe(tmp_path))
-    step = step_of(subject)
+    step = module_step(subject)
     with compiled(subject, CompileConfig(backend="aot_eager", debug=("graphs",)), tmp_path) as counts:
         step()
     assert (counts["compile/graphs"], counts["compile/graph_breaks"]) == (2, 0)
@@ -159,7 +168,7 @@ def test_a_name_that_torch_no_longer_has_is_told_with_its_version(monkeypatch: p
 
 def test_every_kind_of_code_runs_in_eager() -> None:
     sizes = SIZES["cpu"].__class__(64, 8, 16, 8, torch.float32)
-    for kind in KINDS:
+    for kind in CODE_KINDS:
         kind.make(sizes, CPU)(lambda function: function)()
     assert Block(16)(torch.randn(2, 8, 16)).shape == (2, 8, 16)
 
@@ -269,7 +278,7 @@ def test_the_labs_find_one_softmax_kernel_and_measure_when_compiling_pays(tmp_pa
     own = [kernel for kernel in found["softmax"]["kernels"] if kernel["kind"] == "c++"]
     assert len(own) == 1
     assert "aten._softmax" in own[0]["aten"]
-    assert [row["name"] for row in found["pays"]["rows"]] == [kind.name for kind in KINDS]
+    assert [row["name"] for row in found["pays"]["rows"]] == [kind.name for kind in CODE_KINDS]
     assert all(row["speedup"] > 0 for row in found["pays"]["rows"])
 
 

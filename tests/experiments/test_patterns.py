@@ -14,10 +14,10 @@ from helpers import ROOT, torchrun
 
 from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
-from sftkit.experiments.patterns.cases import CASES, Case
-from sftkit.experiments.patterns.run import read_results
-from sftkit.experiments.patterns.tables import difference, terminal
-from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, picture
+from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
+from sftkit.experiments.patterns.run import read_pattern_results
+from sftkit.experiments.patterns.tables import loss_difference, terminal
+from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 from sftkit.launch.launch import CONFIGS
 
 PAGE = runpy.run_path(str(ROOT / "benchmarks/patterns/tables.py"))
@@ -46,7 +46,7 @@ def exchanged(rank: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def check_same_losses(results: dict[str, Any], keys: list[str]) -> None:
-    assert {key: difference(results, key) for key in keys if difference(results, key) > 1e-5} == {}
+    assert {key: loss_difference(results, key) for key in keys if loss_difference(results, key) > 1e-5} == {}
 
 
 def test_what_two_ranks_hold_and_exchange_is_counted_whoever_exchanges_it() -> None:
@@ -94,7 +94,7 @@ def test_bubble_and_picture_of_two_ranks() -> None:
     first = [one(0, True, 0.0, 1.0), one(0, False, 4.0, 6.0)]
     second = [one(0, True, 1.0, 2.0), one(0, False, 2.0, 4.0)]
     assert bubble([first, second]) == pytest.approx(0.5) == bubble_by_formula(2, 1, 1)
-    assert picture([first, second], columns=6) == ["rank 0  0...aa", "rank 1  .0aa.."]
+    assert timeline_picture([first, second], columns=6) == ["rank 0  0...aa", "rank 1  .0aa.."]
     assert bubble_by_formula(4, 8, 2) == pytest.approx(3 / 19)
 
 
@@ -105,7 +105,7 @@ def test_every_table_of_the_page_is_made_of_the_raw_file() -> None:
 
 
 def test_the_raw_file_has_every_case_and_their_losses_are_those_of_one_process() -> None:
-    assert list(RAW["cases"]) == [case.key for case in CASES]
+    assert list(RAW["cases"]) == [case.key for case in TOPOLOGY_CASES]
     check_same_losses(RAW, list(RAW["cases"]))
 
 
@@ -113,8 +113,8 @@ def test_the_tables_fit_a_terminal() -> None:
     assert max(map(len, terminal(RAW).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.processes > 1], ids=lambda case: case.key)
-def test_a_case_is_the_topology_of_the_accelerate_config_that_it_names(case: Case) -> None:
+@pytest.mark.parametrize("case", [case for case in TOPOLOGY_CASES if case.processes > 1], ids=lambda case: case.key)
+def test_a_case_is_the_topology_of_the_accelerate_config_that_it_names(case: TopologyCase) -> None:
     if "tp_size" in case.config:
         pytest.skip("sizes of the file are changed")
     stages = case.topology.stages if case.schedule else 1
@@ -124,13 +124,13 @@ def test_a_case_is_the_topology_of_the_accelerate_config_that_it_names(case: Cas
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"other\.json: no raw numbers of this command"):
-        read_results(tmp_path / "other.json")
+        read_pattern_results(tmp_path / "other.json")
 
 
 @pytest.mark.slow
 def test_every_layout_of_two_and_four_ranks_computes_what_one_process_does() -> None:
     for processes in (2, 4):
         keys = [
-            case.key for case in CASES if case.processes == processes and case.key != "4 pp, interleaved"
+            case.key for case in TOPOLOGY_CASES if case.processes == processes and case.key != "4 pp, interleaved"
         ]  # 8 layers
         check_same_losses(measured(processes, *keys), keys)

@@ -203,7 +203,7 @@ def test_lines_are_edited_and_brought_back_also_those_of_earlier_times(tmp_path:
     typist.until("> ")
     typist.type("\x04")
     assert typist.end() == 0
-    history = tmp_path / repl.HISTORY
+    history = tmp_path / repl.HISTORY_FILE
     assert "abc" in history.read_text().splitlines()
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     typist = Typist(tmp_path)

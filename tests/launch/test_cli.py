@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
-from sftkit.launch.cli import USAGE, main, start
+from sftkit.launch.cli import CLI_USAGE, main, start
 
 COMMAND = (sys.executable, "-m", "sftkit")
 
@@ -41,10 +41,10 @@ def test_init_copies_what_a_run_needs_and_never_over_something(tmp_path: Path) -
 def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for word in (*SCRIPTS, "bench", "explain", "patterns", "prepare"):
-        assert word in USAGE
+        assert word in CLI_USAGE
         assert start(word)[0] == "-m" or Path(start(word)[0]).is_file()
     assert start("sft")[:2] == ["-m", "sftkit.launch"]
-    assert max(map(len, USAGE.splitlines())) < 80
+    assert max(map(len, CLI_USAGE.splitlines())) < 80
 
 
 @pytest.mark.parametrize("word", ["init", "chain", "sft", "prepare", "chat", "bench"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
-from sftkit.experiments.patterns.paper import FAMILIES, MODELS, chosen, shape
+from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
 from sftkit.launch.layouts import CUT, Machines, advice, choice, on_paper, setups, topologies, ways
 from sftkit.memory.estimate import GIB, estimate
 from sftkit.parallel import balance, tensor
@@ -49,7 +49,7 @@ def test_memory_is_the_estimate_of_the_run_and_topologies_are_whole() -> None:
     for topology in topologies(Machines(48), shape("8B")):
         assert topology.world_size == 48
     families = {
-        name: sum(belongs(t) for t in topologies(Machines(64), shape("8B"))) for name, belongs in FAMILIES.items()
+        name: sum(belongs(t) for t in topologies(Machines(64), shape("8B"))) for name, belongs in PAPER_MODELS.items()
     }
     assert all(families.values()), families
 

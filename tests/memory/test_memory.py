@@ -29,9 +29,9 @@ from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
-from sftkit.memory.estimate import GIB, Setup, estimate, held_bytes, kept_elements
+from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import compare, make_plan
+from sftkit.memory.plan import against_measured, make_plan
 from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
 
@@ -82,10 +82,10 @@ def recipe(**parts: Any) -> Config:
     return Config(run=RunConfig(dir="x"), **{"model": ModelConfig(path="x"), "data": data, **parts})
 
 
-def setup(name: str, budget: float = 1.0, compiled: bool = True, **changes: Any) -> Setup:
+def setup(name: str, budget: float = 1.0, compiled: bool = True, **changes: Any) -> EstimateInputs:
     shape = shape_of(qwen3(name))
     assert shape is not None
-    return replace(Setup(shape, packed(), "adamw_sr", "bf16", 4096, budget, compiled, False), **changes)
+    return replace(EstimateInputs(shape, packed(), "adamw_sr", "bf16", 4096, budget, compiled, False), **changes)
 
 
 # KB that a compiled block of the model keeps per token at each activation memory budget, measured on its graph
@@ -261,7 +261,7 @@ def test_every_architecture_gets_a_plan(model_type: str, sizes: dict[str, Any]) 
     if model_type == "mamba":  # no attention heads, so no sizes that the formula knows
         assert (plan.setup, plan.estimate) == (None, None)
         assert plan.line.endswith("peak unknown: the model's config does not name its sizes")
-        assert compare(plan, 3.0) == "memory: peak 3.0 GiB measured in the warm-up"
+        assert against_measured(plan, 3.0) == "memory: peak 3.0 GiB measured in the warm-up"
     else:
         assert plan.estimate is not None
         assert plan.estimate.weights == 2 * sum(p.numel() for p in model.parameters())
@@ -448,7 +448,7 @@ def test_other_errors_pass_through() -> None:
 
 def test_the_comparison_leaves_out_what_the_allocator_does_not_count() -> None:
     plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("0.6B"), packed(), runtime(), H200)
-    assert compare(plan, 19.4) == "memory: peak 19.4 GiB measured in the warm-up, 20.4 GiB estimated, +5%"
+    assert against_measured(plan, 19.4) == "memory: peak 19.4 GiB measured in the warm-up, 20.4 GiB estimated, +5%"
 
 
 def small_model(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> PreTrainedModel:

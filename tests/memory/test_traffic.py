@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.topology import Sharding
 from sftkit.data.pack import Layout
-from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, Case
-from sftkit.memory.estimate import Setup, Shape
+from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
+from sftkit.memory.estimate import EstimateInputs, Shape
 from sftkit.memory.shapes import shape_of
 from sftkit.memory.traffic import traffic
 
@@ -36,12 +36,12 @@ def by_kind(exchanged: list[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.processes > 1], ids=lambda case: case.key)
-def test_bytes_by_formula_are_the_bytes_that_were_counted(case: Case, shape: Shape) -> None:
+@pytest.mark.parametrize("case", [case for case in TOPOLOGY_CASES if case.processes > 1], ids=lambda case: case.key)
+def test_bytes_by_formula_are_the_bytes_that_were_counted(case: TopologyCase, shape: Shape) -> None:
     t = case.topology
     layout = Layout("packed", (ROW_LENGTH,), ROWS, 1, t.row_ranks, ROW_LENGTH // 2, ROW_LENGTH // 2)
     stages = t.stages * (2 if case.schedule == "interleaved" else 1)
-    setup = Setup(
+    setup = EstimateInputs(
         shape, layout, "adamw", "fp32", 4096, 1.0, False, False, topology=t, schedule=case.schedule or "1f1b",
         sharding=Sharding(not case.lean, not case.lean), stage_layers=(8 // stages,) * stages if t.stages > 1 else (),
     )  # fmt: skip

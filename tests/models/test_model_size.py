@@ -28,7 +28,7 @@ from sftkit.config.schema import (
 from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
 from sftkit.models import size as model_size
-from sftkit.models.size import Size, bytes_of, replica_of, size_of
+from sftkit.models.size import ModelSize, bytes_of, replica_of, size_of
 from sftkit.optim.build import build_optimizer
 
 SIZES: dict[str, Any] = {
@@ -157,14 +157,14 @@ def test_what_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, content: st
 
 def test_bytes_per_parameter_are_those_of_the_optimizers() -> None:
     assert {"auto", *OPTIMIZERS} == set(get_args(get_type_hints(OptimConfig)["name"]))
-    blocks = Size(1000, 0)
+    blocks = ModelSize(1000, 0)
     for name, width in [("auto", 8), ("adamw", 16), ("adamw_sr", 8), ("adamw8bit", 6), ("muon", 12)]:
         assert bytes_of(blocks, name, "bf16") == 1000 * width
     for name, width in [("auto", 16), ("adamw", 16), ("muon", 12)]:
         assert bytes_of(blocks, name, "fp32") == 1000 * width
     for precision in ("bf16", "fp32"):  # embedding and head have AdamW's states
-        assert bytes_of(Size(1000, 300), "muon", precision) == 700 * 12 + 300 * 16
-        assert bytes_of(Size(1000, 300), "adamw", precision) == 1000 * 16
+        assert bytes_of(ModelSize(1000, 300), "muon", precision) == 700 * 12 + 300 * 16
+        assert bytes_of(ModelSize(1000, 300), "adamw", precision) == 1000 * 16
     assert USABLE == memory.USABLE
 
 

@@ -20,7 +20,7 @@ from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model, load_tokenizer
 from sftkit.models.padding import describe, pad_vocabulary, padding_rows
-from sftkit.models.structure import count_parameters, embedding_of, head, vocab_size
+from sftkit.models.structure import count_parameters, embedding_of, output_projection, vocab_size
 from sftkit.models.vocabulary import vocabulary_of
 from sftkit.models.weights import load_model_weights, load_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -52,13 +52,17 @@ def test_padding_is_zeros_behind_the_tokens_and_in_no_logit(kind: str) -> None:
     torch.testing.assert_close(padded(ids).logits, plain(ids).logits)
     assert describe(padded) == "vocabulary padded from 70 to 96 rows: zeros, out of logits and files"
     assert describe(plain) is None
-    assert head(padded).out_features == PADDED
+    assert output_projection(padded).out_features == PADDED
 
 
 def test_a_vocabulary_that_is_a_multiple_already_stays() -> None:
     model = make_model("untied", 64)
     pad_vocabulary(model, 32)
-    assert (padding_rows(model), embedding_of(model).shape[0], len(head(model)._forward_hooks)) == (0, 64, 0)
+    assert (padding_rows(model), embedding_of(model).shape[0], len(output_projection(model)._forward_hooks)) == (
+        0,
+        64,
+        0,
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -190,7 +194,7 @@ def test_generation_never_gives_a_row_of_padding() -> None:
     plain, padded = pair("untied")
     with torch.no_grad():
         for model in (plain, padded):
-            head(model).weight[:ROWS].sub_(10.0)  # so that a logit of 0 would win
+            output_projection(model).weight[:ROWS].sub_(10.0)  # so that a logit of 0 would win
     ids = torch.randint(3, ROWS, (2, 5))
     asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(padded.generate(ids, **asked), plain.generate(ids, **asked))

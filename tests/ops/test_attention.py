@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.collate import WHOLE, Batch, Part, collate, warm_up_batch
+from sftkit.data.collate import WHOLE, Batch, RowShard, collate, warm_up_batch
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
@@ -331,7 +331,7 @@ def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tu
     numbers = ((0, 1, 2), (3, 4, 5, 6))
     batches = [
         collate(examples, numbers, 1024, 0, max_docs=10, max_doc_length=1024, part=part).to(torch.device("cuda"))
-        for part in (WHOLE, *(Part("chunks", index, 2) for index in range(2)))
+        for part in (WHOLE, *(RowShard("chunks", index, 2) for index in range(2)))
     ]
     tensors = inputs(2, *heads, 128, "cuda", row_length=1024)
     query, key, value = (x.bfloat16().requires_grad_() for x in tensors[:3])

@@ -296,7 +296,7 @@ def test_rounding_keeps_what_bf16_can_hold_and_inf_and_nan() -> None:
 
 def rows_of_the_kernel(stochastic: bool, device: str) -> list[Any]:
     """Parameters of odd sizes, gradients that lie oddly, numbers of elements beyond 2^31."""
-    from sftkit.ops.adamw_kernel import PIECE, Row
+    from sftkit.ops.adamw_kernel import PIECE, ParameterShard
 
     rows, generator = [], torch.Generator().manual_seed(0)
     for i, size in enumerate((1, 33, 0, 128 * 64, PIECE, 2 * PIECE + 7, 100_003, 16)):
@@ -307,7 +307,7 @@ def rows_of_the_kernel(stochastic: bool, device: str) -> list[Any]:
             t.to(device, torch.bfloat16 if stochastic else torch.float32) for t in (weight, avg, avg_sq)
         )
         decays = (1e-3 * 0.1 * i, 1 - 0.9, 1 - 0.95, 1e-8)
-        rows.append(Row(weight, rounded, grad.to(device), avg, avg_sq, decays, 2**31 - 5 + i, random_key(i)))
+        rows.append(ParameterShard(weight, rounded, grad.to(device), avg, avg_sq, decays, 2**31 - 5 + i, random_key(i)))
     return rows
 
 

@@ -11,7 +11,7 @@ from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_w
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import Setup, estimate, estimates_of_places, held_bytes, shape_of_place
+from sftkit.memory.estimate import EstimateInputs, estimate, estimates_of_places, held_bytes, shape_of_place
 from sftkit.memory.shapes import shape_of
 from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
 
@@ -93,13 +93,15 @@ def test_models_that_have_no_such_stages_are_refused() -> None:
         layers_of_stages(tiny_qwen3_with_windows(), pipeline(), 2)
 
 
-def setup(**changes: Any) -> Setup:
+def setup(**changes: Any) -> EstimateInputs:
     lengths = make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 8).lengths
     layout = replace(make_layout_of("packed", lengths), global_batch_size=16, micro_batch_size=2)
     shape = shape_of(tiny_llama(layers=6))
     assert shape is not None
     return replace(
-        Setup(shape, layout, "adamw", "bf16", 64, 1.0, True, False, topology=Topology(stages=2), stage_layers=(4, 2)),
+        EstimateInputs(
+            shape, layout, "adamw", "bf16", 64, 1.0, True, False, topology=Topology(stages=2), stage_layers=(4, 2)
+        ),
         **changes,
     )
 

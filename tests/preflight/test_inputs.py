@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from sftkit.config.commands import program
-from sftkit.config.eval_tasks import EVAL_TASKS, METRICS, METRICS_IN_CHAT
+from sftkit.config.eval_tasks import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.load import read_config
 from sftkit.data import readers
 from sftkit.data.demo.builtin import FAMILIES
@@ -520,8 +520,8 @@ def test_scores_of_captions_are_metrics_of_the_stage_that_writes_them() -> None:
 
 
 def test_the_metrics_of_every_task_are_known() -> None:
-    assert set(METRICS) == set(EVAL_TASKS)
-    assert METRICS_IN_CHAT.keys() <= METRICS.keys()
+    assert set(TASK_METRICS) == set(EVAL_TASKS)
+    assert METRICS_IN_CHAT.keys() <= TASK_METRICS.keys()
 
 
 def test_of_lm_eval_and_without_evaluations_no_name_is_known() -> None:

@@ -101,7 +101,7 @@ class Prepared:
         self.tokenizer = tokenizer
         max_length = self.cfg.data.max_length
         assert max_length is not None
-        _, tokenize_of = stages.STAGES[stage]
+        _, tokenize_of = stages.DATA_OF_STAGES[stage]
         tokenize = tokenize_of(self.cfg.data, tokenizer, max_length)
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
         self.layout = make_layout(self.cfg.data, max_length, self.cfg.train, 1, self.examples.lengths)
@@ -663,13 +663,13 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
     inspect(monkeypatch, str(recipe), "--json", str(look))
     folders = sorted((tmp_path / "cache").iterdir())
     assert len(folders) == 2  # training and validation
-    examples = run_until_loaded(monkeypatch, stages.STAGES[stage][0], recipe)
+    examples = run_until_loaded(monkeypatch, stages.DATA_OF_STAGES[stage][0], recipe)
     assert sorted((tmp_path / "cache").iterdir()) == folders
     found = json.loads(look.read_text())
     assert found["sources"][0]["targets"] == examples.num_targets.sum()
     assert found["max_length"] == (48 if inherited else 64)
     assert (
-        f"stage     {stage}, by the recipe's name: shown is what scripts/{stages.STAGES[stage][0]} learns"
+        f"stage     {stage}, by the recipe's name: shown is what scripts/{stages.DATA_OF_STAGES[stage][0]} learns"
         in capsys.readouterr().out
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_run import make_run
 
-from sftkit.reports.collect import RESUMED, gather
+from sftkit.reports.collect import RESUMED, gather_report
 from sftkit.reports.pays import own_words, pays, pays_from
 from sftkit.reports.write import write_report
 from sftkit.train.proof import resume_check
@@ -71,7 +71,7 @@ def test_the_report_of_a_compiled_run_says_it_and_that_of_an_eager_one_does_not(
     (run / "summary.json").write_text(json.dumps(summary | {"compiled": False}))
     assert "Compiling took" not in write_report(run).read_text()
     (run / "summary.json").unlink()
-    assert gather(run)["compiling"].startswith(words), "it has not ended"
+    assert gather_report(run)["compiling"].startswith(words), "it has not ended"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name, value, expected in (
         ("compile/seconds", 0.0, None),  # eager
@@ -80,7 +80,7 @@ def test_the_report_of_a_compiled_run_says_it_and_that_of_an_eager_one_does_not(
     ):
         made = "".join(json.dumps(line | {name: value}) + "\n" for line in lines)
         (run / "metrics.jsonl").write_text(made)
-        assert gather(run)["compiling"] is expected
+        assert gather_report(run)["compiling"] is expected
 
 
 def test_a_run_that_logged_no_second_in_the_compiler_says_what_its_warm_up_took(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_run_that_logged_no_second_in_the_compiler_says_what_its_warm_up_took(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{name: value for name, value in line.items() if name != "compile/seconds"} for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert gather(run)["compiling"].startswith("Compiling took 41.3 s, as long as 10 of its steps")
+    assert gather_report(run)["compiling"].startswith("Compiling took 41.3 s, as long as 10 of its steps")
 
 
 def test_the_report_of_a_resumed_run_speaks_of_its_newest_start(tmp_path: Path) -> None:
@@ -96,5 +96,5 @@ def test_the_report_of_a_resumed_run_speaks_of_its_newest_start(tmp_path: Path) 
     proof = json.loads((run / "proof.json").read_text())
     proof["rows"].append({"name": RESUMED, "ok": True, "found": "step 50", "expected": "verified", "how": "sha256"})
     (run / "proof.json").write_text(json.dumps(proof))
-    assert "Compiling took 31.5 s when the run was resumed, as long as" in gather(run)["compiling"]
+    assert "Compiling took 31.5 s when the run was resumed, as long as" in gather_report(run)["compiling"]
     assert resume_check(0, None).name == RESUMED

@@ -22,10 +22,11 @@ from made_run import CHECKS, TASKS, make_run, metrics, write_rows
 
 from sftkit.errors import ConfigError
 from sftkit.reports.charts import Series, line_chart
+from sftkit.reports.collect import gather_report, newest_run_under
 from sftkit.reports.files import read_rows
 from sftkit.reports.page import SECTIONS
 from sftkit.reports.settings import hub_datasets, origin
-from sftkit.reports.write import gather, newest_run, report_of_folder, try_report, write_report
+from sftkit.reports.write import report_of_folder, try_report, write_report
 
 FILES = (
     "config.yaml",
@@ -179,7 +180,7 @@ def test_any_file_may_be_missing_or_cut_short_or_something_else(tmp_path: Path) 
 def test_what_cannot_be_read_is_said(run: Path) -> None:
     (run / "proof.json").unlink()
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-40])
-    report = gather(run)
+    report = gather_report(run)
     assert report["notes"] == ["proof.json is not there", "metrics.jsonl: 1 lines cannot be read and are left out"]
     assert "made no checks of itself" in read(write_report(run)).text
 
@@ -244,7 +245,7 @@ def test_a_value_that_is_not_finite_is_null_in_the_data_and_a_gap_in_the_line(ru
 
 
 def test_only_settings_that_differ_from_their_defaults_are_listed(run: Path) -> None:
-    rows = {row["key"]: row for row in gather(run)["config_changed"]}
+    rows = {row["key"]: row for row in gather_report(run)["config_changed"]}
     assert rows["train.max_steps"] == {"key": "train.max_steps", "value": 300, "default": None}
     assert rows["optim.lr"]["default"] == 2e-5
     assert rows["data.train.0.path"]["value"] == "HuggingFaceTB/smoltalk2"
@@ -339,7 +340,7 @@ def test_the_final_evaluation_stands_for_the_model_on_page_and_card(run: Path) -
 
 def test_a_final_evaluation_of_an_earlier_checkpoint_is_left_out_and_said(run: Path) -> None:
     final(run, 0.777, "runs/x/sft/step-000200")
-    report = gather(run)
+    report = gather_report(run)
     assert report["final"] == []
     assert report["notes"] == ["evals/final: arc_easy is of runs/x/sft/step-000200, not of step 300, and is left out"]
 
@@ -365,7 +366,7 @@ def test_further_metrics_of_a_task_are_no_evaluations_of_their_own(run: Path) ->
     row = {"step": 300, "eval/arc_easy/acc_norm": 0.4, "eval/arc_easy/acc": 0.3, "eval/arc_easy/low": 0.3}
     with (run / "evals.jsonl").open("a") as file:
         file.write(json.dumps(row | {"eval/other/acc": 0.5}) + "\n")
-    found = {(row["task"], row["metric"]) for row in gather(run)["evaluations"] if row["step"] == 300}
+    found = {(row["task"], row["metric"]) for row in gather_report(run)["evaluations"] if row["step"] == 300}
     assert ("arc_easy", "acc_norm") in found
     assert ("other", "acc") in found
     assert ("arc_easy", "acc") not in found
@@ -394,7 +395,7 @@ def test_the_newest_run_is_none_of_a_dashboard_and_none_that_was_set_aside(run: 
     (aside / "metrics.jsonl").touch()
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "config.yaml").touch()
-    assert newest_run(tmp_path) == run
+    assert newest_run_under(tmp_path) == run
 
 
 FAILING = """
@@ -453,7 +454,7 @@ def test_a_name_in_latest_never_leads_out_of_the_run(run: Path, tmp_path: Path) 
     (tmp_path / "step-1").mkdir()
     for name in ("../../step-1", str(tmp_path / "step-1"), "step-000300/../..", ".", "evals"):
         (run / "LATEST").write_text(name)
-        assert gather(run)["run"]["checkpoint"] is None
+        assert gather_report(run)["run"]["checkpoint"] is None
         write_report(run)
     assert not list(tmp_path.glob("**/README.md"))
 
@@ -474,7 +475,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"no run: it holds neither config.yaml"):
         write_report(tmp_path)
     with pytest.raises(ConfigError, match=r"no run there; make one"):
-        newest_run(tmp_path)
+        newest_run_under(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_run import make_run
 
-from sftkit.reports.collect import gather
+from sftkit.reports.collect import gather_report
 from sftkit.reports.compare import compare, speed_words
 from sftkit.reports.page import render
 
@@ -44,7 +44,7 @@ def test_a_run_that_has_logged_nothing_is_not_compared_and_the_page_says_so() ->
 
 def test_runs_of_the_same_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
     run, other = (make_run(tmp_path / place / "a" / "sft", steps=100) for place in ("here", "there"))
-    report = gather(run, other)
+    report = gather_report(run, other)
     assert (report["run"]["name"], report["against"]["run"]["name"]) == (str(run), str(other))
 
 
@@ -69,7 +69,7 @@ def test_the_speed_up_leaves_out_first_lines_and_names_other_machines() -> None:
 
 def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "a" / "long", steps=300), make_run(tmp_path / "b" / "short", steps=200, shift=0.1)
-    report = gather(run, other)
+    report = gather_report(run, other)
     training, validation = report["against"]["comparison"]["rows"][:2]
     at_200 = dict(map(tuple, report["curves"]["train/loss"]))[200]
     assert (training["step"], training["value"], validation["step"]) == (200, at_200, 200)
@@ -82,10 +82,10 @@ def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_pat
 def test_a_page_of_a_run_on_a_cpu_says_nothing_per_gpu(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a" / "sft", steps=100)
     environment = json.loads((run / "environment.json").read_text())
-    assert "per GPU" in render(gather(run))
+    assert "per GPU" in render(gather_report(run))
     (run / "environment.json").write_text(json.dumps({**environment, "device": "CPU (2 cores)"}))
-    page = render(gather(run))
+    page = render(gather_report(run))
     assert "per GPU" not in page
     assert "tokens/s per process" in page
     other = make_run(tmp_path / "b" / "sft", steps=100)
-    assert "per GPU" not in render(gather(run, other)).replace("tokens/s per GPU, b", "")
+    assert "per GPU" not in render(gather_report(run, other)).replace("tokens/s per GPU, b", "")

@@ -22,7 +22,7 @@ from sftkit.rundir.names import (
     COMPILE,
     CONFIG,
     LOCK,
-    METRICS,
+    METRICS_FILE,
     REPORT,
     RESULTS,
     STATUS,
@@ -49,7 +49,7 @@ def earlier_run(folder: Path) -> Path:
     for name in ("step-000002/manifest.json", f"{TOKENIZER}/tokenizer.json", "compile/rank000/graphs.txt", "mine.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"the first run's {name}")
-    for name in (CONFIG, METRICS, REPORT):
+    for name in (CONFIG, METRICS_FILE, REPORT):
         (folder / name).write_text(f"the first run's {name}")
     (folder / STATUS).write_text('{"status": "finished", "step": 2}')
     return folder
@@ -143,7 +143,7 @@ def test_a_start_that_was_killed_is_swept_by_the_next(tmp_path: Path) -> None:
     if child == 0:
         started(folder, None, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert (folder / METRICS).read_text() == f"the first run's {METRICS}"
+    assert (folder / METRICS_FILE).read_text() == f"the first run's {METRICS_FILE}"
     with pytest.raises(SystemExit):
         started(folder, None, fails(ConfigError("no")))
     assert sorted(path.name for path in folder.glob(".*")) == []
@@ -285,7 +285,7 @@ def test_a_run_beside_other_files_leaves_them_alone_and_so_does_one_that_fails(t
     started(folder, None, takes=True)
     after = contents(folder)
     assert before.items() <= after.items()
-    assert {METRICS, CONFIG, STATUS} <= after.keys()
+    assert {METRICS_FILE, CONFIG, STATUS} <= after.keys()
 
 
 def test_files_that_come_while_a_start_is_on_its_way_are_not_written_over(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_files_that_come_while_a_start_is_on_its_way_are_not_written_over(tmp_pa
 def test_a_folder_that_no_run_has_written_is_set_aside_whole_although_a_file_has_the_name_of_one(
     tmp_path: Path,
 ) -> None:
-    folder = project(tmp_path / "mine", METRICS, CONFIG)
+    folder = project(tmp_path / "mine", METRICS_FILE, CONFIG)
     before = contents(folder)
     started(folder, "auto", takes=True)
     assert contents(tmp_path / "mine.old-1") == before

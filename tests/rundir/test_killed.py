@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import cpu_runtime
 
-from sftkit.reports.write import gather, write_report
+from sftkit.reports.collect import gather_report
+from sftkit.reports.write import write_report
 from sftkit.rundir import lock
 from sftkit.rundir.killed import as_killed, killed_by, last_step, tell_killed
 from sftkit.rundir.status import RunStatus, read_status, start_command
@@ -60,7 +61,7 @@ def test_a_start_after_a_run_that_ended_says_nothing(killed_run: Path, capsys: p
 
 
 def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_running(killed_run: Path) -> None:
-    status = gather(killed_run)["status"]
+    status = gather_report(killed_run)["status"]
     assert (status["status"], status["step"]) == ("killed", 4)
     assert f"newest logged step 4, newest checkpoint {killed_run}/step-000003; go on from there: " in status["error"]
     assert status["error"].endswith("train.resume=auto")
@@ -69,7 +70,7 @@ def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_runn
     assert ">running<" not in page
     held = lock.take(killed_run)
     try:
-        assert gather(killed_run)["status"]["status"] == "running"
+        assert gather_report(killed_run)["status"]["status"] == "running"
     finally:
         held.release()
     assert as_killed(killed_run, {"status": "finished"}) == {"status": "finished"}
@@ -78,7 +79,7 @@ def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_runn
 def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> None:
     holder = json.loads((killed_run / ".lock").read_text())
     (killed_run / ".lock").write_text(json.dumps(holder | {"machine": "another boot", "host": "elsewhere"}))
-    assert gather(killed_run)["status"]["status"] == "running"
+    assert gather_report(killed_run)["status"]["status"] == "running"
 
 
 def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:

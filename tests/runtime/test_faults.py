@@ -20,8 +20,8 @@ from launched import Launcher, fill, launching, small_file_system
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
 from sftkit.rundir.status import RunStatus, effective_resume, is_symptom, read_status
-from sftkit.runtime.consistency import compare
-from sftkit.runtime.watchdog import compare as compare_places
+from sftkit.runtime.consistency import differing_values
+from sftkit.runtime.watchdog import find_blocking_ranks as compare_places
 from sftkit.runtime.watchdog import open_heartbeat
 
 
@@ -340,8 +340,8 @@ def test_a_heartbeat_is_that_of_the_present_step(tmp_path: Path) -> None:
 
 def test_differences_between_ranks_are_listed_by_name() -> None:
     values = [{"torch": "2.13", "optim.lr": "1"}, {"torch": "2.13", "optim.lr": "2"}, {"torch": "2.13"}]
-    assert compare(values) == ["optim.lr: 1 on rank 0; 2 on rank 1; not there on rank 2"]
-    assert compare([values[0]] * 3) == []
+    assert differing_values(values) == ["optim.lr: 1 on rank 0; 2 on rank 1; not there on rank 2"]
+    assert differing_values([values[0]] * 3) == []
 
 
 def test_the_ranks_that_are_behind_are_found_by_step_and_phase(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 from helpers import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sftkit.rundir.names import CONFIG, METRICS, PROOF, RECIPE
+from sftkit.rundir.names import CONFIG, METRICS_FILE, PROOF, RECIPE
 from sftkit.train.proof import verify_checkpoint
 
 ENV = {
@@ -72,7 +72,7 @@ def trained(recipe: Path, name: str, *words: str, ranks: int = 1, **env: str) ->
 
 
 def metrics(folder: Path) -> list[tuple[float, float]]:
-    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
     return [(row["train/loss"], row["train/grad_norm"]) for row in rows]
 
 

@@ -10,11 +10,11 @@ import preloaded
 import pytest
 from helpers import ROOT
 
-from sftkit.rundir.names import METRICS, step_dirs
+from sftkit.rundir.names import METRICS_FILE, step_dirs
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / METRICS).read_text().splitlines()]
+    return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
 @pytest.mark.slow

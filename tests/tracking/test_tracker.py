@@ -31,9 +31,9 @@ from sftkit.runtime.console import terminal
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import Ending
-from sftkit.tracking.dashboard.records import Table
+from sftkit.tracking.dashboard.records import LoggedTable
 from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, wandb_mode
-from sftkit.tracking.rows import drop_rows_after, read_rows
+from sftkit.tracking.rows import drop_rows_after, read_metric_rows
 from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
 METRICS = {
@@ -74,7 +74,7 @@ class Fake:
         self.on_row()
         self.seen.append(("row", step, values))
 
-    def table(self, step: int, table: Table) -> None:
+    def table(self, step: int, table: LoggedTable) -> None:
         self.seen.append(("table", step, table))
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -450,7 +450,7 @@ def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path)
     tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     tracker.log_evals(1, {}, [{"prompt": "a\u2028b\x85c", "reference": "", "answer": "", "stop": "length"}])
     drop_rows_after(tmp_path / "samples.jsonl", 1)
-    assert [row["prompt"] for row in read_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
+    assert [row["prompt"] for row in read_metric_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
 
 
 def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:

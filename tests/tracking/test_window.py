@@ -20,7 +20,7 @@ from sftkit.objectives.sums import LOSS, Totals
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
-from sftkit.tracking.window import WINDOW, go_on
+from sftkit.tracking.window import WINDOW, resume_window
 from sftkit.train.proof import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
@@ -48,7 +48,7 @@ def resume(meter: Meter, window: dict[str, Any], health: Any = None) -> str | No
     """On the same ranks."""
     rt = cpu_runtime()
     resumed = {"step": 1, "world_size": 1, "topology": rt.topology.describe(), WINDOW: {"meter": window, "health": {}}}
-    return go_on(resumed, meter, health or SimpleNamespace(go_on=lambda *_: None), rt, 4)
+    return resume_window(resumed, meter, health or SimpleNamespace(go_on=lambda *_: None), rt, 4)
 
 
 def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:

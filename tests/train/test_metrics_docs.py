@@ -13,7 +13,7 @@ from test_train import run
 
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.tracking.names import GROUPS, METRICS, RUN_VALUES, TABLES, find
-from sftkit.tracking.tracker import ALERTS, Kind
+from sftkit.tracking.tracker import ALERTS, EventKind
 
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
 
@@ -50,7 +50,7 @@ def test_what_a_resumed_run_counts_anew_is_named_beside_what_it_writes_again() -
 def test_every_kind_of_event_is_documented_with_its_level() -> None:
     found = dict(re.findall(r"^\| `([a-z_]+)` \| .* \| (WARN|ERROR) \|$", DOCS, re.MULTILINE))
     assert found == {kind: level for kind, (_, level) in ALERTS.items()}
-    assert set(found) == set(get_args(Kind))
+    assert set(found) == set(get_args(EventKind))
 
 
 def test_every_name_that_a_run_writes_is_documented(tmp_path: Path, tokenizer) -> None:

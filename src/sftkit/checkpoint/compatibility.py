@@ -23,7 +23,7 @@ from sftkit.models.padding import padding_rows
 from sftkit.models.vision import PIXELS
 
 MISSING = object()
-FIXED = (
+_FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
     *("model.path", "model.revision"),
 )
@@ -43,8 +43,8 @@ CHANGED = {
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets by itself."
-ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
-MIDDLE = 256
+_ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
+_MIDDLE = 256
 "Numbers of each encoded entry that are compared: of a picture a page of its file in the cache."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
 "Kept by versions that had no stretches; they may change."
@@ -67,7 +67,7 @@ def run_identity(
             "ids": _sample_digest(examples),
             **_given(examples),
         },
-        "rows": {name: getattr(layout, name) for name in ROWS},
+        "rows": {name: getattr(layout, name) for name in _ROWS},
     }
 
 
@@ -80,8 +80,8 @@ def _given(examples: Examples) -> dict[str, str]:
     found = {"given": _digest("\0".join(names).encode())} if names else {}
     if examples.encoder_inputs is not None:
         rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
-        starts = [max(0, (row.shape[1] - MIDDLE) // 2) for row in rows]
-        middles = [row[:, start : start + MIDDLE] for row, start in zip(rows, starts, strict=True)]
+        starts = [max(0, (row.shape[1] - _MIDDLE) // 2) for row in rows]
+        middles = [row[:, start : start + _MIDDLE] for row, start in zip(rows, starts, strict=True)]
         found["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
     return found
 
@@ -109,7 +109,7 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def shortened(value: Any) -> str:
+def _shortened(value: Any) -> str:
     """A value for a message; the middle of a long one is left out."""
     if value is MISSING:
         return "(none)"
@@ -117,7 +117,7 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
 
-def differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
+def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**old, **new}}
@@ -130,7 +130,7 @@ def check_identity(there: Any, here: Any, place: str) -> None:
     Raises:
         ConfigError: a line for each key that differs.
     """
-    different = {key: values for key, values in differences(there, here).items() if key not in STRETCHES}
+    different = {key: values for key, values in _differences(there, here).items() if key not in STRETCHES}
     if there and different:
         raise ConfigError(
             f"{place}: the checkpoint belongs to another model, tokenizer or data:\n"
@@ -163,12 +163,12 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )
     lines = [
-        f"{key} is now {shortened(b)} (was {shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
+        f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
     for key in LENGTH:
         if key in changed:
-            a, b = map(shortened, changed[key])
+            a, b = map(_shortened, changed[key])
             lines.append(
                 f"{key} is now {b} (was {a}): from here on the learning rate follows the schedule of that length"
             )
@@ -176,7 +176,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
 
 
 def _is_fixed(key: str) -> bool:
-    return key in FIXED or (key.startswith("optim.") and key not in OPTIM_FREE)
+    return key in _FIXED or (key.startswith("optim.") and key not in OPTIM_FREE)
 
 
 def _check_keys(keys: Sequence[str]) -> None:
@@ -189,5 +189,5 @@ def _check_keys(keys: Sequence[str]) -> None:
 
 def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:
     return "\n".join(
-        f"  {key}: {shortened(a)} in the checkpoint, {shortened(b)} in this run" for key, (a, b) in different.items()
+        f"  {key}: {_shortened(a)} in the checkpoint, {_shortened(b)} in this run" for key, (a, b) in different.items()
     )

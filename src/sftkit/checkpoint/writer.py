@@ -42,7 +42,7 @@ from sftkit.rundir.names import LATEST, OPTIMIZER, TRAINING_STATE, being_written
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
-Value = TypeVar("Value")
+T = TypeVar("T")
 SLOWEST = timedelta(hours=2)
 "How long ranks wait for the slowest writer."
 
@@ -165,10 +165,10 @@ class Writer:
         self._on_main(lambda: self._publish(snapshot.step, temporary, files))
         return sum(entry["bytes"] for entry in files.values())
 
-    def _together(self, do: Callable[[], Value]) -> list[Value]:
+    def _together(self, do: Callable[[], T]) -> list[T]:
         """Every rank does it; the results by rank. What fails on one fails on all."""
         try:
-            mine: tuple[Value | None, str | None] = (do(), None)
+            mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
         found: list[Any] = [mine]

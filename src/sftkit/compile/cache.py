@@ -32,7 +32,7 @@ from sftkit.runtime.start import Runtime
 log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
-PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
+_PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 
@@ -59,7 +59,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
     """sha256 of what the compiled code depends on: model, shapes, settings, versions, device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
-    return digest(
+    return _digest(
         {
             "model": [class_name(orig_model), config],
             "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
@@ -77,7 +77,7 @@ def _environment(device: torch.device) -> dict[str, object]:
     """Versions and device: code compiled under others is of no use."""
     cuda = device.type == "cuda"
     return {
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
@@ -85,7 +85,7 @@ def _environment(device: torch.device) -> dict[str, object]:
     }
 
 
-def digest(parts: dict[str, Any]) -> str:
+def _digest(parts: dict[str, Any]) -> str:
     """The same for equal parts, whatever their order."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

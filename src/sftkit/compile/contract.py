@@ -13,7 +13,7 @@ import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
 
-from sftkit.compile.fallbacks import REFUSED, eager_on_recompile
+from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile
 from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
 from sftkit.compile.refusal import describe, module_in
 from sftkit.config.schema import CompileConfig
@@ -138,7 +138,7 @@ def step_contract(
         with _stance(on_recompile, fell_back):
             yield
     except RuntimeError as error:
-        if REFUSED not in str(error):
+        if RECOMPILE_REFUSED not in str(error):
             raise
         raise _recompile_error(describe(str(error), module_in(error.__traceback__))) from error
     finally:

@@ -136,7 +136,7 @@ def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) 
         )
     files = CompilerFiles(lambda: compile_dir(place(), rank), compile.debug)
     with torch_logs_to(files, files.is_theirs, modules=dict.fromkeys(files.names, True)):
-        yield lambda: write_summary(rank, files)
+        yield lambda: _write_summary(rank, files)
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def torch_loggers() -> list[logging.Logger]:
     ]
 
 
-def write_summary(rank: int, files: CompilerFiles) -> None:
+def _write_summary(rank: int, files: CompilerFiles) -> None:
     """What `compiler_logs` yields."""
     files.make_folder()
     if rank != 0:

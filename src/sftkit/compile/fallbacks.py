@@ -10,7 +10,7 @@ import torch
 from torch._dynamo import eval_frame
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-REFUSED = "torch.compile stance is 'fail_on_recompile'"
+RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
 "Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
 
 
@@ -37,7 +37,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
             try:
                 return refuse(frame, *args, **kwargs)  # type: ignore[no-any-return]
             except RuntimeError as error:
-                if REFUSED not in str(error):
+                if RECOMPILE_REFUSED not in str(error):
                     raise
                 fell_back(str(error), frame.f_locals.get("self"))
             strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)

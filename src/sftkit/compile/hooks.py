@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sftkit.models.structure import called
 
-KINDS = {
+_KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
@@ -24,7 +24,7 @@ KINDS = {
 "Where torch.nn.Module keeps its hooks, by a number that no two hooks of a process share."
 EVERY_MODULE = "every module"
 "In place of a name: hooks that torch.nn.modules.module registers for all modules."
-ROOT = "the model itself"
+_ROOT = "the model itself"
 COMPILED = (
     "which the compiled code does not notice: add or remove hooks before the engine is built, or train with "
     "compile.enabled=false"
@@ -64,9 +64,9 @@ class HookWatch:
         }
         runs = {module for part in called(self._model) for module in part.modules()}
         uncalled = {
-            f"{name or ROOT}: {kind} {UNCALLED}"
+            f"{name or _ROOT}: {kind} {UNCALLED}"
             for name, module in self._model.named_modules()
-            for field, kind in KINDS.items()
+            for field, kind in _KINDS.items()
             if module not in runs and not all(map(_of_library, getattr(module, field).values()))
         }
         return sorted(changed | uncalled)
@@ -88,14 +88,14 @@ def _of_library(hook: Any) -> bool:
 
 def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
     own = (
-        Hook(name or ROOT, kind, number)
+        Hook(name or _ROOT, kind, number)
         for name, module in orig_model.named_modules()
-        for field, kind in KINDS.items()
+        for field, kind in _KINDS.items()
         for number in getattr(module, field)
     )
     of_all = (
         Hook(EVERY_MODULE, kind, number)
-        for field, kind in KINDS.items()
+        for field, kind in _KINDS.items()
         for number in getattr(torch_module, f"_global{field}")
     )
     return frozenset((*own, *of_all))

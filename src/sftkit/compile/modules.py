@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig, CompileModuleConfig
 from sftkit.errors import ConfigError
-from sftkit.models.structure import decoder, decoder_blocks, head
+from sftkit.models.structure import decoder, decoder_blocks, output_projection
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 "What is never called itself, so that its items are compiled one by one."
@@ -24,7 +24,7 @@ ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 "Of a tensor of so many dimensions, which follow the row length: boundaries [D], ids [B, T], states [B, T, H], masks [B, 1, T, T]."
 
 
-class Part(NamedTuple):
+class CompiledPart(NamedTuple):
     """A module that becomes graphs of its own."""
 
     path: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     "settings of this module"
 
 
-def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bool = False) -> list[Part]:
+def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bool = False) -> list[CompiledPart]:
     """Return what compile.modules names, in the order of the model; of two entries for a module the longer path counts.
 
     Args:
@@ -44,12 +44,12 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bo
             there.
     """
     assert compile.modules is not None
-    found: dict[str, Part] = {}
+    found: dict[str, CompiledPart] = {}
     for path in sorted(compile.modules, key=lambda path: path.count(".")):
         for named, at in _at(orig_model, path):
             own = compile.modules[path]
             place, module = _without_head(orig_model, named, at)
-            found[place] = Part(place, module, with_own(compile, own))
+            found[place] = CompiledPart(place, module, with_own(compile, own))
             if not own.enabled:
                 del found[place]
     _check_apart(found)
@@ -93,7 +93,7 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
     return path, module
 
 
-def _check_apart(found: dict[str, Part]) -> None:
+def _check_apart(found: dict[str, CompiledPart]) -> None:
     for path in found:
         parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
         outer = next((parent for parent in parents if parent in found), None)
@@ -103,8 +103,8 @@ def _check_apart(found: dict[str, Part]) -> None:
             )
 
 
-def _check_called(orig_model: PreTrainedModel, found: dict[str, Part], sharded: bool) -> None:
-    projection, blocks = head(orig_model), set(decoder_blocks(orig_model))
+def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], sharded: bool) -> None:
+    projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
     others = f"name other modules, such as {_some(_good_paths(orig_model))}"
     for path, part in found.items():
         inside = set(part.module.modules())
@@ -169,7 +169,7 @@ def _check_option(place: str, name: str, value: object) -> None:
         raise ConfigError(f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})")
 
 
-def arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str, Any]:
+def compile_arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str, Any]:
     """Return the arguments of torch.compile. It takes a mode or options, not both: with options the mode's are among them.
 
     Args:
@@ -208,7 +208,7 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
 
 def compile_part(module: torch.nn.Module, compile: CompileConfig, dynamic_layout: bool = False) -> None:
     """Compile in place, lazily; with compile.dynamic=marked the row length of all that the module is given is marked."""
-    module.compile(**arguments(compile, dynamic_layout))
+    module.compile(**compile_arguments(compile, dynamic_layout))
     if compile.dynamic == "marked":
         assert module._compiled_call_impl is not None
         # Dynamo traces no mark, so it is set around the compiled call; a hook of the module would be inside it.

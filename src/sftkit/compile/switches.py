@@ -17,7 +17,7 @@ from sftkit.config.schema import FROM_COMPILER, CompileConfig
 
 MOST_RECORDS = 100_000
 "Compilation records that are kept: torch keeps 64, and recompiles are counted from all of a run."
-MARGIN = 8
+_MARGIN = 8
 "Graphs of a function beyond those that a run declares, before torch may think of giving up on it."
 _NOT_STRICT = "mix_order_reduction_non_strict_mode"
 _THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
@@ -43,7 +43,7 @@ def compiler_switches(
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
         dynamo_utils.set_compilation_metrics_limit(MOST_RECORDS)
         if compile.enabled:
-            limit = MARGIN + graphs
+            limit = _MARGIN + graphs
             dynamo: dict[str, Any] = {
                 # Blocks already give overlap; DDP's own splitting would cut them up, see pytorch #108966.
                 "optimize_ddp": False,

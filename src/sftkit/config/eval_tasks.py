@@ -21,7 +21,7 @@ CODE = ("humaneval", "mbpp")
 "Tasks that run what the model writes."
 WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
 "Tasks that take no few-shot examples."
-METRICS: dict[str, tuple[str, ...]] = {
+TASK_METRICS: dict[str, tuple[str, ...]] = {
     "families": ("acc",),
     **dict.fromkeys(("mmlu", "boolq", "truthfulqa_mc1"), ("acc",)),
     **dict.fromkeys(("arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa"), ("acc", "acc_norm")),
@@ -31,7 +31,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "ifeval": ("prompt_strict", "inst_strict", "prompt_loose", "inst_loose"),
 }
 "Task -> the metrics that it is judged by."
-METRICS_IN_CHAT = {task: ("acc",) for task, metrics in METRICS.items() if "acc" in metrics} | {
+METRICS_IN_CHAT = {task: ("acc",) for task, metrics in TASK_METRICS.items() if "acc" in metrics} | {
     "gsm8k": ("exact_match",)
 }
 "The same with eval.format chat, of tasks that are judged otherwise there."

@@ -25,7 +25,7 @@ from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
-from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_CHARACTERS, MOST_VALUES, Keys, Node, dotted
+from sftkit.config.yaml_text import COMMAND_LINE, MOST_CHARACTERS, MOST_RECIPE_BYTES, MOST_VALUES, Keys, Node, dotted
 from sftkit.config.yaml_tree import apply_override, read_tree, render
 from sftkit.errors import ConfigError
 
@@ -129,8 +129,10 @@ def _resolve(
     words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MOST_CHARACTERS:,} characters: put it into the recipe")
-    if sum(map(len, words)) > MOST_BYTES:
-        raise ConfigError(f"{COMMAND_LINE}: more than {MOST_BYTES // 1024} KiB of words: put them into the recipe")
+    if sum(map(len, words)) > MOST_RECIPE_BYTES:
+        raise ConfigError(
+            f"{COMMAND_LINE}: more than {MOST_RECIPE_BYTES // 1024} KiB of words: put them into the recipe"
+        )
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)

@@ -11,7 +11,7 @@ ALIKE = 0.65
 "Likeness of two names of recipes, or of their folders, from which on one may be meant by the other."
 SIBLINGS = 0.6
 "The same of files in one folder."
-MOST_NAMES = 8
+_MOST_NAMES = 8
 "Recipes that a message lists."
 
 
@@ -19,22 +19,20 @@ def in_folder(folder: Path) -> str:
     """Return what is wrong with a folder in the place of a recipe."""
     found = sorted(folder.glob("*.yaml")) or sorted(folder.glob("*/*.yaml"))
     if not found:
-        return f"{shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
-    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-    return (
-        f"{shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(shown, found[:MOST_NAMES]))}{more}"
-    )
+        return f"{_shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"{_shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(_shown, found[:_MOST_NAMES]))}{more}"
 
 
 def did_you_mean(path: Path) -> str:
     """Return a sentence that names the recipes which a missing path may have meant; empty: none is like it."""
     score = {recipe: _alike(path, recipe) for recipe in _there(path)}
     best = max(score.values(), default=0.0)
-    found = sorted({f'"{shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
-    return f". Did you mean {' or '.join(found[:MOST_NAMES])}?" if found else ""
+    found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
+    return f". Did you mean {' or '.join(found[:_MOST_NAMES])}?" if found else ""
 
 
-def shown(path: Path) -> str:
+def _shown(path: Path) -> str:
     """Return a path as it is typed: what came with sftkit as recipes/x/sft.yaml from anywhere."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 CHAIN = ("base", "mid", "sft")
 "Those that follow one another."
-SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py", "caption": "caption_train.py"}
+STAGE_SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py", "caption": "caption_train.py"}
 "Name -> file of the script."
 
 
 def stage_of_script(script: str) -> str | None:
     """The stage that a script runs, by its file's name; None: it is somebody's own."""
-    return next((stage for stage, name in SCRIPTS.items() if Path(script).name == name), None)
+    return next((stage for stage, name in STAGE_SCRIPTS.items() if Path(script).name == name), None)
 
 
 def stage_of_recipe(recipe: str) -> str:
     """The stage that a recipe is of by its file's name: base.yaml, mid_long.yaml; sft if it names none."""
-    return next((stage for stage in SCRIPTS if Path(recipe).name.startswith(stage)), "sft")
+    return next((stage for stage in STAGE_SCRIPTS if Path(recipe).name.startswith(stage)), "sft")

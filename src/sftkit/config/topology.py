@@ -10,8 +10,8 @@ import yaml
 
 from sftkit.errors import ConfigError
 
-PREFIX = "PARALLELISM_CONFIG_"
-SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
+_PREFIX = "PARALLELISM_CONFIG_"
+_SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
 REST = -1
 "As dp_shard_size: all processes that the other sizes leave."
 
@@ -126,13 +126,13 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
     _refuse(environ)
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
-    sizes = {field: int(environ.get(PREFIX + name) or 1) for field, name in SIZES.items()}
+    sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
     if sizes["shards"] == REST:
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
     topology = Topology(**sizes, sharded=True)
     if topology.world_size != world_size:
-        named = " x ".join(f"{SIZES[field].lower()} {size}" for field, size in sizes.items())
+        named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         raise ConfigError(
             f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (of each stage, "
             "in a pipeline): change the sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the "
@@ -182,5 +182,5 @@ def _refuse(environ: Mapping[str, str]) -> None:
     for name, advice in instead.items():
         if environ.get(name, "false").lower() == "true":
             raise ConfigError(f"fsdp_config: {name.lower()}=true is not supported: {advice}")
-    if int(environ.get(PREFIX + "SP_SIZE") or 1) > 1:
+    if int(environ.get(_PREFIX + "SP_SIZE") or 1) > 1:
         raise ConfigError("parallelism_config: sp_size is not supported: use cp_size for long rows")

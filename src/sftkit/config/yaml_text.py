@@ -54,7 +54,7 @@ def dotted(keys: Sequence[str | int]) -> str:
     return ".".join(str(key) for key in keys).replace("\n", "\\n")
 
 
-MOST_BYTES = 64 * 1024
+MOST_RECIPE_BYTES = 64 * 1024
 "Of a recipe file with those that it extends, and of the words of the command line."
 MOST_VALUES = 5_000
 "Of a file or a word, and of what they make together; an alias counts as all that it stands for."

@@ -15,7 +15,7 @@ import yaml
 from sftkit.config import recipes
 from sftkit.config.commands import shipped, shipped_recipes
 from sftkit.config.paths import expanded
-from sftkit.config.yaml_text import COMMAND_LINE, MOST_BYTES, MOST_FILES, MOST_OF_KEY, Keys, Node, dotted, parse
+from sftkit.config.yaml_text import COMMAND_LINE, MOST_FILES, MOST_OF_KEY, MOST_RECIPE_BYTES, Keys, Node, dotted, parse
 from sftkit.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def merge(base: Node, top: Node) -> Node:
     return Node(merged, top.place)
 
 
-def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_BYTES) -> Node:
+def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_RECIPE_BYTES) -> Node:
     """The tree of a recipe file over the files that it `extends`, all of which have `room` bytes together."""
     place = str(path)
     text = _read_text(path, problems, chain[-1] if chain else None, room)
@@ -81,7 +81,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
             content = file.read(room + 1)
         if len(content) > room:
             together = " together with the files that extend it" if extended_by else ""
-            problems.append(f"{path}: more than {MOST_BYTES // 1024} KiB{together}, which no recipe has")
+            problems.append(f"{path}: more than {MOST_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
             return None
         return content.decode()
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.alike import NOWHERE, Alike
 from sftkit.data.conversation import Message, require_instructions
-from sftkit.data.reasoning import Thinking, arguments, reasoning_of, with_other_reasoning, with_reasoning
+from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
 from sftkit.data.spans import (
     cannot_begin_with_an_answer,
     marked_not_found,
@@ -271,7 +271,7 @@ class Finder:
 
     def _arguments(self, k: int) -> dict[str, Any]:
         """Those with which answer k is asked."""
-        return arguments(self.template, self.messages, k, self._given, self.thinking)
+        return template_arguments(self.template, self.messages, k, self._given, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """(text, where the answer begins): after the longest prompt that a server could have made for it."""

@@ -19,7 +19,7 @@ from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.encode import Encoded, encode
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
-from sftkit.data.reasoning import Thinking, arguments, check_reasoning, with_reasoning
+from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
 from sftkit.data.spans import special_pattern
 from sftkit.data.template import Span, render, special_tokens_of, template_of, unused_arguments
@@ -234,7 +234,7 @@ def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thi
     template = template_of(tokenizer, bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     messages = with_reasoning(messages, template, thinking)
-    args = arguments(template, messages, k, row.template_args, thinking)
+    args = template_arguments(template, messages, k, row.template_args, thinking)
     return replace(row, messages=messages, template_args=args or None)
 
 

@@ -23,7 +23,7 @@ TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few siz
 
 
 @dataclass(frozen=True)
-class Part:
+class RowShard:
     """What one of `count` processes that hold the same rows computes of each row."""
 
     kind: Literal["whole", "columns", "chunks"]
@@ -47,15 +47,15 @@ class Part:
         return pieces[self.index]
 
 
-WHOLE = Part("whole", 0, 1)
+WHOLE = RowShard("whole", 0, 1)
 
 
-def part_of(topology: Topology, rank: int) -> Part:
+def part_of(topology: Topology, rank: int) -> RowShard:
     """Return which positions of its group's rows a rank computes."""
     index = rank % topology.parts
     if topology.context > 1:
-        return Part("chunks", index, topology.context)
-    return Part("columns", index, topology.tensor) if topology.tensor > 1 else WHOLE
+        return RowShard("chunks", index, topology.context)
+    return RowShard("columns", index, topology.tensor) if topology.tensor > 1 else WHOLE
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def collate(
     pad_id: int,
     max_docs: int,
     max_doc_length: int,
-    part: Part = WHOLE,
+    part: RowShard = WHOLE,
     docs_per_row: int | None = None,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
@@ -219,7 +219,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
         yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
 
 
-def _part_of(batch: Batch, part: Part) -> Batch:
+def _part_of(batch: Batch, part: RowShard) -> Batch:
     """The local positions of whole rows; what says where their documents lie stays whole."""
     row_length = batch.shape[1]
     columns = torch.from_numpy(part.columns(row_length))
@@ -303,7 +303,7 @@ def warm_up_batch(
     vocab_size: int,
     max_docs: int,
     max_doc_length: int,
-    part: Part = WHOLE,
+    part: RowShard = WHOLE,
     docs_per_row: int | None = None,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
@@ -322,7 +322,7 @@ def warm_up_batch(
     return collate(examples, recipe, row_length, 0, max_docs, max_doc_length, part, docs_per_row)
 
 
-def check_part(layout: Layout, part: Part) -> None:
+def check_part(layout: Layout, part: RowShard) -> None:
     """Every row that the layout can make must split evenly.
 
     Raises:

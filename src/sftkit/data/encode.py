@@ -9,9 +9,9 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from sftkit.errors import ConfigError
 
-PIECE = 2**16
+CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
-MARGIN = 8
+_MARGIN = 8
 "Words at the end of a piece that the next one repeats twice: what follows may change the last ones."
 
 
@@ -46,20 +46,20 @@ def encode(
     """
     if not tokenizer.is_fast:
         raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
-    if len(text) <= PIECE:
+    if len(text) <= CHUNK_CHARACTERS:
         return _arrays(_call(tokenizer, text, split_special_tokens))
     parts, begin, tokens, ended = [], 0, 0, False
     again: list[list[int]] = [[], [], []]
     while not ended and (enough is None or tokens < enough):
-        encoded = _call(tokenizer, text[begin : begin + PIECE], split_special_tokens)
+        encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens)
         ids, starts, ends, _ = _arrays(encoded)
-        ended = begin + PIECE >= len(text)
-        borders = [0] * 2 * MARGIN + _borders(encoded)
-        kept = len(ids) if ended else borders[-2 * MARGIN]
+        ended = begin + CHUNK_CHARACTERS >= len(text)
+        borders = [0] * 2 * _MARGIN + _borders(encoded)
+        kept = len(ids) if ended else borders[-2 * _MARGIN]
         found = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
         if found != again or not (ended or ends[:kept].any()):
             return _arrays(_call(tokenizer, text, split_special_tokens))
-        again = [one[kept : borders[-MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
+        again = [one[kept : borders[-_MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
         parts.append((ids[:kept], starts[:kept] + begin, ends[:kept] + begin))
         tokens += kept
         begin += int(ends[kept - 1]) if kept else 0

@@ -42,7 +42,7 @@ def dropped(note: str, where: str) -> Finding:
     return Finding("dropped", DROPPED[note], 1, _short(where))
 
 
-def accepted(reason: str, where: str) -> Finding:
+def accepted_findings(reason: str, where: str) -> Finding:
     """One row that is learned from, although it is odd."""
     return Finding("accepted", reason, 1, _short(where))
 

@@ -22,13 +22,13 @@ from sftkit.runtime.progress import working
 
 log = logging.getLogger(__name__)
 RESAMPLE = Image.Resampling.BILINEAR
-Size = tuple[int, int, int]
+ImageSize = tuple[int, int, int]
 "Channels, height, width."
 DEEP = ("I", "F")
 "How Pillow's modes begin with more than 8 bits a channel, of which it would make white: where their range ends is not said."
 
 
-def load(names: Sequence[str], argument: str, size: Size, cache_dir: Path) -> EncoderInputs:
+def load(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
     """Each document's picture, from the cache on disk if they are there: uint8 [I, *size], a picture for each different name.
 
     Args:
@@ -49,7 +49,7 @@ def load(names: Sequence[str], argument: str, size: Size, cache_dir: Path) -> En
     return EncoderInputs({argument: array}, index)
 
 
-def read(name: str, size: Size) -> np.ndarray:
+def read(name: str, size: ImageSize) -> np.ndarray:
     """One picture, uint8 [channels, height, width]; of a file all of it, upright as its EXIF says, its sides stretched.
 
     Raises:
@@ -76,7 +76,7 @@ def read(name: str, size: Size) -> np.ndarray:
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def _key(names: Sequence[str], size: Size) -> str:
+def _key(names: Sequence[str], size: ImageSize) -> str:
     """Of all that the array depends on: names, sizes and times of files, the size of pictures, and the code. A file that is
     gone is named where it is read."""
     code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
@@ -98,7 +98,7 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     return array if array.shape == shape and array.dtype == np.uint8 else None
 
 
-def _written(file: Path, names: Sequence[str], size: Size) -> np.ndarray:
+def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
     """The array, in a file that gets its name when it is whole; in memory where the disk is full."""
     temporary = own_name(file)
     try:
@@ -114,7 +114,7 @@ def _written(file: Path, names: Sequence[str], size: Size) -> np.ndarray:
     return _read(np.zeros((len(names), *size), np.uint8), names, size) if found is None else found
 
 
-def _filled(file: Path, names: Sequence[str], size: Size) -> None:
+def _filled(file: Path, names: Sequence[str], size: ImageSize) -> None:
     """Write a .npy piece by piece; a full disk is an OSError and not a signal, as its space is taken first."""
     shape = (len(names), *size)
     needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
@@ -125,7 +125,7 @@ def _filled(file: Path, names: Sequence[str], size: Size) -> None:
     array.flush()
 
 
-def _read(array: np.ndarray, names: Sequence[str], size: Size) -> np.ndarray:
+def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarray:
     """Fill the array with all pictures.
 
     Raises:

@@ -19,7 +19,7 @@ from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.balance import causal_pairs
 from sftkit.data.cache import tokenizer_fingerprint
-from sftkit.data.collate import WHOLE, Batch, Part, check_part, collate
+from sftkit.data.collate import WHOLE, Batch, RowShard, check_part, collate
 from sftkit.data.order import Order, with_stretch
 from sftkit.data.pack import GlobalBatch, Layout, Stretch
 from sftkit.data.types import Examples, Tokenized, listed
@@ -70,7 +70,7 @@ class _Steps(Dataset[StepBatches]):
     "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that it is making; 0: none"
 
     def __init__(
-        self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: Part, divisors: np.ndarray
+        self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: RowShard, divisors: np.ndarray
     ) -> None:
         self.examples, self.layout, self.rank, self.pad_id, self.part = examples, layout, rank, pad_id, part
         self.lengths, self.num_targets, self.divisors = examples.lengths, examples.num_targets, divisors
@@ -131,7 +131,7 @@ class Batches:
         rank: int,
         pad_id: int,
         num_workers: int | None = 0,
-        part: Part = WHOLE,
+        part: RowShard = WHOLE,
         divisors: np.ndarray | None = None,
         earlier: Sequence[Stretch] = (),
         first_step: int = 0,

@@ -17,7 +17,7 @@ from sftkit.errors import ConfigError
 
 log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
-SAMPLE = 100_000  # documents packed on trial, 0.07 s
+_SAMPLE = 100_000  # documents packed on trial, 0.07 s
 NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe says
 PAD_MULTIPLE = 8  # of the row lengths of a dynamic layout, unless the recipe says
 FULL_OF_INPUTS = 0.95  # of the places for encoded inputs that are taken: an encoder costs more than padded positions
@@ -216,7 +216,7 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
     Slots are tight because attention kernels launch work for each of them, used or not.
     """
     cap = max(8, -(-int(2 * row_length / lengths.mean()) // 8) * 8)
-    sample = np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]
+    sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
     fewest = len(pack(lengths, sample, row_length, row_length))
     while len(pack(lengths, sample, row_length, cap)) > 1.005 * fewest:
         cap *= 2
@@ -225,7 +225,7 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
 
 def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """The most documents of which each has an encoded input, such that nearly all places for those are taken."""
-    sample = np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]
+    sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
     least, most = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
     while least < most:
         middle = (least + most + 1) // 2

@@ -15,9 +15,9 @@ from sftkit.data.template import Template, template_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 
-ASK = ({"role": "user", "content": "What is it?"}, {"role": "user", "content": "And then?"})
+_ASK = ({"role": "user", "content": "What is it?"}, {"role": "user", "content": "And then?"})
 PLAIN = ({"role": "assistant", "content": "This."}, {"role": "assistant", "content": "That."})
-REASONED = tuple({**answer, "reasoning_content": f"Because of {i}."} for i, answer in enumerate(PLAIN))
+_REASONED = tuple({**answer, "reasoning_content": f"Because of {i}."} for i, answer in enumerate(PLAIN))
 CALL = {
     "role": "assistant",
     "content": "",
@@ -25,18 +25,18 @@ CALL = {
 }
 RESULT = {"role": "tool", "content": "seen"}
 PROBES: dict[str, list[Message]] = {
-    "one turn": [ASK[0], PLAIN[0]],
-    "two turns": [ASK[0], PLAIN[0], ASK[1], PLAIN[1]],
-    "with reasoning": [ASK[0], REASONED[0]],
-    "two turns with reasoning": [ASK[0], REASONED[0], ASK[1], REASONED[1]],
-    "reasoning, then none": [ASK[0], REASONED[0], ASK[1], PLAIN[1]],
-    "none, then reasoning": [ASK[0], PLAIN[0], ASK[1], REASONED[1]],
-    "with a tool": [ASK[0], CALL, RESULT, PLAIN[0]],
+    "one turn": [_ASK[0], PLAIN[0]],
+    "two turns": [_ASK[0], PLAIN[0], _ASK[1], PLAIN[1]],
+    "with reasoning": [_ASK[0], _REASONED[0]],
+    "two turns with reasoning": [_ASK[0], _REASONED[0], _ASK[1], _REASONED[1]],
+    "reasoning, then none": [_ASK[0], _REASONED[0], _ASK[1], PLAIN[1]],
+    "none, then reasoning": [_ASK[0], PLAIN[0], _ASK[1], _REASONED[1]],
+    "with a tool": [_ASK[0], CALL, RESULT, PLAIN[0]],
 }
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedTargets:
     """Runs of targets in the documents of PROBES."""
 
     conversations: tuple[str, ...]
@@ -47,7 +47,7 @@ class Asked:
     "conversation and text of those that no prompt leads to"
 
 
-def asked(tokenize: partial[Tokenized]) -> Asked | None:
+def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
     """Whether each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token, with
     thinking asked for, not asked for, or as the template has it; None: the tokenizing learns no conversations by their
     answers.
@@ -75,7 +75,7 @@ def asked(tokenize: partial[Tokenized]) -> Asked | None:
                 for begin in begins
                 if example.ids[:begin].tolist() not in prompts
             ]
-    return Asked(tuple(rendered), count, tuple(unasked))
+    return AskedTargets(tuple(rendered), count, tuple(unasked))
 
 
 def _prompts(

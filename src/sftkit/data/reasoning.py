@@ -72,7 +72,7 @@ def check_reasoning(messages: list[Message], where: str) -> None:
             )
 
 
-def arguments(
+def template_arguments(
     template: Template, messages: list[Message], k: int, args: Mapping[str, Any] | None, thinking: Thinking
 ) -> dict[str, Any]:
     """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning, and

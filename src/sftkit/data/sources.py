@@ -194,7 +194,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
         if result.examples:
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
-                findings.add(part.found, findings.accepted(reason, where))
+                findings.add(part.found, findings.accepted_findings(reason, where))
         for example in result.examples:
             part.counts["documents"] += 1
             part.ids.append(example.ids)

@@ -12,7 +12,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
-from sftkit.config.stages import SCRIPTS
+from sftkit.config.stages import STAGE_SCRIPTS
 from sftkit.data import caption as captions
 from sftkit.data import chat, text
 from sftkit.data.learned import Targets
@@ -77,10 +77,10 @@ def _conversations(
     )
 
 
-STAGES: dict[str, tuple[str, OfStage]] = {
-    "base": (SCRIPTS["base"], base),
-    "mid": (SCRIPTS["mid"], mid),
-    "sft": (SCRIPTS["sft"], sft),
-    "caption": (SCRIPTS["caption"], caption),
+DATA_OF_STAGES: dict[str, tuple[str, OfStage]] = {
+    "base": (STAGE_SCRIPTS["base"], base),
+    "mid": (STAGE_SCRIPTS["mid"], mid),
+    "sft": (STAGE_SCRIPTS["sft"], sft),
+    "caption": (STAGE_SCRIPTS["caption"], caption),
 }
 "Name -> the script that runs it, and what it learns."

@@ -21,12 +21,12 @@ Span = tuple[int, int]
 "Character positions [start, end) in the rendered text."
 
 ASKED, ANSWERED, ASKED_AGAIN, ANSWERED_AGAIN = "first question", "first answer", "second question", "second answer"
-REASONED = "first reasoning"
+_REASONED = "first reasoning"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Names by which published templates take whether an answer begins with reasoning."
-FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
+_FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
 "What `with_arguments` puts before a template."
 
 
@@ -163,8 +163,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         argument = _thinking_argument(tokenizer, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
         key = _reasoning_key(tokenizer, source, conversation[:2])
-        thought = {**conversation[1], "content": f"<think>\n{REASONED}\n</think>\n\n{ANSWERED}"}
-        keeps = "<think>" in source and REASONED in render(tokenizer, source, [conversation[0], thought])[0]
+        thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{ANSWERED}"}
+        keeps = "<think>" in source and _REASONED in render(tokenizer, source, [conversation[0], thought])[0]
         append_only = text.startswith(answered_last[: _find(answered_last, ANSWERED)[1]])
         if append_only and key:
             reasoned = _with_reasoning(conversation, key)
@@ -173,7 +173,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
     turn_start = len(question) if text.startswith(question) else asked[1]
-    fixed = FIXED.match(source)
+    fixed = _FIXED.match(source)
     return Template(
         source=source,
         special_tokens=special_tokens,
@@ -212,13 +212,13 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: l
 def _reasoning_key(tokenizer: PreTrainedTokenizerBase, source: str, answered: list[Message]) -> str | None:
     """The field whose text is there when the answer is the last message."""
     for key in REASONING_KEYS:
-        if key in source and REASONED in render(tokenizer, source, _with_reasoning(answered, key))[0]:
+        if key in source and _REASONED in render(tokenizer, source, _with_reasoning(answered, key))[0]:
             return key
     return None
 
 
 def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
-    return [{**m, key: REASONED} if m["role"] == "assistant" else m for m in messages]
+    return [{**m, key: _REASONED} if m["role"] == "assistant" else m for m in messages]
 
 
 def with_arguments(source: str, args: Mapping[str, Any]) -> str:
@@ -228,7 +228,7 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: a name that the template does not use.
     """
-    source = FIXED.sub("", source)
+    source = _FIXED.sub("", source)
     for name in args:
         if not uses(source, name):
             raise ConfigError(

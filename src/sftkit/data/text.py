@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
-from sftkit.data.encode import PIECE, encode
+from sftkit.data.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.rows import refuse_picture, require_text
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
@@ -57,7 +57,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
-    if len(text) <= PIECE:
+    if len(text) <= CHUNK_CHARACTERS:
         ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
     else:
         before, after = _around(tokenizer)

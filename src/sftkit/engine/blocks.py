@@ -18,7 +18,7 @@ from sftkit.compile.contract import compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
-from sftkit.compile.modules import arguments, check_marked, check_options
+from sftkit.compile.modules import check_marked, check_options, compile_arguments
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -34,13 +34,13 @@ from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
-from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
+from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
@@ -99,7 +99,7 @@ def build(
         wrapped = distribute(
             model, source, plan.sharding, rt, cfg.train
         )  # after compile: what is sharded is hooked around graphs
-        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments(cfg.compile))
+        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
@@ -117,7 +117,7 @@ class Blocks:
         model: ModelWithLoss,
         wrapped: torch.nn.Module,
         optimizer: Optimizer,
-        attention: Choice,
+        attention: AttentionChoice,
         at_close: ExitStack,
         write_logs: Callable[[], None],
     ) -> None:
@@ -172,7 +172,7 @@ class Blocks:
         if isinstance(self._wrapped, Pipelined):
             say(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
-            say(compare(self._plan, peak_memory_gib(rt.device)))
+            say(against_measured(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
             compile_cache.keep(cfg, orig_model, layout, rt)
             if rt.is_main:

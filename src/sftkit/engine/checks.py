@@ -8,13 +8,13 @@ import torch
 
 from sftkit.compile.records import Records
 from sftkit.engine.gradient_check import GradientCheck
-from sftkit.engine.gradient_samples import Difference
+from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.roundings import MOST, MOST_OF_SCALE, Limits
 from sftkit.engine.self_check import DocumentCheck
 from sftkit.errors import RecompileError
 from sftkit.tracking.checks import Check
 
-SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+_SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 "Largest relative difference of a loss of a dozen targets that is computed in two ways, by the dtype of the weights."
 SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 "The same for the mean over a whole batch, in which roundings cancel."
@@ -28,8 +28,8 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
         logits_limit: of `limits`.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
-    isolated = check.leak <= SAME[dtype] * check.changed and check.changed > 0
-    limit = SAME[dtype]
+    isolated = check.leak <= _SAME[dtype] * check.changed and check.changed > 0
+    limit = _SAME[dtype]
     off = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-9)
     return [
         Check(
@@ -84,7 +84,7 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     )
 
 
-def _words(found: Difference) -> str:
+def _words(found: GradientDifference) -> str:
     """The worst parameter, the scale of all, and how many are too small to be measured by themselves."""
     small = f", {found.below} of {found.parameters} too small beside their block" if found.below else ""
     return f"{found.relative:.1e} at most ({found.parameter}), scale {found.scale:.5f}{small}"

@@ -13,7 +13,7 @@ from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
-from sftkit.tracking.tracker import Kind
+from sftkit.tracking.tracker import EventKind
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EngineReport:
 
     metrics: dict[str, float]
     "compile/*; see docs/metrics.md"
-    events: list[tuple[Kind, list[str]]]
+    events: list[tuple[EventKind, list[str]]]
     "what a person should know, by kind, all since the start"
     checks: list[Check]
     "for proof.json"

@@ -23,7 +23,7 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
-from sftkit.engine.gradient_samples import Difference, block_of, largest, own_part, places_of, taken
+from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, places_of, taken
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import gradients
@@ -44,8 +44,8 @@ from sftkit.runtime.start import Runtime
 class GradientCheck:
     """Gradients of our step against the plain model's."""
 
-    eager: Difference
-    compiled: Difference | None
+    eager: GradientDifference
+    compiled: GradientDifference | None
     why_not: str = ""
     "why the compiled step is not compared; empty where there is none"
     backend: str = ""
@@ -117,13 +117,13 @@ class _Sides:
         self.parameters = list(parameters)
         wanted = {id(p) for p in self.parameters if p.requires_grad}
         self.named = {name: p for name, p in model.orig_model.named_parameters() if id(p) in wanted}
-        self.blocks = block_of(model.orig_model)
+        self.blocks = block_names(model.orig_model)
         tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
         self.places = places_of(model.orig_model, self.named, tokens)
         self.names = rt.united(list(self.places))
         "of all ranks: a stage has places in its own parameters only"
 
-    def compare(self, whole: list[Batch], own: list[Batch]) -> Difference:
+    def compare(self, whole: list[Batch], own: list[Batch]) -> GradientDifference:
         """
         Args:
             whole: micro-batches of this rank's rows. own: what it computes of each.
@@ -246,7 +246,7 @@ class _Sides:
         self.model.zero_grad(set_to_none=True)
         return found
 
-    def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Difference:
+    def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
         """Over all ranks, which find the same."""
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}

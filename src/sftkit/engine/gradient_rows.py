@@ -12,9 +12,9 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
 from sftkit.runtime.start import Runtime
 
-SIZES = (8, 5)
+_SIZES = (8, 5)
 "Positions of the documents of a micro-batch, at most."
-ROW_LENGTH = 16
+_ROW_LENGTH = 16
 "Of the row without the compiler, for each rank that shares it."
 MICRO_BATCHES = 3
 "At most: the fewest that make a step add bf16 gradients up in fp32; in a pipeline also as many as it has stages."
@@ -37,7 +37,7 @@ def short_rows(
 ) -> tuple[list[Batch], list[Batch]]:
     """(whole micro-batches, this rank's parts of them) of one row with two documents and padding, or of two rows with one
     each if `alone`."""
-    row_length = ROW_LENGTH * rt.topology.parts
+    row_length = _ROW_LENGTH * rt.topology.parts
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
     return _micro_batches(orig_model, layout, rt, rows, row_length, 4, row_length)
 
@@ -65,7 +65,7 @@ def _micro_batches(
     """(whole micro-batches, this rank's parts of them): random tokens, others for each rank that has other rows, every third
     of them no target."""
     room = min(max_doc_length, row_length // max(map(len, rows)))
-    sizes = [min(size, room) for size in SIZES]
+    sizes = [min(size, room) for size in _SIZES]
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
     whole, own = [], []

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.models.structure import decoder_blocks, embedding_of, head
+from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.ops.dtensor import local, local_region
 
-SAMPLE = 4096
+_SAMPLE = 4096
 "Elements of a parameter that are compared, at most, evenly spread."
 LAST_ROWS = 8
 "Of embedding and head: where a vocabulary was padded or grown, and the last chunk of the loss ends."
@@ -27,7 +27,7 @@ experts a rounding may send a token to another one. How many are below is told."
 
 
 @dataclass(frozen=True)
-class Difference:
+class GradientDifference:
     """Of two sets of gradients."""
 
     relative: float
@@ -59,7 +59,7 @@ def places_of(
     Args:
         tokens: int64 [K], those of the documents.
     """
-    vocabulary = {id(embedding_of(orig_model)), id(head(orig_model).weight)}
+    vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
     found: dict[str, Places] = {}
     spread: dict[tuple[int, torch.device], Tensor] = {}  # blocks are alike: one tensor for all of a size
     for name, parameter in parameters.items():
@@ -86,7 +86,7 @@ def places_of(
 
 def evenly(size: int) -> Tensor:
     """Places in `size` elements, SAMPLE of them at most, int64: an odd distance passes through all columns."""
-    return torch.arange(0, size, -(-size // SAMPLE) | 1)
+    return torch.arange(0, size, -(-size // _SAMPLE) | 1)
 
 
 def _elements(rows: Tensor, width: int) -> Tensor:
@@ -119,14 +119,14 @@ def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
     return local(parameter.grad).flatten()[own].double()
 
 
-def block_of(orig_model: PreTrainedModel) -> dict[str, str]:
+def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
     """Name of each parameter of a block -> name of the block."""
     names = {id(module): name for name, module in orig_model.named_modules()}
     blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
     return {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
 
 
-def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> Difference:
+def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> GradientDifference:
     """The parameter with the largest relative difference, and the scale of all.
 
     Args:
@@ -151,4 +151,4 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> D
             worst, parameter = relative, name
     whole = sum(norm for _, norm, _ in sums.values())
     scale = sum(dot for _, _, dot in sums.values()) / whole if whole else math.nan
-    return Difference(worst, parameter, scale, below, len(sums))
+    return GradientDifference(worst, parameter, scale, below, len(sums))

@@ -15,7 +15,7 @@ from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states
 from sftkit.runtime.start import Runtime
 
-COLUMNS = 1 << 16
+CHECKSUM_COLUMNS = 1 << 16
 "Words that a tensor is folded to before they are weighted: 512 KiB, the only temporary memory."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 20010911
@@ -130,10 +130,10 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = local(tensor).detach().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    whole = len(words) // COLUMNS * COLUMNS
+    whole = len(words) // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS
     sums = rest = words[whole:].to(torch.int64)
     if whole:
-        sums = words[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
+        sums = words[:whole].view(-1, CHECKSUM_COLUMNS).sum(0, dtype=torch.int64)
         sums[: len(rest)] += rest
     return (sums * weights(flat.device)[: len(sums)]).sum()
 
@@ -142,7 +142,7 @@ def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [COLUMNS]."""
     if device not in _weights:
         generator = torch.Generator().manual_seed(_SEED)
-        made = torch.randint(-(2**63), 2**63 - 1, (COLUMNS,), generator=generator, dtype=torch.int64)
+        made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
         _weights[device] = (made | 1).to(device)
     return _weights[device]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from sftkit.engine.gradient_samples import Difference
+from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.self_check import REFUSED_FROM
 
 SCALE = 0.01
@@ -43,7 +43,7 @@ class Limits(NamedTuple):
     scale: float
     "of all gradients together"
 
-    def hold(self, found: Difference) -> bool:
+    def hold(self, found: GradientDifference) -> bool:
         """Whether gradients are the same."""
         return self.gradients is not None and found.relative < self.gradients and abs(found.scale - 1.0) < self.scale
 
@@ -74,7 +74,7 @@ def limits(dtype: torch.dtype, blocks: int, fp8: bool = False) -> Limits:
     return Limits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
 
 
-def worst(draws: Sequence[Difference]) -> Roundings:
+def worst(draws: Sequence[GradientDifference]) -> Roundings:
     """Of passes with other random draws."""
     return Roundings(max(d.relative for d in draws), max(abs(d.scale - 1.0) for d in draws))
 

@@ -12,14 +12,14 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.structure import head, logit_softcap, vocab_size
+from sftkit.models.structure import logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
 from sftkit.parallel.tensor import whole_rows
 
-SIZES = (8, 5)
+_SIZES = (8, 5)
 "Positions of the two documents."
-ROW_LENGTH = 16
+_ROW_LENGTH = 16
 REFUSED_FROM = 0.05
 "Relative difference of the logits with which no run starts; what a row of the proof allows is less: checks.limits."
 
@@ -45,7 +45,7 @@ class DocumentCheck:
 
 
 def check_documents(
-    model: ModelWithLoss, backend: str, device: torch.device, max_length: int = ROW_LENGTH
+    model: ModelWithLoss, backend: str, device: torch.device, max_length: int = _ROW_LENGTH
 ) -> DocumentCheck:
     """Two documents and padding in one row through our forward pass, and each document alone through the model's own,
     must give the same logits; sliding windows are made shorter than the documents for it.
@@ -82,14 +82,14 @@ def check_documents(
 
 def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_length: int) -> DocumentCheck:
     """The reference kernel stands in for sdpa, which takes one document a row."""
-    ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(SIZES) + 2)
-    examples = Examples.of(ids, SIZES, model.kind.made_up_inputs(model.orig_model, len(SIZES), max_length))
+    ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
+    examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), max_length))
     batch = _batch(examples, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
-    ours, theirs = _projected(model, hidden)[:, : sum(SIZES)], _plain_logits(model, batch)
+    ours, theirs = _projected(model, hidden)[:, : sum(_SIZES)], _plain_logits(model, batch)
     watched, targets = model.objective.watched, model.objective.count(batch)
     sums = [model.sums(_batch(examples, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
-    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(SIZES)]).measured[watched]
+    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[watched]
 
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
@@ -99,15 +99,15 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_lengt
         loss=float(sum(sums)) / targets,
         plain_loss=float(plain) / targets,
         targets=targets,
-        leak=float(moved[:, SIZES[0] : sum(SIZES)].max()),
-        changed=float(moved[:, : SIZES[0]].max()),
+        leak=float(moved[:, _SIZES[0] : sum(_SIZES)].max()),
+        changed=float(moved[:, : _SIZES[0]].max()),
     )
 
 
 def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
     """The inputs of a batch, every token of its first document another one, and what is encoded for it."""
     found = {name: value.clone() for name, value in batch.inputs.items()}
-    ids = found["input_ids"][:, : SIZES[0]]
+    ids = found["input_ids"][:, : _SIZES[0]]
     ids.copy_((ids + 1) % vocabulary)
     for name in found.keys() - set(OF_TOKENS):
         found[name][0] = found[name][0].flip(-1)
@@ -115,12 +115,12 @@ def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
 
 
 def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
-    return collate(examples, (tuple(documents),), ROW_LENGTH, 0, max_docs=3, max_doc_length=max(SIZES))
+    return collate(examples, (tuple(documents),), _ROW_LENGTH, 0, max_docs=3, max_doc_length=max(_SIZES))
 
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 [B, T, V]."""
-    projection, softcap = head(model.orig_model), logit_softcap(model.orig_model)
+    projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
     logits = projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

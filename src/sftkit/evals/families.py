@@ -12,9 +12,9 @@ NAME = "families"
 MAX_NEW_TOKENS = 32
 
 
-def heldout(max_per_family: int | None = None) -> list[builtin.Task]:
+def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
     """The first `max_per_family` held-out instances of each family (null: all), always the same ones."""
-    found: dict[str, list[builtin.Task]] = {family: [] for family in builtin.FAMILIES}
+    found: dict[str, list[builtin.TaskConversation]] = {family: [] for family in builtin.FAMILIES}
     for task in builtin.tasks("heldout"):
         found[task.family].append(task)
     return [task for of_family in found.values() for task in of_family[:max_per_family]]

@@ -19,15 +19,15 @@ from sftkit.data.template import render, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.generation.batching import MOST_POSITIONS, Batch, gathered, plan, shared_prefixes, turns
+from sftkit.generation.batching import MOST_POSITIONS, PromptBatch, gathered, plan, shared_prefixes, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
-from sftkit.models.structure import head, positions
+from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 from sftkit.runtime.start import Runtime
 
 MOST_TARGETS = 1024
 "Positions of a batch with logits, which take V numbers each."
-CHUNK = 256
+_CHUNK = 256
 "Positions whose fp32 log-probabilities exist at a time."
 DEFAULT_LENGTH = 2048
 "Longest input where neither model nor tokenizer says."
@@ -76,7 +76,7 @@ def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
 
 
-def encode(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
+def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
     """The tokens of each context and continuation of each example.
 
     The whole is tokenized at once and cut after as many tokens as the context has alone; white space at the end of a
@@ -132,7 +132,7 @@ def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> in
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredInput:
     """One input of the model and what is asked of it: several continuations may end in the same input."""
 
     ids: np.ndarray
@@ -145,19 +145,19 @@ class Row:
         return max(map(len, self.asked.values()))
 
 
-def rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[Row], list[int]]:
+def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[ScoredInput], list[int]]:
     """(inputs, the example that each is of), cut on the left to `longest` tokens."""
-    rows: list[Row] = []
+    rows: list[ScoredInput] = []
     owners: list[int] = []
     for i, pairs in enumerate(encoded):
-        same: dict[bytes, Row] = {}
+        same: dict[bytes, ScoredInput] = {}
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
             row = same.get(ids.tobytes())
             if row is None:
-                row = same[ids.tobytes()] = Row(ids, {})
+                row = same[ids.tobytes()] = ScoredInput(ids, {})
                 rows.append(row)
                 owners.append(i)
             row.asked[i, k] = continuation
@@ -181,8 +181,8 @@ def score(
     Args:
         encoded: what `encode` gives for the examples, if it is there already.
     """
-    encoded = encode(examples, tokenizer) if encoded is None else encoded
-    rows, owners = rows_of(encoded, max_length(orig_model, tokenizer))
+    encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
+    rows, owners = _rows_of(encoded, max_length(orig_model, tokenizer))
     groups = ["" if mixes_tokens(orig_model) else examples[i].group for i in owners]
     prefixes = shared_prefixes([row.ids for row in rows], [len(row.ids) - row.targets for row in rows], groups)
     batches = plan(
@@ -218,7 +218,7 @@ def _likelihoods(values: dict[int, tuple[float, bool, int]]) -> Likelihoods:
 
 
 def _score_batch(
-    orig_model: PreTrainedModel, batch: Batch, rows: Sequence[Row], prefix: SharedPrefix
+    orig_model: PreTrainedModel, batch: PromptBatch, rows: Sequence[ScoredInput], prefix: SharedPrefix
 ) -> list[list[tuple[tuple[int, int], tuple[float, bool, int]]]]:
     """((example, continuation), (log-likelihood, is it greedy, tokens)) of all that is asked of each row."""
     chosen = [rows[i] for i in batch.rows]
@@ -256,10 +256,10 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
-    for start in range(0, len(logits), CHUNK):
-        log_probs = F.log_softmax(logits[start : start + CHUNK].float(), dim=-1)
+    for start in range(0, len(logits), _CHUNK):
+        log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
         best.append(log_probs.argmax(-1))
-        inside = ((which[:, 0] >= start) & (which[:, 0] < start + CHUNK)).nonzero().squeeze(1)
+        inside = ((which[:, 0] >= start) & (which[:, 0] < start + _CHUNK)).nonzero().squeeze(1)
         values[inside] = log_probs[which[inside, 0] - start, which[inside, 1]]
     return values.tolist(), torch.cat(best).tolist()
 
@@ -272,7 +272,7 @@ def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
     def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (inputs[0].flatten(0, -2).index_select(0, at), *inputs[1:])
 
-    hook = head(orig_model).register_forward_pre_hook(choose)
+    hook = output_projection(orig_model).register_forward_pre_hook(choose)
     try:
         yield
     finally:

@@ -139,7 +139,7 @@ class Suite:
 
     def _encoded(self, task: Task[Any, Any]) -> list[Any]:
         if isinstance(task.examples[0], Choices):
-            return scoring.encode(task.examples, self.tokenizer)
+            return scoring.encode_continuation(task.examples, self.tokenizer)
         prompts = [
             (scoring.prompt_text(q.prompt, self.tokenizer), not isinstance(q.prompt, str)) for q in task.examples
         ]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from sftkit.data.conversation import Message
 from sftkit.generation.answer import Answer
 
-Message = dict[str, Any]
 Marks = dict[str, float | list[float]]
 "Metric -> the mark of one example, or its list of marks where an example is judged several times (IFEval's instructions)."
 
@@ -59,17 +59,17 @@ class Likelihoods:
     "its length in tokens"
 
 
-Asked = TypeVar("Asked", Choices, Question)
+AskedT = TypeVar("AskedT", Choices, Question)
 Given = TypeVar("Given", Likelihoods, Answer)
 
 
 @dataclass(frozen=True)
-class Task(Generic[Asked, Given]):
+class Task(Generic[AskedT, Given]):
     """A named set of examples with its judge."""
 
     name: str
-    examples: tuple[Asked, ...]
-    judge: Callable[[Sequence[Asked], Sequence[Given]], list[Marks]]
+    examples: tuple[AskedT, ...]
+    judge: Callable[[Sequence[AskedT], Sequence[Given]], list[Marks]]
     "marks of every example, in order; called once for all, on one rank"
     metric: str
     "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."

@@ -17,12 +17,12 @@ MOST_POSITIONS = 32_768
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 Prefix = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Rows that go through the model together."""
 
     rows: tuple[int, ...]
@@ -34,7 +34,7 @@ class Batch:
 class Turn(NamedTuple):
     """What this rank does while every other rank does the same."""
 
-    batch: Batch | None
+    batch: PromptBatch | None
     "None: fewer batches are left than ranks"
     new_prefix: bool
     "some rank computes a prefix in this turn"
@@ -78,7 +78,7 @@ def plan(
     most_positions: int | None = None,
     most_targets: int | None = None,
     most_cached: int | None = None,
-) -> list[Batch]:
+) -> list[PromptBatch]:
     """Rows in batches: those with one prefix together, longest first, so that little is padded and too long is soon known.
 
     Args:
@@ -91,7 +91,7 @@ def plan(
     for prefix in prefixes:
         order.setdefault(prefix, len(order))
     queue = sorted(range(len(lengths)), key=lambda i: (order[prefixes[i]], -lengths[i], i))
-    batches: list[Batch] = []
+    batches: list[PromptBatch] = []
     rows: list[int] = []
     for i in queue:
         together = [*rows, i]
@@ -102,10 +102,10 @@ def plan(
             or (most_cached is not None and _cached(together, lengths, prefixes, new_tokens) > most_cached)
         )
         if rows and (too_many or prefixes[rows[0]] != prefixes[i]):
-            batches.append(Batch(tuple(rows), prefixes[rows[0]]))
+            batches.append(PromptBatch(tuple(rows), prefixes[rows[0]]))
             rows = []
         rows.append(i)
-    return [*batches, Batch(tuple(rows), prefixes[rows[0]])] if rows else batches
+    return [*batches, PromptBatch(tuple(rows), prefixes[rows[0]])] if rows else batches
 
 
 def _cached(
@@ -117,7 +117,7 @@ def _cached(
     return len(rows) * (prefix + lengths[rows[0]] + new) if prefix or new else 0
 
 
-def turns(batches: Sequence[Batch], rt: Runtime | None) -> Iterator[Turn]:
+def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
     """The batches dealt to the ranks in turn; tensor-parallel ranks of a group have the same ones. Ranks have equally many
     turns and ask for a stop before each, which may raise Stopped. Without a runtime: all of them."""
     alike = rt.topology.tensor if rt is not None else 1
@@ -132,7 +132,7 @@ def turns(batches: Sequence[Batch], rt: Runtime | None) -> Iterator[Turn]:
         yield Turn(dealt[index] if index < len(dealt) else None, new)
 
 
-def gathered(found: dict[int, Found], rt: Runtime | None) -> list[Found]:
+def gathered(found: dict[int, T], rt: Runtime | None) -> list[T]:
     """What all ranks have found, in the order of the rows, on every rank."""
     if rt is not None and rt.world_size > 1:
         found = dict(gather_object(list(found.items())))

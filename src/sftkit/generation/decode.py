@@ -16,8 +16,8 @@ from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import MOST_POSITIONS, gathered, plan, shared_prefixes, turns
 from sftkit.generation.kv_cache import SharedPrefix, most_cached, plain_forward
-from sftkit.generation.rows import Decoding, Row
-from sftkit.generation.static_step import pays, refusal
+from sftkit.generation.rows import DecodedSequence, Decoding
+from sftkit.generation.static_step import replay_pays, replay_refusal
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import mixes_tokens, windows
@@ -81,11 +81,11 @@ def generate(
     with plain_forward(orig_model):
         for batch, new_prefix in turns(batches, rt):
             prefix.move_to(batch.prefix if batch else (), together is not None and new_prefix)
-            rows = [Row(i, most[i], stops[i]) for i in batch.rows] if batch else []
+            rows = [DecodedSequence(i, most[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(encoder_inputs, rows, orig_model.device)
             continuation = kind.continuation(orig_model, inputs) if rows else Continuation(orig_model, {})
             steps = max((row.most for row in rows), default=0) - 1
-            replayed = replay if replay is not None else not reason and pays(orig_model.device, steps)
+            replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, [ids[row.index] for row in rows], prefix, replayed)
             while decoding.goes_on(together):
                 for row, token in decoding.step():
@@ -94,7 +94,9 @@ def generate(
     return gathered(found, rt)
 
 
-def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[Row], device: torch.device) -> dict[str, torch.Tensor]:
+def _inputs(
+    encoder_inputs: EncoderInputs | None, rows: Sequence[DecodedSequence], device: torch.device
+) -> dict[str, torch.Tensor]:
     """What an encoder is given for these rows, [B, ...] each."""
     if encoder_inputs is None or not rows:
         return {}
@@ -105,7 +107,7 @@ def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[Row], device: t
 def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
     if rt is not None and rt.topology.sharded:
         return "the model is sharded over ranks"
-    return refusal(orig_model)
+    return replay_refusal(orig_model)
 
 
 def stream(

@@ -11,7 +11,7 @@ from sftkit.data.demo import builtin
 from sftkit.data.template import template_of
 from sftkit.rundir.names import RECIPE
 
-SHOWN = ("arithmetic", "calendar", "pick")
+_SHOWN = ("arithmetic", "calendar", "pick")
 "Families of which a question is shown."
 
 
@@ -49,4 +49,4 @@ def learned_questions(folder: Path) -> list[str]:
     if "builtin:tasks" not in [source["path"] for source in recipe["data"]["train"]]:
         return []
     alone = {task.family: task.messages for task in builtin.tasks("heldout") if len(task.messages) == 2}
-    return [alone[family][0]["content"] for family in SHOWN]
+    return [alone[family][0]["content"] for family in _SHOWN]

@@ -15,14 +15,14 @@ from pathlib import Path
 from sftkit.config.paths import expanded
 from sftkit.config.schema import DataConfig
 from sftkit.config.terminal import say
+from sftkit.data.conversation import Message
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.signals import exit_on_signals
 
-Message = dict[str, str]
 Stream = Callable[[list[Message]], Iterator[str]]
 "Messages -> the answer, piece by piece."
 
-HISTORY = Path(DataConfig.cache_dir) / "chat_history"
+HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
 MOST_LINES = 1000
 "Of the history."
 SAVED = "chat.jsonl"
@@ -153,15 +153,15 @@ def _editing() -> Iterator[None]:
         yield
         return
     with suppress(OSError):
-        readline.read_history_file(HISTORY)
+        readline.read_history_file(HISTORY_FILE)
     try:
         yield
     finally:
         with suppress(OSError):
             readline.set_history_length(MOST_LINES)
-            HISTORY.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(HISTORY, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
-            readline.write_history_file(HISTORY)
+            HISTORY_FILE.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
+            readline.write_history_file(HISTORY_FILE)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ KEPT_SHARE_REPLAYED = 0.5
 
 
 @dataclass
-class Row:
+class DecodedSequence:
     """A prompt that is being answered."""
 
     index: int
@@ -73,7 +73,7 @@ class Decoding:
         self,
         orig_model: PreTrainedModel,
         continuation: Continuation,
-        rows: list[Row],
+        rows: list[DecodedSequence],
         prompts: Sequence[np.ndarray],
         prefix: SharedPrefix,
         replay: bool,
@@ -102,7 +102,7 @@ class Decoding:
         going = any(not row.stop for row in self.rows)
         return going if together is None else together.any_rank(going)
 
-    def step(self) -> list[tuple[Row, int]]:
+    def step(self) -> list[tuple[DecodedSequence, int]]:
         """Rows that go on, perhaps some that have ended, and the next token of each."""
         self._drop_ended()
         if not self.rows:

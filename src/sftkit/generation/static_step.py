@@ -26,12 +26,12 @@ GROWING_ROPES = ("dynamic", "longrope")
 "Rotary embeddings that look at the highest position on the host."
 
 
-def pays(device: torch.device, steps: int) -> bool:
+def replay_pays(device: torch.device, steps: int) -> bool:
     """Whether so many steps of a batch are done sooner when they are replayed."""
     return device.type == "cuda" and steps >= PAYS_FROM
 
 
-def refusal(orig_model: PreTrainedModel) -> str | None:
+def replay_refusal(orig_model: PreTrainedModel) -> str | None:
     """Return why this model's step cannot be replayed, None if it can."""
     config = orig_model.config.get_text_config()
     if mixed := mixes_tokens(orig_model):

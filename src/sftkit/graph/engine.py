@@ -34,11 +34,11 @@ from sftkit.graph.graphs import Counts
 from sftkit.graph.passes import dump
 from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
-from sftkit.ops.attention_choice import Choice, choose_backend, eager_backend
+from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -48,7 +48,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
-from sftkit.tracking.tracker import Kind
+from sftkit.tracking.tracker import EventKind
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class GraphEngine:
         plan: MemoryPlan,
         model: ModelWithLoss,
         optimizer: Optimizer,
-        attention: Choice,
+        attention: AttentionChoice,
         run_dir: Path,
         at_close: ExitStack,
     ) -> None:
@@ -220,7 +220,7 @@ class GraphEngine:
                     say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
                 known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
-            say(compare(self._plan, peak_memory_gib(self._rt.device)))
+            say(against_measured(self._plan, peak_memory_gib(self._rt.device)))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -275,7 +275,7 @@ class GraphEngine:
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
         counts |= {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
         graphs = int(counts["compile/graphs"]) if self.compiled else None
-        events: list[tuple[Kind, list[str]]] = [
+        events: list[tuple[EventKind, list[str]]] = [
             ("recompile", list(records.recompile_kinds)),
             ("fallback", list(records.fallback_kinds)),
             ("hook", list(records.hooks)),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
-from sftkit.models.structure import head
+from sftkit.models.structure import output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
 
 _GATHER = "_sftkit_gather"
@@ -94,7 +94,7 @@ def _gather_head(model: ModelWithLoss) -> None:
     inner: Callable[..., Any] = model.sums_of_chosen
 
     def sums_of_chosen(*args: Any) -> Any:
-        with reading(head(model.orig_model)):
+        with reading(output_projection(model.orig_model)):
             return inner(*args)
 
     model.sums_of_chosen = sums_of_chosen  # type: ignore[method-assign,assignment]

@@ -12,7 +12,7 @@ from sftkit.config.commands import invocation, shipped
 from sftkit.config.load import read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config
-from sftkit.config.stages import CHAIN, SCRIPTS
+from sftkit.config.stages import CHAIN, STAGE_SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import inputs_of
@@ -21,7 +21,7 @@ from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
 from sftkit.rundir.status import read_status
 
-STAGES = {stage: f"scripts/{SCRIPTS[stage]}" for stage in CHAIN}
+CHAIN_SCRIPTS = {stage: f"scripts/{STAGE_SCRIPTS[stage]}" for stage in CHAIN}
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
@@ -32,7 +32,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     """
     recipes: dict[str, Config] = {}
     problems: list[str] = []
-    for stage in STAGES:
+    for stage in CHAIN_SCRIPTS:
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
         rules = [run_dir_can_be_made, *inputs_of(stage, made)]
         try:
@@ -80,7 +80,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
 
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
-        return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in STAGES)
+        return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in CHAIN_SCRIPTS)
 
     def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
         return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
@@ -88,7 +88,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     checkpoint = trained["sft"]["checkpoint"]
     lines = [
         "",
-        f"  {'':<28}" + "".join(f"{stage:>12}" for stage in STAGES),
+        f"  {'':<28}" + "".join(f"{stage:>12}" for stage in CHAIN_SCRIPTS),
         row("steps", lambda s: f"{s['step']}"),
         row("tokens", lambda s: f"{s['tokens']:,}"),
         row("training loss (nats)", metric("metrics", "train/loss", ".4f")),

@@ -14,11 +14,11 @@ from pathlib import Path
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, program
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
-from sftkit.config.stages import SCRIPTS as STAGES
+from sftkit.config.stages import STAGE_SCRIPTS as STAGES
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 
-USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
+CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
 
   init DIR              copy scripts, recipes and Accelerate configs into DIR
   chain FOLDER          base, mid, sft, evaluation: sftkit chain recipes/smoke
@@ -45,7 +45,7 @@ def main() -> None:
     """Replace this process by the one that does it, so that signals and exit codes are that one's."""
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        say(USAGE)
+        say(CLI_USAGE)
     elif word == "--version":
         say(f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}")
     elif word == "init":

@@ -22,7 +22,7 @@ from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import stages_of
-from sftkit.config.stages import SCRIPTS, stage_of_script
+from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
@@ -191,7 +191,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         ConfigError: the recipe or what it starts from is wrong, or there is no such script.
     """
     if not Path(shipped(script)).is_file():
-        known = [f"scripts/{name}" for name in SCRIPTS.values()]
+        known = [f"scripts/{name}" for name in STAGE_SCRIPTS.values()]
         near = difflib.get_close_matches(script, known, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")

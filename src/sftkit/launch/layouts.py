@@ -15,13 +15,13 @@ from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, stages_of
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
-from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, Setup, Shape, estimate
+from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of
 
 CUT = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be cut over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
-CHUNK = 4096
+_CHUNK = 4096
 "loss.chunk_tokens, its default."
 NEARLY = 0.97
 "A simpler layout is taken before one that is faster by less than this."
@@ -46,7 +46,7 @@ class Machines:
 class OnPaper:
     """A layout for a model on some GPUs."""
 
-    setup: Setup
+    setup: EstimateInputs
     machines: Machines
     memory: str
     "train.memory"
@@ -95,7 +95,7 @@ def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
             yield Topology(stages=stages, shards=gpus // stages, sharded=True)
 
 
-def on_paper(setup: Setup, memory: str, machines: Machines) -> OnPaper:
+def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     """Memory, traffic and speed of one layout."""
     t, count = setup.topology, setup.layout.accumulation
     tokens = max(rows * length for rows, length in setup.layout.shapes)
@@ -110,7 +110,7 @@ def on_paper(setup: Setup, memory: str, machines: Machines) -> OnPaper:
     return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
 
 
-def _exchanging(setup: Setup, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
+def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
     """Seconds of the exchanges of a step for which a GPU waits, and of those that take place while it computes.
 
     Weights are gathered behind forward passes, where they are gathered again for each pass half of them behind backward passes, and
@@ -154,7 +154,7 @@ def _speed(among: str, t: Topology, machines: Machines) -> float:
 
 def setups(
     shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int]
-) -> Iterator[tuple[Setup, str]]:
+) -> Iterator[tuple[EstimateInputs, str]]:
     """What could be run, with train.memory: the simplest and fastest first.
 
     Args:
@@ -170,8 +170,8 @@ def setups(
         for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
             layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
             for optimizer in (DEFAULT, FALLBACK) if memory != "low" else (FALLBACK,):
-                setup = Setup(
-                    shape, layout, optimizer, "bf16", CHUNK, budget, True, False, topology=topology, sharding=sharding
+                setup = EstimateInputs(
+                    shape, layout, optimizer, "bf16", _CHUNK, budget, True, False, topology=topology, sharding=sharding
                 )
                 yield replace(setup, stage_layers=_layers(shape, topology.stages)), memory
 

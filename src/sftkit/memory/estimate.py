@@ -42,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EstimateInputs:
     """All that the estimate depends on."""
 
     shape: Shape
@@ -100,7 +100,7 @@ class Estimate:
         return self.total - self.context
 
 
-def kept_elements(s: Setup) -> float:
+def kept_elements(s: EstimateInputs) -> float:
     """Elements of a block's activations that are kept per token for its backward pass.
 
     Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, but at budgets 0.3 and 0.5 the
@@ -120,14 +120,14 @@ def kept_elements(s: Setup) -> float:
     return min(without_pointwise, least + s.budget * (everything - least))
 
 
-def _all_elements(s: Setup) -> int:
+def _all_elements(s: EstimateInputs) -> int:
     """What a block keeps per token if nothing is recomputed; eager norms, activations and rotations keep their steps."""
     m = s.shape
     a, b, c = (4, 3, 3) if s.compiled else (8, 5, 4)
     return a * m.hidden + b * (m.query + m.key) + c * m.inner + 2 * m.head_dim
 
 
-def estimate(s: Setup) -> Estimate:
+def estimate(s: EstimateInputs) -> Estimate:
     """The peak of one rank's step: at the start of the backward pass, or at its end, when all gradients exist.
 
     In between activations go as gradients come, both linearly, so one of the ends is the peak. Replicas hold all
@@ -158,7 +158,7 @@ def estimate(s: Setup) -> Estimate:
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 
-def _encoder_elements(s: Setup, tokens: int) -> float:
+def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
     """Elements that are kept of an encoder's activations, and of the decoder's attention to them: keys and values of encoded
     positions in each block, which no budget computes again for less, and queries, outputs and a norm of its own tokens."""
     if s.encoder is None:
@@ -167,12 +167,12 @@ def _encoder_elements(s: Setup, tokens: int) -> float:
     return own + s.shape.blocks * (2 * s.shape.key * s.encoded + (2 * s.shape.query + s.shape.hidden) * tokens)
 
 
-def _encoder_block_bytes(s: Setup) -> float:
+def _encoder_block_bytes(s: EstimateInputs) -> float:
     """Of the backward pass of one block of the encoder."""
     return 0.0 if s.encoder is None else s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder))
 
 
-def held_bytes(s: Setup) -> int:
+def held_bytes(s: EstimateInputs) -> int:
     """Weights, gradients and optimizer states that a rank holds whatever its rows are: no step takes less."""
     if s.topology.stages > 1:
         whole = replace(s, topology=replace(s.topology, stages=1))
@@ -182,7 +182,7 @@ def held_bytes(s: Setup) -> int:
     return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // pieces
 
 
-def _sharded(s: Setup, tokens: int) -> Estimate:
+def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     """The peak of a rank that holds a piece of every weight, gradient and state, and gathers weights to use them.
 
     Gathered at a time: all weights, or a block, the next one and an end of the model. Gradients of earlier micro-batches
@@ -209,13 +209,13 @@ def _sharded(s: Setup, tokens: int) -> Estimate:
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 
-def estimates_of_places(s: Setup) -> list[Estimate]:
+def estimates_of_places(s: EstimateInputs) -> list[Estimate]:
     """The peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an evaluation,
     with the weights of all stages."""
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
-def _staged(s: Setup, place: int) -> Estimate:
+def _staged(s: EstimateInputs, place: int) -> Estimate:
     m, width, places = s.shape, WIDTH[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
     own, first, last = s.stage_layers[place::places], place == 0, place == places - 1
@@ -248,7 +248,7 @@ def _staged(s: Setup, place: int) -> Estimate:
     return max(at_start, at_end, evaluating, key=lambda moment: moment.total)
 
 
-def shape_of_place(s: Setup, place: int) -> Shape:
+def shape_of_place(s: EstimateInputs, place: int) -> Shape:
     """The sizes of what one process of a pipeline holds."""
     m, places = s.shape, s.topology.stages
     blocks = sum(s.stage_layers[place::places])
@@ -276,13 +276,13 @@ def earlier_gradient_width(layout: Layout, precision: str) -> int:
     return 4 if sums_in_fp32(layout, precision) else WIDTH[precision]
 
 
-def _state_bytes(s: Setup) -> int:
+def _state_bytes(s: EstimateInputs) -> int:
     spec, matrices = OPTIMIZERS[s.optimizer], s.shape.matrices
     others = s.shape.parameters - matrices
     return int(spec.state_width(s.precision) * matrices + spec.state_width(s.precision, block_matrix=False) * others)
 
 
-def _loss_bytes(s: Setup, tokens: int) -> int:
+def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
     """An fp32 gradient of the head, next to a chunk of logits or to its copy in the precision of the weights; and the
     last hidden states through the final norm, the choice of targets and their gradient."""
     m, width = s.shape, WIDTH[s.precision]
@@ -290,7 +290,7 @@ def _loss_bytes(s: Setup, tokens: int) -> int:
     return max(logits, width * m.vocab * m.hidden) + 4 * m.vocab * m.hidden + 6 * width * m.hidden * tokens
 
 
-def _block_bytes_per_token(s: Setup) -> float:
+def _block_bytes_per_token(s: EstimateInputs) -> float:
     """Of the backward pass of one block: what is recomputed, and gradients in the feed-forward layer or in attention,
     which repeats keys and values over the query heads and sums the query's gradient in fp32."""
     m, width = s.shape, WIDTH[s.precision]
@@ -299,7 +299,7 @@ def _block_bytes_per_token(s: Setup) -> float:
     return width * (_all_elements(s) - kept_elements(s)) + max(feed_forward, attention)
 
 
-def _mask_bytes(s: Setup) -> int:
+def _mask_bytes(s: EstimateInputs) -> int:
     """The dense mask of backend reference, bool and as a bias."""
     if not s.dense_mask:
         return 0

@@ -24,7 +24,7 @@ from sftkit.memory.estimate import (
     SHARDINGS,
     USABLE,
     Estimate,
-    Setup,
+    EstimateInputs,
     earlier_gradient_width,
     estimate,
     held_bytes,
@@ -47,7 +47,7 @@ class MemoryPlan:
     optim: OptimConfig
     "with the name of an optimizer, never auto"
     activation_memory_budget: float
-    setup: Setup | None
+    setup: EstimateInputs | None
     "None: the model's config names no sizes, nothing is estimated"
     estimate: Estimate | None
     total_bytes: int | None
@@ -105,7 +105,9 @@ def make_plan(
     setup = None
     if shape is not None:
         chunk, topology = cfg.loss.chunk_tokens, rt.topology
-        setup = Setup(shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology)
+        setup = EstimateInputs(
+            shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology
+        )
         if topology.stages > 1:
             layers = layers_of_stages(orig_model, cfg.train, topology.stages)
             setup = replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
@@ -138,7 +140,7 @@ def make_plan(
     return plan
 
 
-def _check_room(s: Setup, total_bytes: int | None) -> None:
+def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     """Refuse a model that no smaller rows make room for."""
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
@@ -152,7 +154,7 @@ def _check_room(s: Setup, total_bytes: int | None) -> None:
     )
 
 
-def _fastest_sharding(s: Setup, total_bytes: int | None, rt: Runtime) -> Sharding:
+def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -> Sharding:
     """The first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
     if not s.topology.sharded:
         return s.sharding
@@ -228,7 +230,7 @@ def _line(
     return f"{line}; estimated peak {gib(found.total)} of {gib(total_bytes)} ({parts})"
 
 
-def compare(plan: MemoryPlan, measured_gib: float) -> str:
+def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
     """Estimated against measured peak of tensors in the warm-up, which holds all that a step holds."""
     if plan.estimate is None:
         return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up"
@@ -288,7 +290,7 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
 
-def _may_resume(there: Setup, here: Setup) -> bool:
+def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:
     """Whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
     return (there.optimizer, there.precision, there.layout.row_lengths, there.layout.max_length) == (
         *(here.optimizer, here.precision),
@@ -296,11 +298,11 @@ def _may_resume(there: Setup, here: Setup) -> bool:
     )
 
 
-Option = tuple[str, Setup]
+Option = tuple[str, EstimateInputs]
 "A setting as typed, and the run with it."
 
 
-def _smaller_batch(s: Setup, cfg: Config) -> list[Option]:
+def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
     """Half of the rows of a micro-batch; where it is one row, half of the row."""
     layout = s.layout
     share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
@@ -319,7 +321,7 @@ def _smaller_batch(s: Setup, cfg: Config) -> list[Option]:
     return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
 
 
-def _recompute(s: Setup, cfg: Config) -> list[Option]:
+def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
     """The presets below that of the run, or budgets where the recipe names one."""
     if s.checkpointing:
         return []
@@ -337,7 +339,7 @@ def _recompute(s: Setup, cfg: Config) -> list[Option]:
     return options
 
 
-def _optimizer(s: Setup) -> list[Option]:
+def _optimizer(s: EstimateInputs) -> list[Option]:
     """Optimizers for bf16 weights with smaller states; else bf16 weights."""
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
@@ -349,7 +351,7 @@ def _optimizer(s: Setup) -> list[Option]:
     return found
 
 
-def _more_shards(s: Setup) -> list[Option]:
+def _more_shards(s: EstimateInputs) -> list[Option]:
     """Weights cut over the processes there are, or over twice as many."""
     world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
     number = world_size or 2 * s.topology.world_size
@@ -364,7 +366,7 @@ def _more_shards(s: Setup) -> list[Option]:
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
 
 
-def _chunk(s: Setup) -> list[Option]:
+def _chunk(s: EstimateInputs) -> list[Option]:
     quarter = max(s.chunk_tokens // 4, 64)
     return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 

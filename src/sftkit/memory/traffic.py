@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sftkit.config.optimizers import WIDTH
-from sftkit.memory.estimate import Setup, shape_of_place
+from sftkit.memory.estimate import EstimateInputs, shape_of_place
 
 REDUCED = 4
 "Bytes of a gradient that shards or stages add up: fp32."
 
 
-class Exchange(NamedTuple):
+class CollectiveTraffic(NamedTuple):
     """Calls of one kind among the ranks of a group, in a step."""
 
     kind: str
@@ -37,7 +37,7 @@ def ring_share(kind: str, ranks: int) -> float:
     ]
 
 
-def traffic(s: Setup) -> list[Exchange]:
+def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what a rank exchanges in a step, of a pipeline the rank that sends most.
 
     Left out is what is small: the four numbers of each step, gradients of norms that tensor ranks hold alike, and those of a weight
@@ -51,11 +51,11 @@ def traffic(s: Setup) -> list[Exchange]:
     return [each for each in [*found, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
 
 
-def _gradients_of_replicas(s: Setup, parameters: float) -> Exchange:
-    return Exchange("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
+def _gradients_of_replicas(s: EstimateInputs, parameters: float) -> CollectiveTraffic:
+    return CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
 
 
-def _of_weights(s: Setup) -> list[Exchange]:
+def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     """FSDP2: weights gathered, gradients scattered; blocks among shards, the ends of the model among tensor ranks too."""
     t, m, width, count = s.topology, s.shape, WIDTH[s.precision], s.layout.accumulation
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
@@ -66,40 +66,46 @@ def _of_weights(s: Setup) -> list[Exchange]:
         ("shards", shards, body, gathers[0]),
         ("ends", shards * t.tensor, m.ends, gathers[1]),
     ):
-        found.append(Exchange("all_gather", among, ranks, width * size * gathered))
-        found.append(Exchange("reduce_scatter", among, ranks, REDUCED * size * times))
-        found.append(Exchange("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
+        found.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
+        found.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
+        found.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
     return found
 
 
-def _hidden_bytes(s: Setup) -> float:
+def _hidden_bytes(s: EstimateInputs) -> float:
     """Of the hidden states of a micro-batch, whole rows."""
     return WIDTH[s.precision] * max(rows * length for rows, length in s.layout.shapes) * s.shape.hidden
 
 
-def _of_tensor(s: Setup) -> list[Exchange]:
+def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Before attention and feed-forward layer rows are gathered, after them added up in pieces; the same backwards."""
     size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     ranks = s.topology.tensor
-    return [Exchange("all_gather", "tensor", ranks, size), Exchange("reduce_scatter", "tensor", ranks, size)]
+    return [
+        CollectiveTraffic("all_gather", "tensor", ranks, size),
+        CollectiveTraffic("reduce_scatter", "tensor", ranks, size),
+    ]
 
 
-def _of_context(s: Setup) -> list[Exchange]:
+def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Keys and values of whole rows in each block, and their gradients."""
     size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     ranks = s.topology.context
-    return [Exchange("all_gather", "context", ranks, size), Exchange("reduce_scatter", "context", ranks, size)]
+    return [
+        CollectiveTraffic("all_gather", "context", ranks, size),
+        CollectiveTraffic("reduce_scatter", "context", ranks, size),
+    ]
 
 
-def _of_place(s: Setup, place: int) -> list[Exchange]:
+def _of_place(s: EstimateInputs, place: int) -> list[CollectiveTraffic]:
     """A process of a pipeline: hidden states on, gradients back, and what copies or shards of its stages exchange."""
     t, places = s.topology, s.topology.stages
     sends = 2 * len(s.stage_layers[place::places]) - (place == 0) - (place == places - 1)
-    found = [Exchange("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
+    found = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
     own = replace(s, shape=shape_of_place(s, place), topology=replace(t, stages=1))
     if t.sharded:
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
         return found + [each for each in _of_weights(own) if each.ranks > 1]
     width = REDUCED if s.layout.accumulation > 2 else WIDTH[s.precision]
-    gradients = Exchange("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
+    gradients = CollectiveTraffic("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
     return found + [gradients] * (t.replicas > 1)

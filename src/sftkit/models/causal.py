@@ -17,12 +17,14 @@ from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, Head
-from sftkit.models.structure import decoder, head, logit_softcap
+from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 
 
-def inputs_of(given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None) -> dict[str, Any]:
+def _inputs_of(
+    given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
+) -> dict[str, Any]:
     """Arguments of a decoder: what it is given, and where the documents of the batch are."""
     return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
 
@@ -42,7 +44,7 @@ def decoded(
         module: the decoder, or one with some of its layers. inputs: what it is given beside the documents.
     """
     with dense_kernels() if backend == "sdpa" else nullcontext():
-        outputs = module(**inputs_of(inputs, batch, backend, context_group), **without_router_logits(module))
+        outputs = module(**_inputs_of(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)
     return hidden
@@ -106,7 +108,7 @@ class CausalLM:
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
         """Tokens and where their documents are."""
-        return inputs_of(batch.inputs, batch, backend, context_group)
+        return _inputs_of(batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
@@ -116,7 +118,7 @@ class CausalLM:
 
     def head(self, orig_model: PreTrainedModel) -> Head:
         """The output projection and the soft cap of its logits."""
-        projection = head(orig_model)
+        projection = output_projection(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:

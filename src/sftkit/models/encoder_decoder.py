@@ -20,7 +20,7 @@ from sftkit.data.collate import OF_TOKENS, Batch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import Continuation, Head
-from sftkit.models.structure import decoder, head, logit_softcap
+from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
 
@@ -106,7 +106,7 @@ class EncoderDecoder(ABC):
 
     def head(self, orig_model: PreTrainedModel) -> Head:
         """The output projection and the soft cap of its logits."""
-        projection = head(orig_model)
+        projection = output_projection(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ def _nothing(hidden: Tensor) -> None:
     """In place of a pooler's forward pass."""
 
 
-def require_given(examples: Examples, what: str) -> None:
+def require_inputs(examples: Examples, what: str) -> None:
     """Refuse documents with nothing to encode."""
     if not examples.given:
         raise DataError(f"{examples.source_names[0]}: its rows have no {what} to encode, which the model needs")

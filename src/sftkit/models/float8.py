@@ -18,7 +18,7 @@ SMALLEST_HIDDEN_SIZE = 2048
 "Below, casting and scaling cost more than the faster products save."
 NARROWEST = 512
 "Matrices with a side below this stay in bf16: they do not pay, and the routers of experts need their precision."
-MULTIPLE = 16
+_MULTIPLE = 16
 "What the float8 product asks of every dimension."
 
 
@@ -30,7 +30,7 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
                 f"train.fp8={cfg.train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
                 "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
             )
-        multiple = MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
+        multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
         odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
@@ -83,7 +83,7 @@ def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, c
     if not convertible(orig_model):
         return (
             f"{type(orig_model).__name__} has no linear layer in its decoder blocks whose dimensions are multiples of "
-            f"{MULTIPLE} and at least {NARROWEST}"
+            f"{_MULTIPLE} and at least {NARROWEST}"
         )
     return None
 
@@ -91,7 +91,7 @@ def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, c
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
     """The linear layers that float8 suits: in decoder blocks, so neither head nor embeddings; wide and divisible."""
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
-    return [m for m in linears if all(n % MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
+    return [m for m in linears if all(n % _MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
 
 
 def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
@@ -106,4 +106,4 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
 def position_multiple(orig_model: PreTrainedModel) -> int:
     """What the number of positions of a forward and backward pass must be a multiple of: the product for the gradient of a
     float8 weight is over positions."""
-    return MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1
+    return _MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1

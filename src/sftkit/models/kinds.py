@@ -11,7 +11,7 @@ from sftkit.models.kind import ModelKind
 from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText
 
-KINDS: dict[str, ModelKind] = {
+MODEL_KINDS: dict[str, ModelKind] = {
     auto_classes.CAUSAL: CausalLM(),
     auto_classes.CAPTIONS: VisionToText(),
     auto_classes.TEXT_TO_TEXT: TextToText(),
@@ -20,7 +20,7 @@ KINDS: dict[str, ModelKind] = {
 
 def kind_of(config: PretrainedConfig) -> ModelKind:
     """Return the kind of the models with this config."""
-    return KINDS[auto_classes.auto_class(config.to_dict())]
+    return MODEL_KINDS[auto_classes.auto_class(config.to_dict())]
 
 
 def check_causal(config: PretrainedConfig, what: str) -> None:

@@ -30,7 +30,7 @@ from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.models.kinds import KINDS, kind_of
+from sftkit.models.kinds import MODEL_KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
 from sftkit.models.tokenizer import train_tokenizer, training_texts
 from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
@@ -289,7 +289,7 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
     try:
         model_type = str(fields["model_type"])
         encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        fields = KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
+        fields = MODEL_KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
         return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error

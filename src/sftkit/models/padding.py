@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
-from sftkit.models.structure import TOKEN_ROWS, embedding_of, head, vocab_size
+from sftkit.models.structure import TOKEN_ROWS, embedding_of, output_projection, vocab_size
 from sftkit.models.vocabulary import NewRows, new_rows, resize, set_new_rows, vocabulary_of
 
 
@@ -44,7 +44,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
             if not tensor.is_meta:
                 tensor[tokens:] = 0
     # Of passes that are not the step's: evaluation, generation, checks. The step's loss cuts by itself.
-    head(orig_model).register_forward_hook(partial(_cut, tokens))
+    output_projection(orig_model).register_forward_hook(partial(_cut, tokens))
 
 
 def _cut(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:

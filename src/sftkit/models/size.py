@@ -15,10 +15,10 @@ from sftkit.config.schema import Config, ModelConfig
 from sftkit.rundir.names import latest
 from sftkit.runtime.hub import hub_answers
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 GIB = 2**30
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
@@ -30,7 +30,7 @@ NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_head
 "Fields of theirs whose defaults follow from no other field, so their sizes are known where these are named."
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """Parameters of a model."""
 
     parameters: int
@@ -70,7 +70,7 @@ def replica_of(cfg: Config) -> Replica | None:
     return Replica(size.parameters, cfg.optim.name, int(BESIDE * held), least)
 
 
-def bytes_of(size: Size, optimizer: str, precision: str) -> int:
+def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
     """Return the bytes of weights, gradients and optimizer states; of auto those of the least that it takes."""
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
@@ -79,7 +79,7 @@ def bytes_of(size: Size, optimizer: str, precision: str) -> int:
     return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
 
 
-def size_of(model: ModelConfig) -> Size | None:
+def size_of(model: ModelConfig) -> ModelSize | None:
     """Size of the model that a run starts from, exact where its files name it, else by the sizes of its config, which is
     fetched where the hub has the model and the local cache not. Unknown: a config that leaves sizes to defaults.
     """
@@ -100,7 +100,7 @@ def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _read(model: ModelConfig, read: Callable[[Path], Found]) -> Found | None:
+def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
     """What is read out of the model's folder, None where there is none or it cannot be read."""
     try:
         folder = _folder(model.path or "", model.revision)
@@ -138,16 +138,16 @@ def _text_fields(folder: Path) -> dict[str, Any]:
     return config | (config.get("text_config") or {})
 
 
-def _of_folder(folder: Path) -> Size | None:
+def _of_folder(folder: Path) -> ModelSize | None:
     text = _text_fields(folder)
-    if (folder / INDEX).is_file():
-        metadata = json.loads((folder / INDEX).read_text())["metadata"]
+    if (folder / _INDEX).is_file():
+        metadata = json.loads((folder / _INDEX).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
         if "total_parameters" in metadata:
-            return Size(int(metadata["total_parameters"]), _ends(text, tied=True))
-        return Size(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
-    if (folder / SINGLE).is_file():
-        return Size(_elements(folder / SINGLE), _ends(text, tied=True))
+            return ModelSize(int(metadata["total_parameters"]), _ends(text, tied=True))
+        return ModelSize(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
+    if (folder / _SINGLE).is_file():
+        return ModelSize(_elements(folder / _SINGLE), _ends(text, tied=True))
     return of_fields(text)
 
 
@@ -171,7 +171,7 @@ def _elements(path: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def of_fields(fields: Mapping[str, Any]) -> Size | None:
+def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
     """Parameters by the fields of a transformers config, norms and biases left out."""
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -183,4 +183,4 @@ def of_fields(fields: Mapping[str, Any]) -> Size | None:
     head_dim = fields.get("head_dim") or hidden // heads
     block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
     ends = _ends(fields, tied=model_type in TIED)
-    return Size(blocks * block + ends, ends)
+    return ModelSize(blocks * block + ends, ends)

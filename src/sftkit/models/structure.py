@@ -66,7 +66,7 @@ def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in (first, between, decoder(orig_model)) if module is not None]
 
 
-def head(orig_model: PreTrainedModel) -> torch.nn.Linear:
+def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
     """The output projection: weight [V, H], bias [V] or None."""
     found = orig_model.get_output_embeddings()
     if not isinstance(found, torch.nn.Linear):
@@ -106,7 +106,7 @@ class ParameterCount:
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Parameters by the work they take per token. Tables of which a token reads a row, of tokens or positions, take none,
     and padding of the vocabulary is no parameter."""
-    projection = list(head(orig_model).parameters())
+    projection = list(output_projection(orig_model).parameters())
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
     numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from sftkit.config.schema import DataConfig
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.models import auto_classes
-from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import vocab_size
 from sftkit.models.tokenizer import ids_of
@@ -43,7 +43,7 @@ class TextToText(EncoderDecoder):
         data: DataConfig,
     ) -> Examples:
         """Ids, int64 [I, data.max_length], of texts cut there, and where they are texts: bool of the same shape."""
-        require_given(examples, "text")
+        require_inputs(examples, "text")
         texts = list(dict.fromkeys(examples.given))
         number = {text: i for i, text in enumerate(texts)}
         found = tokenizer(texts, truncation=True, max_length=max_length, padding="max_length", verbose=False)

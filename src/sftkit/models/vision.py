@@ -21,7 +21,7 @@ from sftkit.data import images
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
-from sftkit.models.encoder_decoder import EncoderDecoder, require_given, special_ids
+from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import encoder
 from sftkit.models.tokenizer import ids_of
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 PIXELS = "pixel_values"
 PROCESSOR = "preprocessor_config.json"
 "What transformers calls the file of an image processor."
-MIDDLE = 0.5
+_MIDDLE = 0.5
 "Mean and standard deviation of pixels where neither the model nor its image processor names them, as ViT has it."
 
 
@@ -89,7 +89,7 @@ class VisionToText(EncoderDecoder):
         data: DataConfig,
     ) -> Examples:
         """Pictures as uint8 [I, channels, height, width], resized to what the encoder takes."""
-        require_given(examples, "picture")
+        require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
         return replace(examples, encoder_inputs=images.load(examples.given, PIXELS, size, Path(data.cache_dir)))
 
@@ -156,7 +156,7 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)
     except OSError:
-        log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, MIDDLE)
+        log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
         return
     scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
     names = ("image_mean", "image_std")
@@ -185,7 +185,7 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
     if size is None:
         raise ConfigError(f"{own.model_type} is not supported as an encoder: its config has no image_size")
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    mean, std = (tuple(getattr(own, name, None) or [MIDDLE] * channels) for name in ("image_mean", "image_std"))
+    mean, std = (tuple(getattr(own, name, None) or [_MIDDLE] * channels) for name in ("image_mean", "image_std"))
     if len(mean) != channels or len(std) != channels:
         raise ConfigError(f"{own.model_type}: image_mean and image_std need a number for each of {channels} channels")
     return Pixels(channels, height, width, mean, std)

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.errors import ConfigError
-from sftkit.models.structure import embedding_of, head, vocab_size
+from sftkit.models.structure import embedding_of, output_projection, vocab_size
 from sftkit.ops.dtensor import local, local_region
 
-MULTIPLE = 64
+_MULTIPLE = 64
 "A vocabulary that grows has a multiple of so many rows, which suits tensor cores."
 MEAN_ROWS = 1024
 "Rows that are in memory at a time for a mean."
@@ -118,7 +118,7 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         return
     before = vocab_size(orig_model)
     if max(added.ids) >= before:
-        resize(orig_model, -(-(max(added.ids) + 1) // MULTIPLE) * MULTIPLE)
+        resize(orig_model, -(-(max(added.ids) + 1) // _MULTIPLE) * _MULTIPLE)
     new = NewRows(before, min(added.known, before), added.ids)
     set_new_rows(orig_model, new)
     for tensor in vocabulary_of(orig_model):
@@ -140,7 +140,7 @@ def resize(orig_model: PreTrainedModel, rows: int) -> None:
 
 def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
     """Parameters with a row for each token: embedding [V, H], then the head's weight [V, H] unless tied, and bias [V]."""
-    embedding, projection = embedding_of(orig_model), head(orig_model)
+    embedding, projection = embedding_of(orig_model), output_projection(orig_model)
     found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
     return found if projection.bias is None else [*found, projection.bias]
 
@@ -183,5 +183,9 @@ def describe(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     names = ", ".join(f"{token} ({i})" for token, i in zip(added.tokens, added.ids, strict=True))
     rows = vocab_size(orig_model)
     grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
-    tied = "tied embedding and head" if head(orig_model).weight is embedding_of(orig_model) else "embedding and head"
+    tied = (
+        "tied embedding and head"
+        if output_projection(orig_model).weight is embedding_of(orig_model)
+        else "embedding and head"
+    )
     return f"added to the tokenizer: {names}; {tied} {grown}, new ones are the mean of the first {new.known:,}"

@@ -24,8 +24,8 @@ from sftkit.ops.dtensor import local, local_region
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
@@ -92,18 +92,18 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Weight name -> file."""
-    if (folder / INDEX).is_file():
-        with _named_errors(folder / INDEX):
-            names = json.loads((folder / INDEX).read_text())["weight_map"]
+    if (folder / _INDEX).is_file():
+        with _named_errors(folder / _INDEX):
+            names = json.loads((folder / _INDEX).read_text())["weight_map"]
         outside = [file for file in names.values() if Path(file).name != file]
         if outside:
-            raise ConfigError(f"{folder / INDEX}: {outside[0]!r} leads out of the folder; take the model's own files")
+            raise ConfigError(f"{folder / _INDEX}: {outside[0]!r} leads out of the folder; take the model's own files")
         return {name: folder / file for name, file in names.items()}
-    if (folder / SINGLE).is_file():
-        with _named_errors(folder / SINGLE), safe_open(folder / SINGLE, "pt") as file:
-            return dict.fromkeys(file.keys(), folder / SINGLE)
+    if (folder / _SINGLE).is_file():
+        with _named_errors(folder / _SINGLE), safe_open(folder / _SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), folder / _SINGLE)
     raise ConfigError(
-        f"{folder}: no {SINGLE} and no {INDEX} in it; save the model with save_pretrained of transformers 5"
+        f"{folder}: no {_SINGLE} and no {_INDEX} in it; save the model with save_pretrained of transformers 5"
     )
 
 

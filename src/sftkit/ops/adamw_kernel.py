@@ -25,7 +25,7 @@ COLUMNS = 12
 "Of the table of addresses: int64, the last two as four fp32 numbers."
 
 
-class Row(NamedTuple):
+class ParameterShard(NamedTuple):
     """A parameter, or this rank's piece of it: contiguous tensors of as many elements."""
 
     weight: torch.Tensor
@@ -143,7 +143,7 @@ def _adamw(
                 tl.store(rounded + element, _stochastic_round(w, draw2 & 0xFFFF), mask=inside)
 
 
-def update_(rows: Sequence[Row], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch.Tensor) -> None:
     """In place: what optim.formula's update_exact and update_stochastic do to one parameter, to all of them.
 
     Args:
@@ -176,16 +176,16 @@ def update_(rows: Sequence[Row], clip: torch.Tensor, corrected: torch.Tensor) ->
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def _tensors(row: Row) -> tuple[torch.Tensor, ...]:
+def _tensors(row: ParameterShard) -> tuple[torch.Tensor, ...]:
     """In the order of the table's columns; one without `rounded` has its weight there, which is not touched."""
     return row.weight, row.weight if row.rounded is None else row.rounded, row.grad, row.exp_avg, row.exp_avg_sq
 
 
-def _aligned(row: Row) -> bool:
+def _aligned(row: ParameterShard) -> bool:
     return not (row.weight.numel() % ALIGNMENT or any(tensor.data_ptr() % ALIGNMENT for tensor in _tensors(row)))
 
 
-def _table(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
+def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return int64 [rows, COLUMNS] and the number of pieces in all.
 
     Columns: number of the first piece, elements, `first`, `key`, row of `corrected`, five addresses, four fp32 scalars.

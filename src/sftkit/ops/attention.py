@@ -23,7 +23,7 @@ from sftkit.ops.cross_attention import see_all
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 
-NAME = "sftkit"
+_NAME = "sftkit"
 DENSE_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -88,8 +88,8 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the model's code does not take its attention from transformers' registry.
     """
-    AttentionInterface.register(NAME, attend)
-    _set_implementation(orig_model, NAME)
+    AttentionInterface.register(_NAME, attend)
+    _set_implementation(orig_model, _NAME)
 
 
 @contextmanager

@@ -28,14 +28,14 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 "What configs call the dropout of attention weights."
 
 
-class Choice(NamedTuple):
+class AttentionChoice(NamedTuple):
     """An attention backend and the reason for it."""
 
     backend: str
     why: str
 
 
-def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> Choice:
+def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> AttentionChoice:
     """The backend of training and validation, chosen by the main rank for all; says which and why.
 
     Raises:
@@ -44,13 +44,13 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     named, in_chunks = cfg.attention.backend, rt.topology.context > 1
     if named == "auto":
         found = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
-        choice = Choice(*found)
+        choice = AttentionChoice(*found)
     else:
         captured = cfg.train.engine == "graph"
         problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks, captured)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
-        choice = Choice(named, "named by the recipe")
+        choice = AttentionChoice(named, "named by the recipe")
     rt.say(f"attention {choice.backend}: {choice.why}")
     return choice
 
@@ -78,7 +78,7 @@ def fastest(
         return "reference", f"a dense mask, quadratic in the row length: {reasons}"
     if len(able) == 1:
         return able[0], "the fastest that runs here"
-    times = measured(able, orig_model, layout, device)
+    times = _measured(able, orig_model, layout, device)
     if not times:
         return "reference", "nothing faster works"
     best = min(times, key=times.__getitem__)
@@ -150,7 +150,7 @@ def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
     return int(head_dim), heads // int(getattr(config, "num_key_value_heads", None) or heads)
 
 
-def measured(
+def _measured(
     backends: list[str], orig_model: PreTrainedModel, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """Milliseconds of forward and backward of one layer by backend: from the cache, or measured now and put there."""

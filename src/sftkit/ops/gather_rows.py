@@ -21,41 +21,41 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
         [B, KV, T, D] each, T = C x ranks
     """
     both = torch.stack([key, value])
-    parts = all_gather(both.contiguous(), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
+    parts = _all_gather(both.contiguous(), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
     early, late = parts.select(-3, 0), parts.select(-3, 1).flip(0)
     chunks = torch.cat([early, late])  # [2n, 2, B, KV, C/2, D], chunk by chunk
     rows = chunks.movedim(0, 3).flatten(3, 4)
     return rows[0], rows[1]
 
 
-def resolve(group: str) -> ProcessGroup:
+def process_group(group: str) -> ProcessGroup:
     """The group of that name, as torch's own functional collectives find it."""
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
-def all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
+def _all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
     """The pieces of all ranks of a group, stacked: [n, *piece.shape]."""
-    process_group = resolve(group)
-    whole = piece.new_empty(process_group.size(), *piece.shape)
-    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=process_group)  # gloo wants them flat
+    ranks = process_group(group)
+    whole = piece.new_empty(ranks.size(), *piece.shape)
+    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=ranks)  # gloo wants them flat
     return whole
 
 
 @torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
-def reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
+def _reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
     """This rank's piece of the sum over ranks of [n, ...]."""
     piece = torch.empty_like(whole[0], memory_format=torch.contiguous_format)
-    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=resolve(group))
+    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=process_group(group))
     return piece
 
 
-@all_gather.register_fake
+@_all_gather.register_fake
 def _(piece: torch.Tensor, group: str) -> torch.Tensor:
-    return piece.new_empty(resolve(group).size(), *piece.shape)
+    return piece.new_empty(process_group(group).size(), *piece.shape)
 
 
-@reduce_scatter.register_fake
+@_reduce_scatter.register_fake
 def _(whole: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(whole[0], memory_format=torch.contiguous_format)
 
@@ -65,7 +65,7 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return reduce_scatter(grad, ctx.group), None
+    return _reduce_scatter(grad, ctx.group), None
 
 
-all_gather.register_autograd(_backward, setup_context=_save)
+_all_gather.register_autograd(_backward, setup_context=_save)

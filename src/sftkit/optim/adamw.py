@@ -159,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
             self._update_eager(one, clip, row)
 
     def _update_in_one_launch(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        from sftkit.ops.adamw_kernel import Row, update_  # Triton is not installed on CPU machines
+        from sftkit.ops.adamw_kernel import ParameterShard, update_  # Triton is not installed on CPU machines
 
         rows = []
         for one in numbered:
@@ -167,7 +167,7 @@ class AdamW(torch.optim.Optimizer):
             assert param.grad is not None
             weight, master = local(param).detach(), state.get("master")
             lr, (beta1, beta2) = group["lr"], group["betas"]
-            row = Row(
+            row = ParameterShard(
                 weight=weight if master is None else master,
                 rounded=None if master is None else weight,
                 grad=local(param.grad).contiguous(),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.topology import Sharding, Topology
 from sftkit.errors import ConfigError
-from sftkit.models.structure import decoder_blocks, embedding_module, head
+from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.parallel.tensor import cut_matrices
 
 
@@ -94,15 +94,15 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     orig_model._sharding = sharding  # type: ignore[assignment]
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
-    if head(orig_model) in alone:
-        _gather_in(head(orig_model), model, "sums_of_chosen")
+    if output_projection(orig_model) in alone:
+        _gather_in(output_projection(orig_model), model, "sums_of_chosen")
     for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
-    embedding, projection = embedding_module(orig_model), head(orig_model)
+    embedding, projection = embedding_module(orig_model), output_projection(orig_model)
     return [] if projection.weight is embedding.weight else [embedding, projection]
 
 

@@ -24,7 +24,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
 from sftkit.models.causal import decoded
 from sftkit.models.stages import Stages, stages_of
-from sftkit.models.structure import decoder, decoder_blocks, embedding_module, head
+from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 
@@ -69,7 +69,7 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], places: int) 
     at: dict[int, tuple[int, ...]] = {}
     for place, block in zip(of_layer, decoder_blocks(orig_model), strict=True):
         at |= {id(p): (place,) for p in block.parameters()}
-    tied = {id(p) for p in head(orig_model).parameters()}
+    tied = {id(p) for p in output_projection(orig_model).parameters()}
     for p in embedding_module(orig_model).parameters():
         at[id(p)] = (0, last) if id(p) in tied else (0,)
     return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
@@ -128,7 +128,7 @@ class Stage(torch.nn.Module):
         orig_model = model.orig_model
         self.number, self.first, self.last = number, number == 0, number == len(layers) - 1
         self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], self.last)
-        self.head = head(orig_model) if self.last else None
+        self.head = output_projection(orig_model) if self.last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
         self.tied = embedding_module(orig_model) if tied and not self.first else None
         "what has the head's weight too, so that sharding finds it"

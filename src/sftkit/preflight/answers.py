@@ -9,7 +9,7 @@ from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED
 from sftkit.runtime.words import counted
 
-WORDS = {
+_WORDS = {
     CONTEXT: "given in a prompt",
     MARKED: "marked by the data (weight, train)",
     EARLIER: "in earlier turns (data.targets=last_turn)",
@@ -27,7 +27,7 @@ def text(source: dict[str, Any]) -> str | None:
     answers = source["answers"]
     if not answers:
         return None
-    skipped = [f"{answers[name]:,} {words}" for name, words in WORDS.items() if answers[name]]
+    skipped = [f"{answers[name]:,} {words}" for name, words in _WORDS.items() if answers[name]]
     if answers["reasoning_left_out"]:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
     if answers[SPLIT_TOKENS]:

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
-from sftkit.memory.estimate import GIB, Setup, estimates_of_places
+from sftkit.memory.estimate import GIB, EstimateInputs, estimates_of_places
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
-from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS
+from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."
-SAME = (
+_SAME = (
     *("model.path", "model.scratch", "data.max_length", "train.micro_batch_size", "train.precision", "train.fp8"),
     *("train.memory", "attention.backend", "compile.enabled", "compile.mode", "compile.modules", "compile.options"),
 )
@@ -133,7 +133,7 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[st
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
     found: dict[str, Speed] = {}
-    for file in sorted((f for d in folders if (f := d / METRICS).is_file()), key=_modified, reverse=True):
+    for file in sorted((f for d in folders if (f := d / METRICS_FILE).is_file()), key=_modified, reverse=True):
         speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
         if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
             continue
@@ -170,7 +170,7 @@ def _comparable(config: Path, cfg: Config) -> str | None:
         return None
     mine = json.loads(json.dumps(asdict(cfg)))  # tuples become lists
     kind = _get(earlier, "data.layout")
-    keys = (*SAME, "data.row_length") if kind == cfg.data.layout == "packed" else SAME
+    keys = (*_SAME, "data.row_length") if kind == cfg.data.layout == "packed" else _SAME
     return kind if all(_get(earlier, key) == _get(mine, key) for key in keys) else None
 
 
@@ -218,7 +218,7 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
     }
 
 
-def _stages(setup: Setup) -> list[dict[str, Any]]:
+def _stages(setup: EstimateInputs) -> list[dict[str, Any]]:
     """Of each process of a pipeline its layers, its share of the work of a learned token and its peak; empty without one."""
     places = setup.topology.stages
     if places == 1:

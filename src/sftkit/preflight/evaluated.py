@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
-from sftkit.config.eval_tasks import METRICS, METRICS_IN_CHAT
+from sftkit.config.eval_tasks import METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.rule import Get, Problem
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
 
-MOST_NAMES = 8
+_MOST_NAMES = 8
 "That a message lists."
 
 
@@ -47,7 +47,7 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
     """Return what evals.results.values_of calls the values of our tasks."""
     names = []
     for task in tasks:
-        metrics = METRICS_IN_CHAT.get(task, METRICS[task]) if format == "chat" else METRICS[task]
+        metrics = METRICS_IN_CHAT.get(task, TASK_METRICS[task]) if format == "chat" else TASK_METRICS[task]
         names += [f"eval/{task}/{metric}" for metric in (*metrics, "low", "high")]
         if task == "families":
             names += [f"eval/{family}/{metric}" for family in FAMILIES for metric in metrics]
@@ -56,6 +56,8 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
 
 def _unknown(wanted: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=1)
-    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    listed = ", ".join(names[:_MOST_NAMES]) + (
+        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    )
     meant = f' Did you mean "{near[0]}"?' if near else ""
     return f'"{wanted}" is no metric that an evaluation of this run writes: {listed}.{meant}'

@@ -9,7 +9,7 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config, TrainConfig, stages_of
-from sftkit.config.stages import SCRIPTS, stage_of_recipe
+from sftkit.config.stages import STAGE_SCRIPTS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
 from sftkit.preflight.inputs import data_of
@@ -21,10 +21,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--stage",
-        choices=tuple(SCRIPTS),
+        choices=tuple(STAGE_SCRIPTS),
         help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
     )
-    parser.add_argument("--preview", metavar="N", type=number, default=3, help="documents to show with their masks; 3")
+    parser.add_argument("--preview", metavar="N", type=_number, default=3, help="documents to show with their masks; 3")
     parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
     parser.add_argument(
         "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
@@ -62,7 +62,7 @@ def processes(word: str) -> int:
     return int(word)
 
 
-def number(word: str) -> int:
+def _number(word: str) -> int:
     if not word.isdecimal():
         raise argparse.ArgumentTypeError(f"{word}: how many documents? Take 0 or more, say 3")
     return int(word)

@@ -61,7 +61,7 @@ def look(
     conversations = facts.of_conversations(examples)
     sources, lengths = facts.source_facts(examples), examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
-        one["split_turns"] = turns.estimate(source, one, cfg.data, tokenizer, layout.max_length)
+        one["split_turns"] = turns.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)

@@ -12,7 +12,7 @@ from sftkit.preflight import answers
 from sftkit.preflight import look as preflight
 from sftkit.preflight.terminal import Preview, disk_text, layout_notes, memory_text, preview_title
 
-STYLE = """
+_STYLE = """
 :root { color-scheme: light dark; --fg: #1c2430; --bg: #fbfbfa; --card: #fff; --line: #dfe3e8; --dim: #5d6875;
   --bar: #3b76b8; --target: #0f6b35; --target-bg: #e2f4e8; --warn: #8a4b00; --warn-bg: #fff3df; }
 @media (prefers-color-scheme: dark) { :root { --fg: #e4e8ee; --bg: #14181d; --card: #1c2229; --line: #343d48;
@@ -37,7 +37,7 @@ td.bar { width: 55%; min-width: 6rem; } .bar i { display: block; height: .8rem; 
 .s { border: 1px solid currentColor; border-radius: .25rem; padding: 0 .2rem; }
 @media print { .doc pre { max-height: none; } body { max-width: none; } }
 """
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
@@ -65,8 +65,8 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
     return visible(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )

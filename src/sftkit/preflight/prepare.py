@@ -87,11 +87,11 @@ def row_length(
     return inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
 
 
-def load_examples(
+def prepared_examples(
     data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[Examples, dict[str, Examples]]:
     """(training documents, validation documents by source), tokenized as the stage's own script does, which then finds them
     in the cache. What was found in their rows is not told: the look shows it."""
-    _, tokenize_of = stages.STAGES[stage]
+    _, tokenize_of = stages.DATA_OF_STAGES[stage]
     with findings.untold():
         return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())

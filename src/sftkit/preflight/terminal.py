@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.terminal import visible
-from sftkit.data.stages import STAGES
+from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.preflight import look as preflight
@@ -40,7 +40,7 @@ class Piece:
     special: bool
 
 
-SIDE = 40
+_SIDE = 40
 "Letters of either end that are shown of what an encoder reads."
 
 
@@ -74,8 +74,8 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
         pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
     given = " ".join(examples.given[document].split()) if examples.given else ""
-    if len(given) > 2 * SIDE:
-        given = f"{given[:SIDE]}...{given[-SIDE:]}"
+    if len(given) > 2 * _SIDE:
+        given = f"{given[:_SIDE]}...{given[-_SIDE:]}"
     counts = int(examples.lengths[document]), int(example.is_target.sum())
     return Preview(name, document, *counts, tuple(pieces), given)
 
@@ -125,7 +125,7 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
         console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
     for warning in found["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print(f"\n{histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print(f"\n{_histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
     console.print(layout_table(found, console.width))
     if samples:
         legend = (
@@ -138,9 +138,9 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
 
 def stage_text(stage: str, by_name: bool) -> str:
     """Which stage is shown, why, and how to see another."""
-    others = " or ".join(name for name in STAGES if name != stage)
+    others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
     why = "by the recipe's name" if by_name else "as asked"
-    return f"{'stage':<10}{stage}, {why}: shown is what scripts/{STAGES[stage][0]} learns; --stage {others} for another"
+    return f"{'stage':<10}{stage}, {why}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
 
 
 def memory_text(found: dict[str, Any]) -> str:
@@ -177,7 +177,7 @@ def disk_text(found: dict[str, Any]) -> str:
     return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
 
 
-def histogram(lengths: dict[str, Any]) -> str:
+def _histogram(lengths: dict[str, Any]) -> str:
     """Documents by length, in powers of two."""
     lines, most = ["document length in positions"], max(lengths["counts"])
     for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):

@@ -22,13 +22,13 @@ from sftkit.errors import ConfigError, DataError
 
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
-WHOLE = 0.95
+_WHOLE = 0.95
 "Share of targets in the tokens of a source of which every token is learned, marked answers aside; in chat SFT a prompt is none."
 ANSWERS = 200
 "In the conversations of the sample, which are tokenized again in both ways: about a second."
 
 
-def estimate(
+def estimate_turns(
     source: SourceConfig, facts: dict[str, Any], data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, Any] | None:
     """Return what learning the answers that are left out now would add to a source; None: nothing is left out, or nothing of
@@ -43,7 +43,7 @@ def estimate(
     Returns:
         conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
     """
-    targets = data.targets or ("all" if facts["targets"] > WHOLE * facts["tokens"] else "assistant")
+    targets = data.targets or ("all" if facts["targets"] > _WHOLE * facts["tokens"] else "assistant")
     left_out = facts["answers"].get(_left_out(targets), 0)
     if data.split_turns or not left_out:
         return None

@@ -14,11 +14,10 @@ import yaml
 from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import is_part, latest
-from sftkit.reports.files import Rows, dicts, mapping, number
+from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.numbers import duration, parameters, show
 from sftkit.reports.pieces import columns, said
 
-Report = dict[str, Any]
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "What the hub calls the use of models that are no plain language models, by the class that loads them."
 _WORDS = {True: "PASS", False: "**FAIL**", None: "not checked"}

@@ -18,13 +18,13 @@ from sftkit.reports.experts import load_of
 from sftkit.reports.files import (
     Rows,
     checkpoint,
-    count_parameters,
     dicts,
     mapping,
     number,
     on_cpu,
     read_json,
     read_rows,
+    stored_parameters,
 )
 from sftkit.reports.numbers import show
 from sftkit.reports.pays import own_words
@@ -36,7 +36,7 @@ from sftkit.rundir.names import (
     EVALS,
     EVENTS,
     EXPERTS,
-    METRICS,
+    METRICS_FILE,
     PREFLIGHT,
     PROOF,
     REPORT,
@@ -49,17 +49,17 @@ from sftkit.rundir.names import (
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
-MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS)
+MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
 MOST_RUNS = 5
 "That a message names."
-LEVELS = ("*/", "*/*/", "*/*/*/")
+_LEVELS = ("*/", "*/*/", "*/*/*/")
 "Below a folder that may hold anything, in which runs are looked for."
 RESUMED = "Resumed from a verified checkpoint"
 "The check of proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
 
 
-def gather(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
+def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     """What a run's files say, ready to show; `against` is a second run to compare with.
 
     Raises:
@@ -99,7 +99,7 @@ def _runs_near(run_dir: Path) -> str:
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     is_around = Path.cwd().is_relative_to(nearest.absolute())  # it may hold anything
     for folder in (*(() if is_around else (nearest,)), Path("runs")):
-        if found := runs_in(folder, LEVELS):
+        if found := runs_in(folder, _LEVELS):
             more = f" and {len(found) - MOST_RUNS} more" if len(found) > MOST_RUNS else ""
             return f". Runs in {folder}, the newest first: {', '.join(map(str, found[:MOST_RUNS]))}{more}"
     return f"; name a run directory such as runs/default/sft, or {first_run()}"
@@ -107,12 +107,14 @@ def _runs_near(run_dir: Path) -> str:
 
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
     """The runs under a folder, the one that was written to last first; `levels` are glob patterns of where."""
-    marks = [f"{level}{name}" for level in levels for name in (STATUS, METRICS)]  # wandb, too, writes a config.yaml
+    marks = [
+        f"{level}{name}" for level in levels for name in (STATUS, METRICS_FILE)
+    ]  # wandb, too, writes a config.yaml
     found = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
     return list(dict.fromkeys(path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)))
 
 
-def newest_run(root: Path) -> Path:
+def newest_run_under(root: Path) -> Path:
     """The run under `root` that was written to last.
 
     Raises:
@@ -144,7 +146,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     summary = mapping(read_json(run_dir / SUMMARY, notes))
     proof = mapping(read_json(run_dir / PROOF, notes))
     preflight = mapping(read_json(run_dir / PREFLIGHT, notes))
-    metrics = read_rows(run_dir / METRICS, notes)
+    metrics = read_rows(run_dir / METRICS_FILE, notes)
     evals = read_rows(run_dir / EVALS, notes, optional=True)
     samples = read_rows(run_dir / SAMPLES, notes, optional=True)
     events = read_rows(run_dir / EVENTS, notes, optional=True)
@@ -161,7 +163,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "parent_report": parent_report(run_dir, settings),
             "base_model": origin(settings),
             "datasets": hub_datasets(settings),
-            "parameters": count_parameters(folder) if folder else None,
+            "parameters": stored_parameters(folder) if folder else None,
             "checkpoint": folder.name if folder else None,
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
@@ -171,7 +173,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
         "compiling": compiling(summary, full, dicts(proof.get("rows"))),
         "command": _command(status.get("resume")),
-        "headline": headline(full, last, cpu=on_cpu(environment.get("device"))),
+        "headline": _headline(full, last, cpu=on_cpu(environment.get("device"))),
         "proof": dicts(proof.get("rows")),
         "logits": mapping(proof.get("logits")),
         "curves": {name: thin(points) for name, points in full.items()},
@@ -259,7 +261,7 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def headline(curves: dict[str, Curve], last: dict[str, float | None], cpu: bool = False) -> Rows:
+def _headline(curves: dict[str, Curve], last: dict[str, float | None], cpu: bool = False) -> Rows:
     """The numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:

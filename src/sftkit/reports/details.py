@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftkit.reports.charts import histogram
-from sftkit.reports.files import Rows, dicts, mapping, number
+from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import moment, show
 from sftkit.reports.pieces import columns, facts, numbers, said, section, setting, table
 
-Report = dict[str, Any]
 SOURCES = {
     "name": "source",
     "rows": "rows",
@@ -23,7 +22,7 @@ SOURCES = {
     "dropped_no_target": "dropped, no target",
     "skipped_bad": "skipped, bad",
 }
-ANSWERS = {
+_ANSWERS = {
     "name": "source",
     "answers": "answers",
     "answers_learned": "learned",
@@ -38,7 +37,7 @@ ANSWERS = {
     "thinking_turned_off": "thinking turned off",
 }
 FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
-LAYOUTS = {
+_LAYOUTS = {
     "layout": "layout",
     "shapes": "shapes",
     "padding_pct": "padding %",
@@ -143,7 +142,7 @@ def _answers(sources: Rows) -> Html | None:
     rows = [
         mapping(source.get("answers")) | {"name": source.get("name")} for source in sources if source.get("answers")
     ]
-    return _table(rows, ANSWERS, "Answers")
+    return _table(rows, _ANSWERS, "Answers")
 
 
 def _findings(sources: Rows) -> Html | None:
@@ -154,7 +153,7 @@ def _findings(sources: Rows) -> Html | None:
 
 def _layouts(rows: Any) -> Html | None:
     marked = [row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"} for row in dicts(rows)]
-    return _table(marked, LAYOUTS, "Layouts")
+    return _table(marked, _LAYOUTS, "Layouts")
 
 
 def _logged_data(report: Report) -> Html | None:

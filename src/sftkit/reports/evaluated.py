@@ -8,7 +8,7 @@ from typing import Any
 from sftkit.reports.files import Rows, dicts, mapping, number, read_json
 from sftkit.rundir.names import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_name, step_of
 
-Found = dict[tuple[float, str, str], dict[str, Any]]
+EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
 _MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
@@ -17,7 +17,7 @@ _MEANS = ("centred_mean", "families")
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
     """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
-    found: Found = {}
+    found: EvaluationTable = {}
     told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
         of_step = step_of(path.parent.name)
@@ -40,7 +40,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
 
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
-    found: Found = {}
+    found: EvaluationTable = {}
     for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
         model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
         if step_of(Path(model).name) == last_step:
@@ -50,7 +50,7 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     return [row | {"final": True} for _, row in sorted(found.items())]
 
 
-def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+def _keep_task(found: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
     """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     found.pop((step, task, metric), None)
@@ -64,7 +64,7 @@ def _keep_task(found: Found, step: float, row: dict[str, Any]) -> set[tuple[floa
     return told
 
 
-def _keep(found: Found, step: float, row: dict[str, Any]) -> None:
+def _keep(found: EvaluationTable, step: float, row: dict[str, Any]) -> None:
     """Add an evaluation, unless there is one of this step, task and metric."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}

@@ -12,6 +12,8 @@ from typing import Any
 from sftkit.rundir.names import LATEST, STEP_DIRS
 
 Rows = list[dict[str, Any]]
+Report = dict[str, Any]
+"What reports.collect gathers of a run, by section."
 _LARGEST_NUMBER = 1e100
 "no axis with more fits in a float; NaN is not below it either"
 _LARGEST_HEADER = 100 * 2**20
@@ -89,7 +91,7 @@ def checkpoint(run_dir: Path) -> Path | None:
     return folder if fnmatchcase(name, STEP_DIRS) and Path(name).name == name and folder.is_dir() else None
 
 
-def count_parameters(folder: Path) -> int | None:
+def stored_parameters(folder: Path) -> int | None:
     """Parameters in the safetensors files of a folder, read off their headers; None if there are none or one is damaged."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):

@@ -31,10 +31,10 @@ _GOOD = {"finished": True, "failed": False, "killed": False}
 def render(report: dict[str, Any]) -> str:
     """The whole page, from what `gather` returns."""
     main = el("main", [build(report) for _, _, build in SECTIONS])
-    return document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
+    return html_document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
 
 
-def document(title: str, body: Html, more_style: str = "") -> str:
+def html_document(title: str, body: Html, more_style: str = "") -> str:
     """A page that loads nothing and runs nothing."""
     head = el(
         "head",

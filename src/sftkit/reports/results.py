@@ -6,12 +6,11 @@ from typing import Any
 
 from sftkit.reports.charts import Series, interval_chart
 from sftkit.reports.evaluated import is_part, standing
-from sftkit.reports.files import Rows
+from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, show
 from sftkit.reports.pieces import figure, said, section, table
 
-Report = dict[str, Any]
 _MOST_CHARTS = 12
 
 

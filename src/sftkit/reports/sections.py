@@ -7,12 +7,11 @@ from typing import Any
 
 from sftkit.reports.charts import Series
 from sftkit.reports.experts import experts
-from sftkit.reports.files import Rows, mapping, on_cpu
+from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
 from sftkit.reports.pieces import badge, facts, figure, points, said, scroll, section, table
 
-Report = dict[str, Any]
 CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
     ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
     ("Gradient norm", "before clipping", (("train/grad_norm", "gradient norm"),), 1, False),
@@ -46,7 +45,7 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = 
     ),
 )
 "Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
-LOSS = (("train/loss", "training"), ("val/loss", "validation"))
+_LOSS = (("train/loss", "training"), ("val/loss", "validation"))
 _MOST_SOURCES = 6
 
 
@@ -118,7 +117,7 @@ def _proof_row(row: dict[str, Any], ok: bool | None) -> Html:
 
 def curves(report: Report) -> Html:
     """Loss first, then everything else that was logged over the steps; of both runs where there are two."""
-    loss = figure("Loss", "nats per target token", _series(report, LOSS), wide=True)
+    loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
         figure(title, unit.format(each=each(report)), _series(report, names, scale), zero=zero)
         for title, unit, names, scale, zero in CURVES

@@ -36,14 +36,14 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     return settings
 
 
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; lists of plain values are values, lists of mappings have a number for each."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from flat(item, f"{key}.{name}" if key else str(name))
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
     elif dicts(value):
         for index, item in enumerate(value):
-            yield from flat(item, f"{key}.{index}")
+            yield from _flat(item, f"{key}.{index}")
     else:
         yield key, value
 
@@ -51,7 +51,7 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def changed(settings: dict[str, Any]) -> Rows:
     """Settings that differ from their default, as {"key", "value", "default"}; default null also where there is none."""
     rows = []
-    for key, value in flat(settings):
+    for key, value in _flat(settings):
         known = table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
         default = known.default if known is not None else None
         if known is None or known.required or _text(value) != _text(default):
@@ -61,7 +61,7 @@ def changed(settings: dict[str, Any]) -> Rows:
 
 def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
     """Settings of two runs that differ, as {"key", "value", "other"}; where they live is left out."""
-    mine, its = dict(flat(settings)), dict(flat(other))
+    mine, its = dict(_flat(settings)), dict(_flat(other))
     keys = [key for key in dict.fromkeys([*mine, *its]) if key != "run.dir"]
     return [
         {"key": key, "value": mine.get(key), "other": its.get(key)}

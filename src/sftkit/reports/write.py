@@ -10,13 +10,12 @@ from threading import Thread
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import say, visible
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.collect import gather, newest_run, run_of
+from sftkit.reports.collect import gather_report, run_of
 from sftkit.reports.files import checkpoint
 from sftkit.reports.page import render
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
-__all__ = ["gather", "newest_run", "report_of_folder", "try_report", "write_report"]
 _MOST_SECONDS = 20.0
 
 
@@ -31,7 +30,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
         ConfigError: `run_dir` or `against` is no run.
         OSError: a file cannot be written.
     """
-    report = gather(run_dir, against)
+    report = gather_report(run_dir, against)
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
     texts = {

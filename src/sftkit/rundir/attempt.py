@@ -21,7 +21,7 @@ from sftkit.rundir.names import (
     COMPILE,
     EVALUATIONS,
     LOCK,
-    METRICS,
+    METRICS_FILE,
     OF_STEPS,
     TOKENIZER,
     WRITTEN_OVER,
@@ -58,14 +58,14 @@ def place_of(folder: Path, resumes: bool) -> Path:
     """
     ours = folder / ATTEMPT
     shutil.rmtree(ours, ignore_errors=True)  # of a start that was killed
-    check_room(folder, resumes)
+    _check_room(folder, resumes)
     ours.mkdir()
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
 
 
-def check_room(folder: Path, resumes: bool) -> None:
+def _check_room(folder: Path, resumes: bool) -> None:
     """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
 
     Raises:
@@ -117,14 +117,14 @@ def begin(folder: Path) -> None:
     Raises:
         ConfigError: somebody has put files there meanwhile that they would write over.
     """
-    check_room(folder, resumes=False)
+    _check_room(folder, resumes=False)
     _mark(folder)
     go_on(folder)
 
 
 def _mark(folder: Path) -> None:
     """Make the sign of a run that has done a step: killed from here on, it is one."""
-    (folder / METRICS).touch()
+    (folder / METRICS_FILE).touch()
 
 
 def go_on(folder: Path) -> None:

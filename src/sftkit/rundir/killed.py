@@ -12,7 +12,7 @@ from typing import Any
 
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.lock import at_work
-from sftkit.rundir.names import METRICS, STATUS, latest
+from sftkit.rundir.names import METRICS_FILE, STATUS, latest
 from sftkit.rundir.status import read_status, resume_command, start_command
 
 _TAIL = 1 << 16
@@ -49,7 +49,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS; None without one."""
     try:
-        with (run_dir / METRICS).open("rb") as file:
+        with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:

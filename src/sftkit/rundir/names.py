@@ -54,7 +54,7 @@ ATTEMPT = ".attempt"
 
 # ---- lines and results: tracking and evals ---------------------------------------------------------------------------
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 "A line for every log.every steps: tracking/tracker.py."
 EVALS = "evals.jsonl"
 "A line for each evaluation: tracking/tracker.py."
@@ -114,7 +114,7 @@ WRITTEN_OVER = (
     f"{EVALUATIONS}/{_STEP}*",
 )
 "Glob patterns of what a run writes, or writes over, that is there without one of OF_STEPS: no run has written it."
-OF_STEPS = (METRICS, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
+OF_STEPS = (METRICS_FILE, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
 "Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."

@@ -28,7 +28,7 @@ def agree(rt: Runtime, what: dict[str, str]) -> None:
         return
     gathered: list[dict[str, str]] = [{}] * rt.world_size
     torch.distributed.all_gather_object(gathered, what)
-    differences = compare(gathered)
+    differences = differing_values(gathered)
     if differences:
         lines = "\n  ".join(differences)
         raise ConfigError(
@@ -36,7 +36,7 @@ def agree(rt: Runtime, what: dict[str, str]) -> None:
         )
 
 
-def compare(values: list[dict[str, str]]) -> list[str]:
+def differing_values(values: list[dict[str, str]]) -> list[str]:
     """A line for each name whose value is not the same on all ranks."""
     lines = []
     for name in sorted(set().union(*values)):
@@ -59,7 +59,7 @@ def neighbours(rt: Runtime) -> dict[int, int]:
     return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
 
 
-def identity(recipe: str) -> dict[str, str]:
+def run_identity(recipe: str) -> dict[str, str]:
     """What makes the ranks one run before data is read: the resolved recipe, key by key, and the versions."""
     try:
         ours = version("sftkit")

@@ -36,7 +36,7 @@ PEAK_BF16_FLOPS = (
     ("RTX 3090", 71e12),
     ("MI300X", 1307e12),
 )
-RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_lab.md", "docs/parallelism.md")
+_RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_lab.md", "docs/parallelism.md")
 "Files of this repository that runs write: a new result there changes no later run."
 
 
@@ -136,7 +136,7 @@ def git_state() -> str | None:
     try:
         commit = _git("describe", "--always", "--abbrev=12")
         commit.check_returncode()
-        changed = _git("diff", "--quiet", "HEAD", "--", ":(top)", *(f":(top,exclude){path}" for path in RESULTS))
+        changed = _git("diff", "--quiet", "HEAD", "--", ":(top)", *(f":(top,exclude){path}" for path in _RESULTS))
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.stdout.strip() + "-dirty" * (changed.returncode != 0)

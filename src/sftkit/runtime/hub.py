@@ -18,7 +18,7 @@ from sftkit.rundir.names import resolve
 PROBE_SECONDS = 5.0
 MOST_SECONDS = PROBE_SECONDS + 1
 "That a question to the hub may take, name resolution included."
-Kind = Literal["model", "dataset"]
+HubKind = Literal["model", "dataset"]
 
 
 @cache
@@ -49,7 +49,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     return ended[0] if ended else TimeoutError()
 
 
-def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | None:
+def why_not_there(name: str, kind: HubKind, revision: str | None = None) -> str | None:
     """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody knows.
 
     Raises:
@@ -78,7 +78,7 @@ def why_not_there(name: str, kind: Kind, revision: str | None = None) -> str | N
     return None  # of anything else who loads it will say
 
 
-def _ask(name: str, kind: Kind, revision: str | None) -> None:
+def _ask(name: str, kind: HubKind, revision: str | None) -> None:
     """Ask for a repository, and for leave to read it where not everybody has it.
 
     Raises:
@@ -92,7 +92,7 @@ def _ask(name: str, kind: Kind, revision: str | None) -> None:
         HfApi().auth_check(name, repo_type=kind)
 
 
-def _not_let_in(name: str, kind: Kind) -> str:
+def _not_let_in(name: str, kind: HubKind) -> str:
     from huggingface_hub import constants, get_token
 
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
@@ -124,7 +124,7 @@ def unreachable() -> str:
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
 
 
-def _is_cached(name: str, kind: Kind) -> bool:
+def _is_cached(name: str, kind: HubKind) -> bool:
     """Whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config, which is fetched alone to
     know the model's size."""
     from huggingface_hub import constants
@@ -141,7 +141,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def not_found(name: str, kind: Kind, why: str, download: str) -> str:
+def not_found(name: str, kind: HubKind, why: str, download: str) -> str:
     """Return the message for a path or hub name that is neither, the more likely of the two first.
 
     Args:

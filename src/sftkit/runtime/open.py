@@ -17,7 +17,7 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.killed import where_it_was
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
 from sftkit.rundir.status import RunStatus, read_status
-from sftkit.runtime.consistency import agree, identity, neighbours
+from sftkit.runtime.consistency import agree, neighbours, run_identity
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.signals import end_process
@@ -35,7 +35,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run can
             begin there.
     """
-    agree(rt, identity(recipe))
+    agree(rt, run_identity(recipe))
     locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     if isinstance(locked, str):
         raise ConfigError(locked)

@@ -38,7 +38,7 @@ from sftkit.runtime.hardware import device_name, why_no_gpu
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
 "How long a process that is to end waits for its main thread, which may rename on a disk that hangs."
 
@@ -167,7 +167,7 @@ class Runtime:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
-    def from_main(self, decide: Callable[[], Value]) -> Value:
+    def from_main(self, decide: Callable[[], T]) -> T:
         """What the main rank decides, on every rank; the others do not ask."""
         if self.world_size == 1:
             return decide()

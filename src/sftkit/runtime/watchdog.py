@@ -126,7 +126,7 @@ class Watchdog:
             with suppress(OSError):
                 self._beat(flush=True)
             time.sleep(2.0)  # the others, whose time is up as well, say where they are
-            behind, where = compare(status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2)
+            behind, where = find_blocking_ranks(status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2)
             text += f"; {where}"
         if self._stopped.is_set():
             return
@@ -155,7 +155,7 @@ def open_heartbeat(status: RunStatus) -> int:
     return os.open(heartbeat_file(beats, status.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
 
-def compare(beats: Path, world_size: int, silent_after: float) -> tuple[list[int], str]:
+def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tuple[list[int], str]:
     """Find who keeps the others waiting.
 
     Args:

@@ -101,7 +101,7 @@ class LateFlags:
         return found
 
 
-COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
+_COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
 "Steps that were not finite, that were left out, or that had a spike; the same on every rank."
 
 
@@ -178,12 +178,12 @@ class Health:
 
     def window(self) -> Window:
         """The counts so far and what spikes are measured against. Waits for the device."""
-        counts = {name: getattr(self, f"_{name}") for name in COUNTS}
+        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {**counts, "spikes": self.spikes.window()}
 
     def go_on(self, window: Window) -> None:
         """Go on from a checkpoint, before the first step."""
-        for name in COUNTS:
+        for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # earlier versions had fewer
         self.spikes.go_on(window["spikes"])
 
@@ -195,7 +195,7 @@ class Health:
             "loss": float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
+            "documents": _documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
         }
         file = left_out_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # on a full disk the error itself is what must be told
@@ -287,7 +287,7 @@ def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) ->
     return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
 
 
-def documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
+def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
     """This rank's documents of a step: index, source, micro-batch from 1, whether the loss of that is finite, token ids.
 
     Args:

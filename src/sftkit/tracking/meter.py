@@ -25,7 +25,7 @@ from sftkit.tracking.progress import Progress
 from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 from sftkit.tracking.window import Window, by_rank, own_values
 
-COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "encoded", "left_out", "divisor", "skew")
+_COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "encoded", "left_out", "divisor", "skew")
 "Of a window, the same on every rank."
 
 
@@ -169,7 +169,7 @@ class Meter:
         vector = self._sums.vector
         own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
         return {
-            **{name: getattr(self, f"_{name}") for name in COUNTS},
+            **{name: getattr(self, f"_{name}") for name in _COUNTS},
             "sources": self.sources,
             "source_tokens": self._source_tokens.tolist(),
             "seconds": self._seconds(),
@@ -194,7 +194,7 @@ class Meter:
         self.shapes.go_on(window)
         if window["sums"] != list(self._sums.names):
             return False
-        for name in COUNTS:
+        for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
         # `read` adds what is in the window.
         self._before = self._before.plus(

@@ -11,12 +11,15 @@ from typing import Any
 
 from sftkit.rundir.names import FINAL, RESULTS, step_of
 
+MetricsLine = dict[str, Any]
+"A line of metrics.jsonl: names of metrics and their values."
+
 
 def drop_rows_after(path: Path, step: int) -> None:
     """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
     if not path.exists():
         return
-    kept = [line for line in lines_of(path) if row_step(line) <= step]
+    kept = [line for line in _lines_of(path) if row_step(line) <= step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)
@@ -34,10 +37,10 @@ def drop_evals_after(folder: Path, step: int) -> None:
 
 def has_row(path: Path, step: int) -> bool:
     """Whether a file of rows has one of this step."""
-    return path.exists() and any(row_step(line) == step for line in lines_of(path))
+    return path.exists() and any(row_step(line) == step for line in _lines_of(path))
 
 
-def lines_of(path: Path) -> list[str]:
+def _lines_of(path: Path) -> list[str]:
     """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
     return [line for line in path.read_text().split("\n") if line]
 
@@ -50,10 +53,10 @@ def row_step(line: str) -> float:
         return math.inf
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
     try:
-        lines = lines_of(path)
+        lines = _lines_of(path)
     except OSError:
         return []
     return [json.loads(line) for line in lines if row_step(line) < math.inf]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sftkit.tracking.window import Window
 
-WINDOW = 128
+_WINDOW = 128
 "steps that a spike is measured against"
 ENOUGH = 32
 "steps before which nothing is called a spike"
@@ -48,7 +48,7 @@ class Spikes:
         """
         self.watched = watched
         self._leaves_out = on_spike != "warn"
-        self._history = torch.full((WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
+        self._history = torch.full((_WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from sftkit.rundir.names import (
     EVALS,
     EVALUATIONS,
     EVENTS,
-    METRICS,
+    METRICS_FILE,
     RESULTS,
     SAMPLES,
     evaluation_dir,
@@ -34,10 +34,10 @@ from sftkit.tracking.dashboard.ending import begun, ending_of
 from sftkit.tracking.dashboard.identity import identity
 from sftkit.tracking.dashboard.records import preflight_of, proof_of, shortened, table
 from sftkit.tracking.dashboard.remote import Mirror, first_line, open_dashboard
-from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_results, read_rows
+from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
 log = logging.getLogger(__name__)
-Kind = Literal[
+EventKind = Literal[
     "recompile",
     "fallback",
     "graph_break",
@@ -49,7 +49,7 @@ Kind = Literal[
     "checkpoint_fallback",
     "starvation",
 ]
-ALERTS: dict[Kind, tuple[str, str]] = {
+ALERTS: dict[EventKind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
     "fallback": ("compiled code ran uncompiled", "WARN"),
     "graph_break": ("graph break", "WARN"),
@@ -62,9 +62,9 @@ ALERTS: dict[Kind, tuple[str, str]] = {
     "starvation": ("training waits for data", "WARN"),
 }
 "Kind of event -> (title, level) of the alert on the dashboard."
-LEVELS: dict[str, Level] = {"WARN": "warning", "ERROR": "error"}
+_LEVELS: dict[str, Level] = {"WARN": "warning", "ERROR": "error"}
 "Level of an alert -> that of its line on the console."
-ENDS: dict[type[BaseException], Kind] = {
+ENDS: dict[type[BaseException], EventKind] = {
     NonFiniteError: "nonfinite",
     SpikeError: "spike",
     ReplicaError: "replicas",
@@ -79,7 +79,7 @@ TABLE_ROWS = 1000
 "A table on the dashboard has the newest rows; samples.jsonl has all."
 CONSOLE_VALUES = 8
 GAP = "  "
-WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
+_WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
 "The columns of a step's line, the most wanted first."
 
 
@@ -109,7 +109,7 @@ class Tracker:
         self._mirror: Mirror | None = None
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
-        self._told: set[tuple[Kind, str]] = set()
+        self._told: set[tuple[EventKind, str]] = set()
         self._unwritten_events: list[dict[str, Any]] = []
         self._is_open = False
 
@@ -119,13 +119,13 @@ class Tracker:
         if not self._rt.is_main:
             return self
         run_dir, step = self._run_dir, self._step
-        drop_rows_after(run_dir / METRICS, step - self._open_window)
+        drop_rows_after(run_dir / METRICS_FILE, step - self._open_window)
         for name in (EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
         drop_evals_after(run_dir / EVALUATIONS, step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes
         with suppress(OSError):
-            (run_dir / METRICS).touch()  # the mark of a run that has done a step
+            (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
         about = identity(self._config, run_dir, self._settings)
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
@@ -169,10 +169,10 @@ class Tracker:
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """One training line; an event if training has waited for data in this one and the two before."""
-        self._append(METRICS, step, values)
+        self._append(METRICS_FILE, step, values)
         self.say(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
         if self._bar is not None:
-            self._bar.newest = f"loss {number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
+            self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
         self._lines += 1
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
@@ -207,25 +207,25 @@ class Tracker:
             self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
-            newest = read_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
+            newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
             self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
             self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
-    def event(self, kind: Kind, step: int, text: str) -> None:
+    def event(self, kind: EventKind, step: int, text: str) -> None:
         """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
         if self._rt.is_main:
-            self.say(f"step {step}: {text}" if not text.startswith("step ") else text, LEVELS[ALERTS[kind][1]])
+            self.say(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
             self._record(kind, step, text)
 
-    def new_events(self, kind: Kind, step: int, texts: Sequence[str]) -> None:
+    def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
         """Those of a list of all so far that were not told yet, each text once."""
         for text in texts:
             if (kind, text) not in self._told:
                 self._told.add((kind, text))
                 self.event(kind, step, text)
 
-    def _record(self, kind: Kind, step: int, text: str) -> None:
+    def _record(self, kind: EventKind, step: int, text: str) -> None:
         if not self._rt.is_main:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
@@ -275,19 +275,19 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
     mfu = values.get("perf/mfu")
     columns = {
         "step": f"step {step:>{len(str(total_steps))}}/{total_steps}",
-        "loss": f"loss {number(values['train/loss'], '7.4f')}",
-        "grad": f"grad {number(values['train/grad_norm'], '7.3f')}",
+        "loss": f"loss {_number(values['train/loss'], '7.4f')}",
+        "grad": f"grad {_number(values['train/grad_norm'], '7.3f')}",
         "lr": f"lr {values['train/lr']:.2e}",
         "tok/s": f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
         "mfu": f"mfu {100 * mfu:4.1f}%" if mfu is not None else "",
         "s/step": f"{values['perf/step_seconds']:7.3f} s/step",
         "wait": f"wait {values['perf/data_wait_pct']:4.1f}%",
         "pad": f"pad {values['data/padding_pct']:4.1f}%",
-        "mem": f"mem {number(values['mem/peak_gib'], '5.1f')} GiB",
+        "mem": f"mem {_number(values['mem/peak_gib'], '5.1f')} GiB",
         "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
     }
     room = sys.maxsize if width is None else width + len(GAP)
-    wanted = [name for name in WANTED if columns[name]]  # without MFU on hardware whose peak nobody knows
+    wanted = [name for name in _WANTED if columns[name]]  # without MFU on hardware whose peak nobody knows
     taken = accumulate(len(columns[name]) + len(GAP) for name in wanted)
     kept = {name for name, end in zip(wanted, taken, strict=True) if end <= room}
     return GAP.join(text for name, text in columns.items() if name in kept)
@@ -312,6 +312,6 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
     return "  ".join(parts)
 
 
-def number(value: float | None, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     """The number, or a dash of the same width where there is none."""
     return format(value, form) if value is not None else "-".rjust(int(form.partition(".")[0]))

@@ -55,7 +55,7 @@ def is_open(resumed: Mapping[str, Any]) -> bool:
     return bool(resumed.get(WINDOW, {}).get("meter", {}).get("steps"))
 
 
-def go_on(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime, log_every: int) -> str | None:
+def resume_window(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime, log_every: int) -> str | None:
     """Take over the counts and the open window of the checkpoint that is resumed.
 
     Args:

@@ -29,7 +29,7 @@ def about_run(
     return {
         **asdict(cfg),
         "resolved": resolved(cfg, stage, rt, orig_model, batches, setup),
-        "environment": environment(run_dir) if rt.is_main else {},
+        "environment": _environment(run_dir) if rt.is_main else {},
     }
 
 
@@ -63,7 +63,7 @@ def resolved(
     }
 
 
-def environment(run_dir: Path) -> dict[str, Any]:
+def _environment(run_dir: Path) -> dict[str, Any]:
     """Return environment.json; empty where it cannot be read."""
     with suppress(OSError, ValueError):
         return json.loads((run_dir / ENVIRONMENT).read_text())

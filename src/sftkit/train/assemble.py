@@ -26,7 +26,7 @@ from sftkit.data import chat, loader
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout, make_layout
-from sftkit.data.prompts import Asked, asked
+from sftkit.data.prompts import AskedTargets, asked
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine
@@ -56,8 +56,6 @@ from sftkit.train.about import about_run
 from sftkit.train.loop import train
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
-
-Tokenize = Callable[[Row], Tokenized]
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Data:
     validation: dict[str, Examples]
     samples: list[Row]
     "whose answers are shown"
-    asked: Asked | None
+    asked: AskedTargets | None
     "whether small conversations are learned as a server asks for them; None: every token is learned"
 
 

@@ -30,7 +30,7 @@ from sftkit.tracking.meter import Meter
 from sftkit.tracking.progress import PROGRESS
 from sftkit.tracking.rows import has_row
 from sftkit.tracking.tracker import Tracker
-from sftkit.tracking.window import WINDOW, go_on, open_window
+from sftkit.tracking.window import WINDOW, open_window, resume_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
 from sftkit.train.saves import Saves, completed, tell_saves
@@ -109,7 +109,7 @@ def train(
         orig_model.train()
         meter = Meter(orig_model, objective, batches, rt)
         health = Health(cfg.numerics, rt, status, batches, tracker, objective)
-        if line := go_on(resumed, meter, health, rt, cfg.log.every):
+        if line := resume_window(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
         load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)

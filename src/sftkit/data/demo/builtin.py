@@ -113,7 +113,7 @@ def _pieces(node: ast.AST, lines: list[str]) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskConversation:
     """A conversation of one or two problems; `family` and `answer` are those of the last."""
 
     family: str
@@ -125,7 +125,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TaskProblem:
     """A question with one right answer; `identity` is the same in every wording."""
 
     identity: str
@@ -151,17 +151,17 @@ EVENTS = ["party", "lesson", "test", "game", "race", "show", "trip", "walk", "ta
 UNITS = {"km": ("m", "000"), "kg": ("g", "000"), "m": ("cm", "00"), "cm": ("mm", "0"), "l": ("ml", "000")}
 POSITIONS = {"first": 0, "second": 1, "last": -1}
 
-_makers: dict[str, Callable[[Random], Problem]] = {}
+_makers: dict[str, Callable[[Random], TaskProblem]] = {}
 
 
 def _family(*phrasings: str, below: str = "") -> Callable:
     """Make a function of rng -> (operands, answer, fields of the wording) the family of its name."""
 
     def register(draw: Callable[[Random], tuple[str, str, dict[str, Any]]]) -> Callable:
-        def make(rng: Random) -> Problem:
+        def make(rng: Random) -> TaskProblem:
             operands, answer, fields = draw(rng)
             question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
-            return Problem(f"{draw.__name__}: {operands}", question, answer)
+            return TaskProblem(f"{draw.__name__}: {operands}", question, answer)
 
         _makers[draw.__name__] = make
         return draw
@@ -301,7 +301,7 @@ CAPITALS_FAMILY = "contains"
 "The one family that is also asked under CAPITALS, which turns yes into YES."
 
 
-def tasks(split: Split) -> Iterator[Task]:
+def tasks(split: Split) -> Iterator[TaskConversation]:
     """Conversations in a fixed order, the families in turn; the same on every machine and Python."""
     rng, heldout = Random(f"sftkit tasks {split}"), _is_heldout_split(split)
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
@@ -314,7 +314,7 @@ def tasks(split: Split) -> Iterator[Task]:
         yield task
 
 
-def _conversation(family: str, rng: Random, heldout: bool) -> Task:
+def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
     families, messages, problems, answer = [family], [], [], ""
     capitals = family == CAPITALS_FAMILY and rng.random() < SYSTEM_MESSAGE
     if capitals or rng.random() < SYSTEM_MESSAGE:
@@ -327,10 +327,10 @@ def _conversation(family: str, rng: Random, heldout: bool) -> Task:
         messages.append({"role": "user", "content": problem.question})
         messages.append({"role": "assistant", "content": answer})
         problems.append(problem.identity)
-    return Task(family, messages, answer, tuple(problems))
+    return TaskConversation(family, messages, answer, tuple(problems))
 
 
-def _problem(family: str, rng: Random, heldout: bool) -> Problem:
+def _problem(family: str, rng: Random, heldout: bool) -> TaskProblem:
     """A problem of this side of the split: every tenth is held out."""
     while True:
         problem = _makers[family](rng)

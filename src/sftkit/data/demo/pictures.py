@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from random import Random
-from typing import Literal
 
 import numpy as np
 
+from sftkit.data.demo.builtin import Split
 from sftkit.errors import ConfigError
 
-Split = Literal["train", "heldout"]
 PICTURES = {"train": 40_000, "heldout": 2_000}
 PREFIX = "builtin:pictures/"
 LENGTHS = ((0.90, 5, 32), (0.99, 33, 64), (1.00, 65, 256))

@@ -8,7 +8,7 @@ from functools import cache
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import memory
-from sftkit.evals.sandbox.programs import ADVICE, Job, Limits, run
+from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
 # A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its wall.
@@ -67,7 +67,7 @@ def check_sandbox() -> str | None:
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
     try:
-        verdict = run(Job(PROBE.format(processes=Limits().processes, **numbers), ""))
+        verdict = run(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
     except ConfigError as error:
         return str(error)
     return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.why}; {ADVICE}"
@@ -75,7 +75,7 @@ def check_sandbox() -> str | None:
 
 def memory_bound() -> str:
     """How the memory of a program is limited on this machine, in words."""
-    limits = Limits()
+    limits = ProgramLimits()
     if memory.parent() is not None:
         return f"{limits.total_memory_mib} MiB for all processes of a program together"
     processes = limits.processes + 2

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sftkit.evals.sandbox.channel import Channel, take
-from sftkit.evals.sandbox.values import Exchange
+from sftkit.evals.sandbox.values import RequestAndReply
 
 STARTED = b"S"
 NONCE_BYTES = 32
@@ -71,7 +71,7 @@ class Program:
 
         If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an error.
         """
-        exchange = Exchange(self._number_of, self._object_of)
+        exchange = RequestAndReply(self._number_of, self._object_of)
         request = exchange.pack(operation, *values)
         try:
             self.channel.send(request)
@@ -112,7 +112,7 @@ def rebuilt(name: str, base: str, text: str) -> BaseException:
         return type(name, (Exception,), {})(text)
 
 
-def exit_code(status: int) -> int:
+def program_exit_code(status: int) -> int:
     """What a shell would return: 128 + signal for a process that a signal ended."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
@@ -128,13 +128,13 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
     def look(*_: object) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            os._exit(exit_code(status))
+            os._exit(program_exit_code(status))
 
     signal.signal(signal.SIGCHLD, look)
     job = json.loads(take(feed, int(take(feed, 12))))
     os.write(verdict, STARTED)
     try:
-        run(job, Program(channel, end))
+        _run(job, Program(channel, end))
     except BaseException as error:
         end(f"{type(error).__name__}: {error}")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,7 +142,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
     os._exit(0)
 
 
-def run(job: dict[str, Any], program: Program) -> None:
+def _run(job: dict[str, Any], program: Program) -> None:
     """Execute what the tests are given, the program in its process, and the tests; what any of them raises is raised."""
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["given"], "given", "exec"), names)

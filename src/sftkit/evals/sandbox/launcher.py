@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from sftkit.evals.sandbox import walls
 from sftkit.evals.sandbox.channel import Channel
-from sftkit.evals.sandbox.judge import exit_code, judge
+from sftkit.evals.sandbox.judge import judge, program_exit_code
 from sftkit.evals.sandbox.program import serve
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
@@ -54,7 +54,7 @@ def launch(spec: dict[str, Any]) -> NoReturn:
     # The kernel ends pid 1 when this process is gone, whatever the reason; asked to end, this process sees to it first.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     _, status = os.waitpid(child, 0)
-    os._exit(exit_code(status))
+    os._exit(program_exit_code(status))
 
 
 def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
@@ -73,7 +73,7 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     while True:
         pid, status = os.wait()
         if pid == first:
-            os._exit(exit_code(status))
+            os._exit(program_exit_code(status))
 
 
 def judge_and_program() -> NoReturn:

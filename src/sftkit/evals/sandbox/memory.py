@@ -23,7 +23,7 @@ LIMITS = {
     "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
 }
 "File system -> file -> what is written there. The first must be there; the others are where swap or processes are counted."
-PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 2.0
 "Time that the kernel has to forget the ended processes of a group."
 
 
@@ -36,7 +36,7 @@ def group(mib: int, processes: int) -> Iterator[Path | None]:
         yield folder
     finally:
         if folder:
-            remove(folder)
+            _remove(folder)
 
 
 @cache
@@ -75,7 +75,7 @@ def works(above: Path) -> bool:
         join = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(folder)]
         return subprocess.run(join, stderr=subprocess.DEVNULL).returncode == 0
     finally:
-        remove(folder)
+        _remove(folder)
 
 
 def make(above: Path, mib: int, processes: int) -> Path:
@@ -88,14 +88,14 @@ def make(above: Path, mib: int, processes: int) -> Path:
             if name == next(iter(limits)) or (folder / name).exists():
                 (folder / name).write_text(value.format(bytes=mib * 2**20, processes=processes))
     except OSError:
-        remove(folder)
+        _remove(folder)
         raise
     return folder
 
 
-def remove(folder: Path) -> None:
+def _remove(folder: Path) -> None:
     """Remove a control group whose processes have ended; a warning if it is still in use."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return folder.rmdir()

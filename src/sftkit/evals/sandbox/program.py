@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from sftkit.evals.sandbox.channel import Channel
-from sftkit.evals.sandbox.values import Exchange
+from sftkit.evals.sandbox.values import RequestAndReply
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, given, named: function(*given, **named),
@@ -59,12 +59,12 @@ def serve(channel: Channel) -> None:
     operations = OPERATIONS | {"run": partial(run, module), "name": partial(name_of, module)}
     objects = Objects()
     while True:
-        exchange = Exchange(objects.number_of, objects.object_of)
+        exchange = RequestAndReply(objects.number_of, objects.object_of)
         operation, *values = exchange.unpack(channel.receive())
         try:
             answer = exchange.pack(True, operations[operation](*values))
         except BaseException as error:
-            answer = Exchange(objects.number_of, objects.object_of).pack(False, described(error))
+            answer = RequestAndReply(objects.number_of, objects.object_of).pack(False, described(error))
         channel.send(answer)
 
 

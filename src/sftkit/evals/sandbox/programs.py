@@ -27,11 +27,11 @@ from sftkit.evals.sandbox import memory
 from sftkit.evals.sandbox.judge import NONCE_BYTES, STARTED
 from sftkit.evals.sandbox.walls import OWN_PROCESSES
 
-SOURCES = str(Path(__file__).parents[3])
+PACKAGE_FOLDER = str(Path(__file__).parents[3])
 "Folder that holds this package, for the launcher's process."
-LAUNCH = f"import sys; sys.path.append({SOURCES!r}); from sftkit.evals.sandbox.launcher import main; main()"
+LAUNCH = f"import sys; sys.path.append({PACKAGE_FOLDER!r}); from sftkit.evals.sandbox.launcher import main; main()"
 # The order of sets of strings is fixed: a program passes every time or never.
-ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+_ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 MAX_VERDICT_BYTES = 2048
 STARTS = 3
@@ -39,7 +39,7 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
+class ProgramTests:
     """A program, and the tests that it has to pass."""
 
     program: str
@@ -51,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """What one program may use."""
 
     cpu_seconds: int = 10
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     """What became of a program."""
 
     passed: bool
@@ -82,7 +82,7 @@ class SandboxError(Exception):
     """A wall of the sandbox could not be built; no code of a model has run."""
 
 
-def run(job: Job, limits: Limits | None = None) -> Verdict:
+def run(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
     The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard library
@@ -92,7 +92,7 @@ def run(job: Job, limits: Limits | None = None) -> Verdict:
     """
     for left in reversed(range(STARTS)):
         try:
-            return start(job, limits or Limits())
+            return _start(job, limits or ProgramLimits())
         except (SandboxError, OSError) as error:
             if not left:
                 full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -102,7 +102,9 @@ def run(job: Job, limits: Limits | None = None) -> Verdict:
     raise AssertionError("unreachable")
 
 
-def run_many(jobs: Sequence[Job], workers: int | None = None, limits: Limits | None = None) -> list[Verdict]:
+def run_many(
+    jobs: Sequence[ProgramTests], workers: int | None = None, limits: ProgramLimits | None = None
+) -> list[ProgramVerdict]:
     """`run` for every job, `workers` at a time (None: one for each CPU core), verdicts in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda job: run(job, limits), jobs))
@@ -117,7 +119,7 @@ ADVICE = (
 )
 
 
-def start(job: Job, limits: Limits) -> Verdict:
+def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
     """One attempt of `run`; SandboxError if the program could not be started."""
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
@@ -135,7 +137,7 @@ def start(job: Job, limits: Limits) -> Verdict:
                 stdin=feed,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=ENVIRONMENT,
+                env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )
@@ -150,10 +152,10 @@ def start(job: Job, limits: Limits) -> Verdict:
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
             raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
     passed = said == STARTED + nonce
-    return Verdict(passed, "" if passed else explain(said[1:], in_time, process.returncode, limits), seconds)
+    return ProgramVerdict(passed, "" if passed else explain(said[1:], in_time, process.returncode, limits), seconds)
 
 
-def specification(root: str, group: Path | None, limits: Limits) -> str:
+def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
     """What the launcher is told, as JSON: where to build, what to show of this machine, the control group to join."""
     executable = python()
     prefix = os.path.realpath(sys.base_prefix)
@@ -195,7 +197,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def explain(said: bytes, in_time: bool, code: int, limits: Limits) -> str:
+def explain(said: bytes, in_time: bool, code: int, limits: ProgramLimits) -> str:
     """Why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"

@@ -151,7 +151,7 @@ def filter_of(machine: str) -> bytes:
     return b"".join((*steps, step(RETURN, ALLOW)))
 
 
-def install() -> None:
+def install_filter() -> None:
     """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot be."""
     code = filter_of(os.uname().machine)
     libc = ctypes.CDLL(None, use_errno=True)

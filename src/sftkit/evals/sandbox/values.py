@@ -38,7 +38,7 @@ PLAIN_INTEGERS = 2**53
 "Larger ones travel in base 16: Python reads only 4,300 decimal digits."
 
 
-class Exchange:
+class RequestAndReply:
     """One request and its answer. Containers have numbers, so that both sides have the same ones: shared, in a circle,
     or changed in place by the program. What is not data stays in its process and is sent as the number of an object."""
 

@@ -22,10 +22,10 @@ OWN_PROCESSES = 3
 BOX = "/box"
 "Folder of the new root that becomes the root of the program: the kernel makes no user namespace for who is in a chroot."
 
-libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check(what: str, result: int) -> None:
+def _check(what: str, result: int) -> None:
     """Raise OSError that names the wall if a call of libc failed."""
     if result != 0:
         number = ctypes.get_errno()
@@ -35,30 +35,30 @@ def check(what: str, result: int) -> None:
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """mount(2)."""
     names = (source.encode(), target.encode(), kind.encode() if kind else None)
-    check(f"mount {source} on {target}", libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
+    _check(f"mount {source} on {target}", _libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
 
 
 def make_read_only(path: str, flags: int) -> None:
     """Take the right to write from a mount (with AT_RECURSIVE: and from those below it); needs Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
-    result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
-    check(f"mount_setattr read-only {path}", result)
+    result = _libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
+    _check(f"mount_setattr read-only {path}", result)
 
 
 def new_namespaces() -> bool:
     """Own mounts, network, processes, IPC and host name; whether it took a user namespace, which root can do without."""
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    if os.geteuid() == 0 and libc.unshare(apart) == 0:
+    if os.geteuid() == 0 and _libc.unshare(apart) == 0:
         return False
     uid, gid = os.geteuid(), os.getegid()
-    check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
+    _check("unshare (user namespace)", _libc.unshare(apart | CLONE_NEWUSER))
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
     return True
 
 
-def show(root: str, path: str) -> None:
+def _show(root: str, path: str) -> None:
     """Make a file, folder or link of this machine visible under `root`, read-only."""
     target = root + path
     if os.path.islink(path):
@@ -79,7 +79,7 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755,size=1m")
     box = root + BOX
     for path in (*visible, *DEVICES):
-        show(box, path)
+        _show(box, path)
     os.mkdir(box + "/tmp")
     mount("tmpfs", box + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={mib}m,nr_inodes=4096")
     make_read_only(root, 0)
@@ -88,8 +88,8 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 def enter(root: str) -> None:
     """Make `root` the whole file system: nothing outside it can be named any more."""
     os.chdir(root)
-    check("pivot_root", libc.pivot_root(b".", b"."))
-    check("umount of the old root", libc.umount2(b".", MNT_DETACH))
+    _check("pivot_root", _libc.pivot_root(b".", b"."))
+    _check("umount of the old root", _libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
     os.chdir("/tmp")
 
@@ -97,15 +97,15 @@ def enter(root: str) -> None:
 def drop_privileges(user: int | None) -> None:
     """No capability is left and none can be won; root becomes `user`, who owns nothing (None: a user namespace did it)."""
     for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    check("capset", libc.capset(header, none))
-    check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    system_calls.install()
+    _check("capset", _libc.capset(header, none))
+    _check("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    system_calls.install_filter()
 
 
 def limit(limits: dict[str, int]) -> None:

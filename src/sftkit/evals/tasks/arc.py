@@ -6,21 +6,21 @@ from functools import partial
 
 from sftkit.errors import DataError
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
 ARC, OPENBOOKQA = "allenai/ai2_arc", "allenai/openbookqa"
 
 
-def arc_item(row: Row) -> choices.Item:
+def arc_item(row: CheckedRow) -> choices.Item:
     question = row.text("question")
     return _item(row, f"Question: {question}\nAnswer:", question)
 
 
-def openbookqa_item(row: Row) -> choices.Item:
+def openbookqa_item(row: CheckedRow) -> choices.Item:
     return _item(row, row.text("question_stem"), row.text("question_stem"))
 
 
-def _item(row: Row, prompt: str, question: str) -> choices.Item:
+def _item(row: CheckedRow, prompt: str, question: str) -> choices.Item:
     """`choices` is {"text": [...], "label": [...]}, `answerKey` one of the labels (A to E, or 1 to 5)."""
     options = row["choices"]
     if not isinstance(options, dict) or not {"text", "label"} <= set(options):
@@ -34,8 +34,8 @@ def _item(row: Row, prompt: str, question: str) -> choices.Item:
 def _arc(name: str, subset: str) -> choices.Design:
     return choices.Design(
         name=name,
-        examples=Split((f"{name}_test",), ARC, subset, "test"),
-        shots=Split((f"{name}_train",), ARC, subset, "train"),
+        examples=DatasetSplit((f"{name}_test",), ARC, subset, "test"),
+        shots=DatasetSplit((f"{name}_train",), ARC, subset, "train"),
         item=arc_item,
         metric="acc_norm",
         judge=choices.judge_acc_norm,
@@ -48,8 +48,8 @@ openbookqa = partial(
     choices.build,
     choices.Design(
         name="openbookqa",
-        examples=Split(("openbookqa_test", "openbookqa_validation"), OPENBOOKQA, "main", "test"),
-        shots=Split(("openbookqa_train",), OPENBOOKQA, "main", "train"),
+        examples=DatasetSplit(("openbookqa_test", "openbookqa_validation"), OPENBOOKQA, "main", "test"),
+        shots=DatasetSplit(("openbookqa_train",), OPENBOOKQA, "main", "train"),
         item=openbookqa_item,
         metric="acc_norm",
         judge=choices.judge_acc_norm,

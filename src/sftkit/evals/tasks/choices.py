@@ -14,7 +14,7 @@ from typing import Any
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Marks, Message, Task
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 
 SHOTS_SEED = 1234
 "lm-evaluation-harness's fewshot_random_seed."
@@ -24,7 +24,7 @@ DRAWN = {"completion": "random, seed 1234, anew for each example", "chat": "the 
 
 ASK_FOR_LETTER = "Answer with the letter of the right option only."
 
-Choice = Task[Choices, Likelihoods]
+ChoiceTask = Task[Choices, Likelihoods]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Design:
     """What makes one task with choices different from the others."""
 
     name: str
-    examples: Split
-    shots: Split | None
+    examples: DatasetSplit
+    shots: DatasetSplit | None
     "where shots come from; None: the task takes none"
-    item: Callable[[Row], Item]
+    item: Callable[[CheckedRow], Item]
     metric: str
     "format completion: the metric that stands for the task"
     judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[Marks]]
@@ -62,7 +62,7 @@ class Design:
     "format completion without shots: what begins all prompts alike"
 
 
-def build(design: Design, read: Read, shots: int | None, format: str, max_examples: int | None) -> Choice:
+def build(design: Design, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
     """The task of a design. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
     rows = read(design.examples)
     shots = shots or 0
@@ -92,7 +92,7 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
 
 
 def settings_of(
-    rows: Sequence[Row], pool: Sequence[Row], shots: int, format: str, selection: str, drawn: str
+    rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int, format: str, selection: str, drawn: str
 ) -> dict[str, Any]:
     """What someone needs to ask the same questions again."""
     settings: dict[str, Any] = {"format": format, "shots": shots, "data": rows[0].origin, "rows": len(rows)}
@@ -109,7 +109,7 @@ def first(max_examples: int | None) -> str:
 # ---- shots -----------------------------------------------------------------------------------------------------------
 
 
-def shot_rows(name: str, split: Split | None, read: Read, shots: int, spare: int = 0) -> list[Row]:
+def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spare: int = 0) -> list[CheckedRow]:
     """The rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
     if not shots:
         return []
@@ -124,8 +124,8 @@ def shot_rows(name: str, split: Split | None, read: Read, shots: int, spare: int
 
 
 def drawn_shots(
-    pool: Sequence[Row], rows: Sequence[Row], shots: int, one_more: bool = False
-) -> Iterator[Sequence[Row]]:
+    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, one_more: bool = False
+) -> Iterator[Sequence[CheckedRow]]:
     """The shots of each row in turn, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
     rng = random.Random(SHOTS_SEED)
     for row in rows:
@@ -142,7 +142,13 @@ def drawn_shots(
 
 
 def continued(
-    name: str, row: Row, item: Item, shots: Sequence[Item], group: str, preamble: str = "", kept: dict | None = None
+    name: str,
+    row: CheckedRow,
+    item: Item,
+    shots: Sequence[Item],
+    group: str,
+    preamble: str = "",
+    kept: dict | None = None,
 ) -> Choices:
     """Format completion: which choice continues the prompt best; shots stand before it with their first right choice."""
     shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
@@ -157,7 +163,7 @@ def continued(
     )
 
 
-def lettered(name: str, row: Row, item: Item, shots: Sequence[Item], group: str) -> Choices:
+def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], group: str) -> Choices:
     """Format chat: which letter the assistant answers with; shots are earlier turns."""
     if len(item.choices) > len(string.ascii_uppercase):
         raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")

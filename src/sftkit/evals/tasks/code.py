@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check
-from sftkit.evals.sandbox.programs import Job, Limits, run_many
+from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 from sftkit.evals.task import Marks
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
@@ -29,7 +29,7 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def pass_at_1(jobs: Sequence[Job]) -> list[Marks]:
+def pass_at_1(jobs: Sequence[ProgramTests]) -> list[Marks]:
     """1 for each program whose tests end without an error."""
     return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 
@@ -38,6 +38,6 @@ def settings() -> dict[str, Any]:
     """Where the programs ran."""
     return {
         "python": f"{platform.python_version()}, the standard library alone",
-        "limits": asdict(Limits()),
+        "limits": asdict(ProgramLimits()),
         "memory": check.memory_bound(),
     }

@@ -16,7 +16,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 
 @dataclass(frozen=True)
-class Split:
+class DatasetSplit:
     """One split of one data set: what its files are called in a folder, and where it is on the hub."""
 
     files: tuple[str, ...]
@@ -26,7 +26,7 @@ class Split:
     split: str = "test"
 
 
-class Row(dict[str, Any]):
+class CheckedRow(dict[str, Any]):
     """A row that says where it is when a column is missing or is not what it must be: a DataError."""
 
     def __init__(self, values: dict[str, Any], origin: str, index: int) -> None:
@@ -65,25 +65,25 @@ class Row(dict[str, Any]):
         return number
 
 
-Read = Callable[[Split], list[Row]]
+Read = Callable[[DatasetSplit], list[CheckedRow]]
 "What a task's `build` gets: all rows of a split, at least one."
 
 
-def read(split: Split, folder: str | None) -> list[Row]:
+def read(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
     """All rows of a split, from files of `folder`, or from the hub if it is None; at least one."""
     values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder))
     if not values:
         raise DataError(f"{origin}: it has no rows")
-    return [Row(value, origin, index) for index, value in enumerate(values)]
+    return [CheckedRow(value, origin, index) for index, value in enumerate(values)]
 
 
-def _from_folder(split: Split, folder: Path) -> tuple[list[dict[str, Any]], str]:
+def _from_folder(split: DatasetSplit, folder: Path) -> tuple[list[dict[str, Any]], str]:
     files = _files(split, folder)
     origin = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     return _load(files), origin
 
 
-def _files(split: Split, folder: Path) -> list[Path]:
+def _files(split: DatasetSplit, folder: Path) -> list[Path]:
     """The file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
     if not folder.is_dir():
         raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
@@ -131,7 +131,7 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
         raise DataError(f"{files[0]}: cannot be read as {kind}: {error}") from error
 
 
-def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
+def _from_hub(split: DatasetSplit) -> tuple[list[dict[str, Any]], str]:
     from sftkit.data import sources
     from sftkit.data.readers import parsed
 
@@ -148,5 +148,5 @@ def _from_hub(split: Split) -> tuple[list[dict[str, Any]], str]:
     return [parsed(row) for row in rows], _hub_name(split)
 
 
-def _hub_name(split: Split) -> str:
+def _hub_name(split: DatasetSplit) -> str:
     return f"{split.hub} ({f'subset {split.subset}, ' if split.subset else ''}split {split.split}) of the hub"

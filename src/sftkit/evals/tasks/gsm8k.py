@@ -9,12 +9,12 @@ from typing import Any
 from sftkit.errors import DataError
 from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
 
 HUB = "openai/gsm8k"
-TEST = Split(("gsm8k_test",), HUB, "main", "test")
-TRAIN = Split(("gsm8k_train",), HUB, "main", "train")
+TEST = DatasetSplit(("gsm8k_test",), HUB, "main", "test")
+TRAIN = DatasetSplit(("gsm8k_train",), HUB, "main", "train")
 SHOTS = 5
 "Format completion; in a chat none."
 MAX_NEW_TOKENS = {"completion": 256, "chat": 512}
@@ -45,7 +45,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
+def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     prompt: Any
     if number_of(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
@@ -65,11 +65,11 @@ def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
     )
 
 
-def _asked(row: Row) -> str:
+def _asked(row: CheckedRow) -> str:
     return f"Question: {row.text('question')}\nAnswer:"
 
 
-def _turns(row: Row) -> list[Message]:
+def _turns(row: CheckedRow) -> list[Message]:
     return [{"role": "user", "content": row.text("question")}, {"role": "assistant", "content": row.text("answer")}]
 
 

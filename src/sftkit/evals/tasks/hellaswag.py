@@ -6,12 +6,12 @@ import re
 from functools import partial
 
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
 HUB = "Rowan/hellaswag"
 
 
-def item(row: Row) -> choices.Item:
+def item(row: CheckedRow) -> choices.Item:
     context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
     start = cleaned(f"{row.text('activity_label')}: {context}")
     endings = tuple(map(cleaned, row.texts("endings")))
@@ -29,8 +29,8 @@ build = partial(
     choices.build,
     choices.Design(
         name="hellaswag",
-        examples=Split(("hellaswag_validation",), HUB, None, "validation"),
-        shots=Split(("hellaswag_train",), HUB, None, "train"),
+        examples=DatasetSplit(("hellaswag_validation",), HUB, None, "validation"),
+        shots=DatasetSplit(("hellaswag_train",), HUB, None, "train"),
         item=item,
         metric="acc_norm",
         judge=choices.judge_acc_norm,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftkit.errors import ConfigError
-from sftkit.evals.sandbox.programs import Job
+from sftkit.evals.sandbox.programs import ProgramTests
 from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices, code
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
 
-TEST = Split(("humaneval_test", "humaneval"), "openai/openai_humaneval", split="test")
+TEST = DatasetSplit(("humaneval_test", "humaneval"), "openai/openai_humaneval", split="test")
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 MAX_NEW_TOKENS = 1024
 ASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```\n"
@@ -36,7 +36,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def _question(row: Row, format: str) -> Question:
+def _question(row: CheckedRow, format: str) -> Question:
     prompt = row.text("prompt")
     ask: tuple[Message, ...] = ({"role": "user", "content": ASK.format(prompt=prompt)},)
     return Question(
@@ -65,10 +65,10 @@ def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks
     return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])
 
 
-def job(question: Question, program: str) -> Job:
+def job(question: Question, program: str) -> ProgramTests:
     """The tests take the asked function from the program; imports and helpers, which some use, from the prompt itself."""
     target = question.target
-    return Job(program, target["tests"], names=(target["name"],), given=target["prompt"])
+    return ProgramTests(program, target["tests"], names=(target["name"],), given=target["prompt"])
 
 
 def program(question: Question, answer: str) -> str:

@@ -9,11 +9,11 @@ from sftkit.config.commands import install
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Marks, Question, Task
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
 from sftkit.generation.answer import Answer
 
-PROMPTS = Split(("ifeval_train", "ifeval_prompts", "ifeval"), "google/IFEval", split="train")
+PROMPTS = DatasetSplit(("ifeval_train", "ifeval_prompts", "ifeval"), "google/IFEval", split="train")
 MAX_NEW_TOKENS = 1280
 
 
@@ -45,7 +45,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def _rules(row: Row) -> list[tuple[str, dict[str, Any]]]:
+def _rules(row: CheckedRow) -> list[tuple[str, dict[str, Any]]]:
     """(instruction, its arguments) of a row, each tried once so that a bad row is an error before anything is asked."""
     names, arguments = row.texts("instruction_id_list"), row["kwargs"]
     if not isinstance(arguments, list) or len(arguments) != len(names):
@@ -64,7 +64,7 @@ def _rules(row: Row) -> list[tuple[str, dict[str, Any]]]:
     return rules
 
 
-def _question(row: Row, rules: list[tuple[str, dict[str, Any]]], format: str) -> Question:
+def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: str) -> Question:
     prompt = row.text("prompt")
     return Question(
         id=f"ifeval/{row['key']}",

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.sandbox.programs import Job
+from sftkit.evals.sandbox.programs import ProgramTests
 from sftkit.evals.task import Marks, Message, Question, Task
 from sftkit.evals.tasks import choices, code
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
 
 HUB = "google-research-datasets/mbpp"
-TEST = Split(("mbpp_test", "mbpp"), HUB, "full", "test")
-PROMPT = Split(("mbpp_prompt", "mbpp"), HUB, "full", "prompt")
+TEST = DatasetSplit(("mbpp_test", "mbpp"), HUB, "full", "test")
+PROMPT = DatasetSplit(("mbpp_prompt", "mbpp"), HUB, "full", "prompt")
 TEST_IDS = range(11, 511)
 SHOT_IDS = (2, 3, 4)
 MAX_NEW_TOKENS = {"completion": 256, "chat": 512}
@@ -44,7 +44,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def _of_ids(rows: Sequence[Row], ids: Sequence[int]) -> list[Row]:
+def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
     """The rows of these tasks: a file may hold all 974, numbered as they were published."""
     found = [row for row in rows if row["task_id"] in ids]
     if not found:
@@ -52,7 +52,7 @@ def _of_ids(rows: Sequence[Row], ids: Sequence[int]) -> list[Row]:
     return found
 
 
-def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
+def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     messages: list[Message] = []
     for shot in shots:
         answer = f"```python\n{shot.text('code')}\n```"
@@ -69,7 +69,7 @@ def _question(row: Row, shots: Sequence[Row], format: str) -> Question:
     )
 
 
-def _target(row: Row) -> dict[str, Any]:
+def _target(row: CheckedRow) -> dict[str, Any]:
     """The tests, and the names that they take from the program: what the published solution defines of those in them."""
     tests = "\n".join([row.text("test_setup_code"), *row.texts("test_list")])
     try:
@@ -80,7 +80,7 @@ def _target(row: Row) -> dict[str, Any]:
     return {"tests": tests, "names": sorted(defined & {node.id for node in asked if isinstance(node, ast.Name)})}
 
 
-def _begin(row: Row) -> str:
+def _begin(row: CheckedRow) -> str:
     tests = "\n".join(row.texts("test_list"))
     return (
         f"You are an expert Python programmer, and here is your task: {row.text('text')} "
@@ -88,7 +88,7 @@ def _begin(row: Row) -> str:
     )
 
 
-def _ask(row: Row) -> Message:
+def _ask(row: CheckedRow) -> Message:
     tests = "\n".join(row.texts("test_list"))
     ask = f"You are an expert Python programmer, and here is your task:\n{row.text('text')}\nYour code should pass these tests:"
     return {"role": "user", "content": f"{ask}\n{tests}"}
@@ -105,6 +105,6 @@ def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks
     return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])
 
 
-def job(question: Question, program: str) -> Job:
+def job(question: Question, program: str) -> ProgramTests:
     """The program with the tests of its question."""
-    return Job(program, question.target["tests"], names=tuple(question.target["names"]))
+    return ProgramTests(program, question.target["tests"], names=tuple(question.target["names"]))

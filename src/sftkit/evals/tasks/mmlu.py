@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Task
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Read, Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 
 HUB = "cais/mmlu"
-TEST = Split(("mmlu_test",), HUB, "all", "test")
-DEV = Split(("mmlu_dev",), HUB, "all", "dev")
+TEST = DatasetSplit(("mmlu_test",), HUB, "all", "test")
+DEV = DatasetSplit(("mmlu_dev",), HUB, "all", "dev")
 LETTERS = ("A", "B", "C", "D")
 
 
-def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.Choice:
+def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.ChoiceTask:
     """`max_examples` are spread evenly over the subjects, the first ones of each. acc is over all questions."""
     shots = shots or 0
     rows = read(TEST)
@@ -34,7 +34,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def spread(rows: Sequence[Row], max_examples: int | None) -> list[Row]:
+def spread(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
     """The first rows of every subject, as many of each as goes, in the order of the file."""
     if max_examples is None or max_examples >= len(rows):
         return list(rows)
@@ -46,9 +46,11 @@ def spread(rows: Sequence[Row], max_examples: int | None) -> list[Row]:
     return [rows[position] for position in sorted(position for _, position in sorted(order)[:max_examples])]
 
 
-def _shots_by_subject(rows: Sequence[Row], pool: Sequence[Row], shots: int) -> dict[str, list[Row]]:
+def _shots_by_subject(
+    rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
+) -> dict[str, list[CheckedRow]]:
     subjects = {row.text("subject") for row in rows}
-    of_subject: dict[str, list[Row]] = {subject: [] for subject in subjects}
+    of_subject: dict[str, list[CheckedRow]] = {subject: [] for subject in subjects}
     for row in pool:
         if (subject := row.text("subject")) in subjects and len(of_subject[subject]) < shots:
             of_subject[subject].append(row)
@@ -58,7 +60,7 @@ def _shots_by_subject(rows: Sequence[Row], pool: Sequence[Row], shots: int) -> d
     return of_subject
 
 
-def _example(row: Row, shots: Sequence[Row], format: str) -> Choices:
+def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choices:
     subject = row.text("subject")
     if format == "chat":
         return choices.lettered("mmlu", row, _chat_item(row), [_chat_item(shot) for shot in shots], subject)
@@ -67,14 +69,14 @@ def _example(row: Row, shots: Sequence[Row], format: str) -> Choices:
     return choices.continued("mmlu", row, _item(row), [_item(shot) for shot in shots], subject, preamble)
 
 
-def _item(row: Row) -> choices.Item:
+def _item(row: CheckedRow) -> choices.Item:
     """The options stand in the prompt; what continues it is a letter."""
     options = _chat_item(row)
     lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options.choices, strict=True))
     return choices.Item(f"{options.question}\n{lines}\nAnswer:", options.question, LETTERS, options.gold)
 
 
-def _chat_item(row: Row) -> choices.Item:
+def _chat_item(row: CheckedRow) -> choices.Item:
     question, options = row.text("question").strip(), row.texts("choices")
     if len(options) != len(LETTERS):
         raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 from sftkit.evals.tasks import choices
-from sftkit.evals.tasks.data import Row, Split
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
 PIQA, SUPER_GLUE = "baber/piqa", "aps/super_glue"
 
 
-def piqa_item(row: Row) -> choices.Item:
+def piqa_item(row: CheckedRow) -> choices.Item:
     goal = row.text("goal")
     options = row.text("sol1"), row.text("sol2")
     return choices.Item(f"Question: {goal}\nAnswer:", goal, options, (row.number("label", 2),))
 
 
-def boolq_item(row: Row) -> choices.Item:
+def boolq_item(row: CheckedRow) -> choices.Item:
     """The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false, true) as in BoolQ itself."""
     question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
     column = "answer" if "answer" in row else "label"
@@ -27,8 +27,8 @@ piqa = partial(
     choices.build,
     choices.Design(
         name="piqa",
-        examples=Split(("piqa_validation",), PIQA, None, "validation"),
-        shots=Split(("piqa_train",), PIQA, None, "train"),
+        examples=DatasetSplit(("piqa_validation",), PIQA, None, "validation"),
+        shots=DatasetSplit(("piqa_train",), PIQA, None, "train"),
         item=piqa_item,
         metric="acc_norm",
         judge=choices.judge_acc_norm,
@@ -39,8 +39,8 @@ boolq = partial(
     choices.build,
     choices.Design(
         name="boolq",
-        examples=Split(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
-        shots=Split(("boolq_train",), SUPER_GLUE, "boolq", "train"),
+        examples=DatasetSplit(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
+        shots=DatasetSplit(("boolq_train",), SUPER_GLUE, "boolq", "train"),
         item=boolq_item,
         metric="acc",
         judge=choices.judge_acc,

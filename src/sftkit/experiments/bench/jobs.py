@@ -18,12 +18,12 @@ from sftkit.config.yaml_tree import render
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.plan import (
     SYNTHETIC,
+    BenchPlan,
     DataPlan,
-    Plan,
     RunPlan,
     Steps,
     between_runs,
-    expanded,
+    expanded_runs,
     not_runs,
     read_lengths,
     read_plan,
@@ -31,7 +31,7 @@ from sftkit.experiments.bench.plan import (
 )
 from sftkit.experiments.bench.processes import Processes
 
-OWN = {
+_OWN = {
     "run.dir": "the bench names a folder for each run",
     "train.max_steps": "it comes from steps.total",
     "log.every": "it comes from steps.window",
@@ -90,7 +90,7 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
         ConfigError: every problem of the plan, one a line, with file and key.
     """
     plan = _beside(read_plan(path), path.parent)
-    runs = expanded(plan)
+    runs = expanded_runs(plan)
     problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
     problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
     jobs = []
@@ -107,7 +107,7 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     return jobs
 
 
-def _beside(plan: Plan, folder: Path) -> Plan:
+def _beside(plan: BenchPlan, folder: Path) -> BenchPlan:
     """The plan with the file of lengths, if it names one, as a path that holds anywhere."""
     if plan.data.lengths is None:
         return plan
@@ -124,7 +124,7 @@ def _cap(data: DataPlan) -> int:
     return max(read_lengths(Path(data.lengths)).positions)
 
 
-def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
+def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
     steps = run.steps or plan.steps
     worker = None if run.worker is None else path.parent / run.worker
     if worker is not None and not worker.is_file():
@@ -148,10 +148,10 @@ def _job(plan: Plan, run: RunPlan, path: Path, out: Path) -> Job:
     )
 
 
-def _config(plan: Plan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
+def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
     """The recipe of a run: the plan's defaults, `set` over them, and what the bench fills in."""
     flat = dict(_leaves(plan.defaults)) | run.set
-    own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in OWN.items() if key in flat]
+    own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in _OWN.items() if key in flat]
     if own:
         raise ConfigError("\n".join(own))
     packed = flat.get("data.layout", "packed") == "packed"

@@ -21,14 +21,14 @@ import torch
 from sftkit.runtime.hardware import device_name, git_state, peak_flops
 from sftkit.runtime.start import start_device
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "flash-attn-4", "nvidia-cutlass-dsl", "torchao", "trl")
-SIDE = 8192
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "flash-attn-4", "nvidia-cutlass-dsl", "torchao", "trl")
+_SIDE = 8192
 COPY_BYTES = 4 * 2**30
 WARM_SECONDS = 0.5
 "Long enough for clocks to settle under load."
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def _describe(device: torch.device) -> dict[str, Any]:
     """Device, driver, versions and ceilings; a ceiling is None where there is no GPU."""
     cuda = device.type == "cuda"
     peak = peak_flops(device)
@@ -38,7 +38,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
         "driver": driver() if cuda else None,
         "cuda": torch.version.cuda,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "git": git_state(),
         "datasheet_tflops": peak / 1e12 if peak else None,
         "matmul_tflops": matmul_tflops(device) if cuda else None,
@@ -49,9 +49,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 def matmul_tflops(device: torch.device) -> float:
     """bf16 products of two random 8192 x 8192 matrices, the median: constants would take less power and run faster."""
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(SIDE, SIDE, device=device, generator=generator).bfloat16() for _ in range(2))
+    a, b = (torch.randn(_SIDE, _SIDE, device=device, generator=generator).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    return 2.0 * SIDE**3 / median_seconds(lambda: torch.mm(a, b, out=out)) / 1e12
+    return 2.0 * _SIDE**3 / median_seconds(lambda: torch.mm(a, b, out=out)) / 1e12
 
 
 def copy_tb_per_sec(device: torch.device) -> float:
@@ -93,4 +93,4 @@ def _version(package: str) -> str | None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(describe(start_device()), indent=1))
+    Path(sys.argv[1]).write_text(json.dumps(_describe(start_device()), indent=1))

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sftkit.config.load import _explain
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
-from sftkit.config.stages import SCRIPTS
+from sftkit.config.stages import STAGE_SCRIPTS
 from sftkit.config.yaml_text import Keys, Node, dotted
 from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
@@ -27,11 +27,11 @@ SYNTHETIC = "synthetic"
 if TYPE_CHECKING:
     Stage = str
 else:  # a type checker knows no Literal of a table's keys
-    Stage = Literal[tuple(SCRIPTS)]
+    Stage = Literal[tuple(STAGE_SCRIPTS)]
 
 
 @settings
-class Documents:
+class DocumentLengths:
     """Lengths in row positions: lognormal with this median and mean, rounded, at most `cap` and at least 4."""
 
     count: Positive
@@ -58,7 +58,7 @@ class DataPlan:
 
     row_length: Positive
     "data.row_length of packed runs"
-    documents: Documents | None = None
+    documents: DocumentLengths | None = None
     lengths: str | None = None
     "a JSON file beside the plan: `positions` and `targets` of real documents, in the order in which they are taken"
     stage: StageData | None = None
@@ -121,7 +121,7 @@ class Ablations:
 
 
 @settings
-class Plan:
+class BenchPlan:
     """A plan file."""
 
     data: DataPlan
@@ -141,7 +141,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> BenchPlan:
     """The plan file over those that it `extends`, as recipes do.
 
     Raises:
@@ -152,7 +152,7 @@ def read_plan(path: Path) -> Plan:
     if problems:
         raise ConfigError("\n".join(problems))
     try:
-        return TypeAdapter(Plan).validate_json(json.dumps(tree.plain()), strict=True)
+        return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
     lines = [
@@ -176,7 +176,7 @@ def _class_at(keys: Keys) -> Any:
     """The class whose fields stand at these keys of a plan."""
     inside = {
         "data": DataPlan,
-        "documents": Documents,
+        "documents": DocumentLengths,
         "stage": StageData,
         "train": SourceConfig,
         "train_tokenizer": TokenizerTraining,
@@ -185,10 +185,10 @@ def _class_at(keys: Keys) -> Any:
         "parallelism": Parallelism,
         "ablations": Ablations,
     }
-    return next((inside[str(key)] for key in reversed(keys) if key in inside), Plan)
+    return next((inside[str(key)] for key in reversed(keys) if key in inside), BenchPlan)
 
 
-def expanded(plan: Plan) -> list[RunPlan]:
+def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
     """The runs of the plan, then those that its ablations make."""
     runs = list(plan.runs)
     if plan.ablations is None:
@@ -209,7 +209,7 @@ def expanded(plan: Plan) -> list[RunPlan]:
     return runs
 
 
-def between_runs(plan: Plan, runs: list[RunPlan]) -> Iterator[str]:
+def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
     """What is wrong between the parts of a plan: names, references, steps, lengths."""
     names = [run.name for run in runs]
     yield from (f'runs: "{name}" is given {n} times' for name, n in Counter(names).items() if n > 1)
@@ -279,6 +279,6 @@ def read_lengths(path: Path) -> Lengths:
     return lengths
 
 
-def sigma(documents: Documents) -> float:
+def sigma(documents: DocumentLengths) -> float:
     """The lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
     return math.sqrt(2.0 * math.log(documents.mean / documents.median))

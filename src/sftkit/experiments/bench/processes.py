@@ -26,7 +26,7 @@ from sftkit.runtime.signals import exit_on_signals
 SHUTDOWN_SECONDS = 5
 "After one rank has failed, how long the launcher waits for the others: they have nothing to save."
 FIRST_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
-KILLED = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: -(\d+)", re.DOTALL)
+_KILLED = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: -(\d+)", re.DOTALL)
 
 
 @settings
@@ -64,7 +64,7 @@ class Processes:
         return max(1, self.count // (stages * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
 
 
-def topologies() -> list[str]:
+def _topologies() -> list[str]:
     """The topologies that a plan can name."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
@@ -79,13 +79,13 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
     """What is wrong with a run's processes, topology and parallelism, each with its key."""
     if processes.topology is None:
         if processes.count > 1:
-            yield f"processes: {processes.count} need a topology: one of {', '.join(topologies())}"
+            yield f"processes: {processes.count} need a topology: one of {', '.join(_topologies())}"
         if processes.parallelism is not None:
             yield "parallelism: needs a topology whose distributed_type is FSDP"
         return
-    if processes.topology not in topologies():
-        near = difflib.get_close_matches(processes.topology, topologies(), n=1)
-        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(topologies())}"
+    if processes.topology not in _topologies():
+        near = difflib.get_close_matches(processes.topology, _topologies(), n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(_topologies())}"
         yield f'topology: "{processes.topology}" is no file of accelerate_configs. {hint}'
         return
     kind = accelerate_config(processes.topology)["distributed_type"]
@@ -96,7 +96,7 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
         yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
 
 
-def start_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
+def bench_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
     """The command that starts a run and the environment variables that it needs.
 
     A launched run's Accelerate config lies beside its job file, with what the run changes of the topology's.
@@ -166,7 +166,7 @@ def first_failure(log: Path, error: str | None) -> str:
     text = log.read_text(errors="replace")
     found = FIRST_ERROR.search(text)
     error = error or (found.group(1).strip() if found else None)
-    killed = KILLED.search(text)
+    killed = _KILLED.search(text)
     if killed is None or int(killed.group(2)) == signal.SIGTERM:  # SIGTERM is how the launcher ends the other ranks
         return error or "it wrote no row"
     how = f"rank {killed.group(1)} was killed by signal {killed.group(2)}"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Row = dict[str, Any]
-COLUMNS: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
+ResultRow = dict[str, Any]
+_COLUMNS: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = (
     ("run", lambda row, _: row["name"]),
     ("attention", lambda row, _: row.get("attention", {}).get("backend", "-")),
     ("useful tok/s (windows)", lambda row, _: speed(row["tok_per_sec"])),
@@ -27,7 +27,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
     ("last loss", lambda row, _: number(last_loss(row), "{:.4f}")),
     ("ratio", lambda row, base: ratio(row, base)),
 )
-SEVERAL: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
+SEVERAL: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = (
     ("GPUs", lambda row, _: str(gpus(row))),
     ("topology", lambda row, _: topology(row)),
     ("tok/s per GPU", lambda row, _: number(middle(row.get("tok_per_sec_per_gpu")), "{:,.0f}")),
@@ -38,7 +38,7 @@ SEVERAL: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
 
 def markdown(results: dict[str, Any]) -> str:
     """Machine, speeds, losses against a reference, graphs, failures, notes."""
-    rows: list[Row] = results["runs"]
+    rows: list[ResultRow] = results["runs"]
     tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
     parts = [machine_lines(results["machine"]), *tables, failures(rows), notes(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -60,22 +60,22 @@ def machine_lines(machine: dict[str, Any]) -> str:
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
 
-def speed_table(rows: Sequence[Row]) -> str:
+def speed_table(rows: Sequence[ResultRow]) -> str:
     """One line per run that succeeded: the median of its timed windows, with the slowest and the fastest."""
     good = {row["name"]: row for row in rows if not row["error"]}
     several = SEVERAL if any(gpus(row) > 1 for row in good.values()) else ()
-    columns = (*COLUMNS[:1], *several, *COLUMNS[1:])
+    columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
     cells = [[cell(row, good.get(row["baseline"])) for _, cell in columns] for row in good.values()]
     return table([name for name, _ in columns], cells) if cells else ""
 
 
-def loss_table(rows: Sequence[Row]) -> str:
+def loss_table(rows: Sequence[ResultRow]) -> str:
     """Runs against the run that they should train like, over the steps that both logged."""
     good = {row["name"]: row for row in rows if not row["error"]}
     pairs = [(row, good[row["same_loss_as"]]) for row in good.values() if row["same_loss_as"] in good]
     cells = []
     for row, reference in pairs:
-        gaps = differences(row, reference)
+        gaps = loss_differences(row, reference)
         if gaps:
             worst = max(gaps, key=gaps.__getitem__)
             mean = sum(gaps.values()) / len(gaps)
@@ -94,7 +94,7 @@ def loss_table(rows: Sequence[Row]) -> str:
     return "Losses on the same batches, nats per target token:\n\n" + table(header, cells) if cells else ""
 
 
-def graph_table(rows: Sequence[Row]) -> str:
+def graph_table(rows: Sequence[ResultRow]) -> str:
     """Sizes and collectives of the captured graphs of each run, before and after every pass that changed them."""
     cells = []
     for row in rows:
@@ -107,7 +107,7 @@ def graph_table(rows: Sequence[Row]) -> str:
     return "Captured graphs, of a run's largest shape:\n\n" + table(header, cells) if cells else ""
 
 
-def differences(row: Row, reference: Row) -> dict[str, float]:
+def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
     """Step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not finite."""
     shared = {
         step: (row["losses"][step], reference["losses"][step]) for step in row["losses"] if step in reference["losses"]
@@ -115,19 +115,19 @@ def differences(row: Row, reference: Row) -> dict[str, float]:
     return {step: math.inf if a is None or b is None else abs(a - b) for step, (a, b) in shared.items()}
 
 
-def failures(rows: Sequence[Row]) -> str:
+def failures(rows: Sequence[ResultRow]) -> str:
     """Runs without numbers, and why."""
     lines = [f"- {row['name']}: {' '.join(str(row['error']).split())[:400]}" for row in rows if row["error"]]
     return "Failed:\n\n" + "\n".join(lines) if lines else ""
 
 
-def notes(rows: Sequence[Row]) -> str:
+def notes(rows: Sequence[ResultRow]) -> str:
     """What rows say of themselves."""
     lines = [f"- {row['name']}: {row['note']}" for row in rows if row.get("note")]
     return "Notes:\n\n" + "\n".join(lines) if lines else ""
 
 
-def line(row: Row) -> str:
+def line(row: ResultRow) -> str:
     """One run for the console, as it ends."""
     if row["error"]:
         return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
@@ -138,12 +138,12 @@ def line(row: Row) -> str:
     )
 
 
-def gpus(row: Row) -> int:
+def gpus(row: ResultRow) -> int:
     """Processes of a run, a GPU each."""
     return int(row.get("world_size", 1))
 
 
-def topology(row: Row) -> str:
+def topology(row: ResultRow) -> str:
     """Its name, and the sizes of the mesh that are not 1: `fsdp2 (dp_shard 2, tp 2)`."""
     mesh = {key.removesuffix("_size"): size for key, size in row.get("mesh", {}).items() if size > 1}
     sizes = ", ".join(f"{key} {size}" for key, size in mesh.items())
@@ -154,22 +154,22 @@ def middle(values: dict[str, Any] | None) -> float | None:
     return None if values is None else float(values["median"])
 
 
-def steps_per_sec(row: Row) -> float | None:
+def steps_per_sec(row: ResultRow) -> float | None:
     seconds = middle(row.get("step_seconds"))
     return 1.0 / seconds if seconds else None
 
 
-def first_steps(row: Row) -> str:
+def first_steps(row: ResultRow) -> str:
     """Seconds from before anything is compiled to the end of the warm-up steps, and how many those are."""
     seconds = row.get("first_steps_seconds")
     return "-" if seconds is None else f"{seconds:.1f} ({row['steps']['warm_up']} steps)"
 
 
-def last_loss(row: Row) -> float | None:
+def last_loss(row: ResultRow) -> float | None:
     return next(reversed(list(row["losses"].values())), None)
 
 
-def ratio(row: Row, baseline: Row | None) -> str:
+def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
     """Useful tokens/s over those of the baseline."""
     mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
     return f"{mine / its:.2f} x {baseline['name']}" if mine and its and baseline else "-"

@@ -14,17 +14,17 @@ from typing import Any
 from sftkit.experiments.bench.jobs import Job
 from sftkit.experiments.bench.plan import Steps
 from sftkit.rundir.names import GRAPHS
+from sftkit.tracking.rows import MetricsLine
 
-Line = dict[str, Any]
 "A line of metrics.jsonl; the keys are those of docs/metrics.md."
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[MetricsLine]:
     """The logged lines of a run."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def timed(lines: Sequence[Line], steps: Steps) -> list[Line]:
+def _timed(lines: Sequence[MetricsLine], steps: Steps) -> list[MetricsLine]:
     """The windows after the warm-up steps."""
     return [line for line in lines if line["step"] > steps.warm_up]
 
@@ -37,7 +37,7 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"median": median(known), "min": min(known), "max": max(known), "windows": known}
 
 
-def head(job: Job) -> dict[str, Any]:
+def row_head(job: Job) -> dict[str, Any]:
     """What a row says of its run whether or not it succeeds."""
     return {
         "name": job.name,
@@ -76,7 +76,7 @@ def _positions(shape: str) -> int:
 
 
 def measured(
-    lines: Sequence[Line],
+    lines: Sequence[MetricsLine],
     steps: Steps,
     world_size: int = 1,
     documents: Callable[[int, int], int] | None = None,
@@ -89,9 +89,9 @@ def measured(
     Args:
         documents: of all ranks in the steps after one step, up to another; None: unknown.
     """
-    windows = timed(lines, steps)
+    windows = _timed(lines, steps)
 
-    def per_second(line: Line) -> float | None:
+    def per_second(line: MetricsLine) -> float | None:
         if documents is None:
             return None
         return documents(line["step"] - steps.window, line["step"]) / (line["perf/step_seconds"] * steps.window)
@@ -145,11 +145,11 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
     try:
         row = run(job)
         if rank == 0:
-            write_row(job, {**head(job), **row, "error": None})
+            write_row(job, {**row_head(job), **row, "error": None})
     except Exception as error:
         traceback.print_exc()
         where = f"rank {rank}: " if several else ""
-        write_row(job, {**head(job), "error": f"{where}{type(error).__name__}: {error}"})
+        write_row(job, {**row_head(job), "error": f"{where}{type(error).__name__}: {error}"})
         if several:  # at once: closing the process group would wait for ranks that wait for this one
             sys.stdout.flush()
             sys.stderr.flush()

@@ -21,9 +21,9 @@ from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.plan import slug
-from sftkit.experiments.bench.processes import first_failure, run_logged, start_command
+from sftkit.experiments.bench.processes import bench_command, first_failure, run_logged
 from sftkit.experiments.bench.report import line, markdown
-from sftkit.experiments.bench.rows import head
+from sftkit.experiments.bench.rows import row_head
 from sftkit.runtime.signals import exit_on_signals
 
 MACHINE_TIMEOUT_SECONDS = 300
@@ -40,7 +40,7 @@ def main() -> int:
     if (args.plan is None) == (args.report is None):
         words.error("name a plan, or earlier results with --report")
     if args.report:
-        say(markdown(read_results(args.report)), end="")
+        say(markdown(read_bench_results(args.report)), end="")
         return 0
     plan = Path(shipped(str(args.plan)))
     out = args.out or Path("runs/bench") / f"{plan_name(plan)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -52,7 +52,7 @@ def plan_name(plan: Path) -> str:
     return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_bench_results(path: Path) -> dict[str, Any]:
     """results.json as `bench` wrote it."""
     try:
         results = json.loads(path.read_text())
@@ -79,18 +79,18 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
         results["machine"] = machine(out)
         for number, job in enumerate(jobs, 1):
             started = time.perf_counter()
-            row = run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
+            row = _run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
             row["wall_seconds"] = time.perf_counter() - started
             over_ceiling(row, results["machine"])
             add_scaling(row, results["runs"])
             results["runs"].append(row)
-            write(out, results)
+            _write(out, results)
             say(f"[{number}/{len(jobs)}] {line(row)}")
     say(f"\n{markdown(results)}\nresults: {out}/results.json")
     return results
 
 
-def write(out: Path, results: dict[str, Any]) -> None:
+def _write(out: Path, results: dict[str, Any]) -> None:
     """results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
     for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown(results))):
         temporary = out / f".{name}.tmp"
@@ -115,12 +115,12 @@ def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
     return replace(job, config=replace(job.config, compile=compile))
 
 
-def run_job(job: Job, caches: Path) -> dict[str, Any]:
+def _run_job(job: Job, caches: Path) -> dict[str, Any]:
     """Run one job in a new process with empty caches of its own; its row, which says so if it failed."""
     path = save_job(job)
     cache = caches / slug(job.name)
     cache.mkdir()
-    command, needed = start_command(job.processes, job.worker, path)
+    command, needed = bench_command(job.processes, job.worker, path)
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
@@ -131,7 +131,7 @@ def run_job(job: Job, caches: Path) -> dict[str, Any]:
     written, log = job.folder / "row.json", job.folder / "log.txt"
     written.unlink(missing_ok=True)
     ended = run_logged(command, log, environment, job.timeout_seconds)
-    row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**head(job), "error": None}
+    row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**row_head(job), "error": None}
     if row["error"] is None and (ended or not written.exists()):
         row["error"] = ended or "it wrote no row"
     if job.processes.topology is not None and ended and ended.startswith("ended"):

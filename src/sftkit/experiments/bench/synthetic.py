@@ -18,7 +18,7 @@ from sftkit.models.vocabulary import check_rows
 from sftkit.ops.attention import plain_implementation
 
 
-def documents(data: DataPlan, vocab_size: int) -> Examples:
+def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     """Chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal, or of a file.
 
     A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.

@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.loader import Batches
-from sftkit.data.stages import STAGES
+from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
-from sftkit.experiments.bench.synthetic import documents, new_model
+from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import base_tokenizer
 from sftkit.models.padding import pad_vocabulary
@@ -28,7 +28,7 @@ from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.names import METRICS
+from sftkit.rundir.names import METRICS_FILE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
@@ -124,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
         return measured_run(job, rt)
 
 
-def tokenizer_of(job: Job, rt: runtime.Runtime) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(job: Job, rt: runtime.Runtime) -> PreTrainedTokenizerBase | None:
     """That of data.stage, trained by the first run of a bench for all of them; None: tokens are made up."""
     cfg = job.config
     if job.data.stage is None:
@@ -143,8 +143,10 @@ def batches_of(
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
-        return lay_out(cfg, rt, documents(job.data, vocab_size(orig_model)), cfg.data.max_length, 0, objective)
-    _, of_stage = STAGES[stage.name]
+        return lay_out(
+            cfg, rt, synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length, 0, objective
+        )
+    _, of_stage = DATA_OF_STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
     start = Start(orig_model, tokenizer, stage.max_length)
     return load_data(Run(cfg, stage.name, rt, job.folder), start, tokenize, objective).batches
@@ -153,7 +155,7 @@ def batches_of(
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     """The row of a job in a process that has joined its group."""
     cfg, stage = job.config, job.data.stage
-    tokenizer = tokenizer_of(job, rt)
+    tokenizer = _tokenizer_of(job, rt)
     orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device, tokenizer=tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
@@ -188,7 +190,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),
-        **measured(read_lines(job.folder / METRICS), job.steps, rt.world_size, batches.num_documents),
+        **measured(read_lines(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
         **over_ranks(on_every_rank(probe)),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": waited[1],

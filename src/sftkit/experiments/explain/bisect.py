@@ -17,22 +17,22 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain.heard import Heard, listening
 from sftkit.experiments.explain.numerics import difference
-from sftkit.experiments.explain.subject import Call, Subject
+from sftkit.experiments.explain.subject import ModuleCall, Subject
 
 DISABLED = "torch.compiler.disable"
 "In the reason of a break that leaving a module out of the graph makes."
 
 
 @dataclass(frozen=True)
-class Part:
+class ProbedModule:
     """A module of the subject, and what it was called with in an eager pass of each of the subject's calls."""
 
     path: str
     "as in get_submodule; empty: the whole"
     module: torch.nn.Module
-    call: Call
-    again: Call
-    other: Call | None
+    call: ModuleCall
+    again: ModuleCall
+    other: ModuleCall | None
 
     @property
     def name(self) -> str:
@@ -47,21 +47,21 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Question:
+class BisectQuestion:
     """What is asked of each module."""
 
     name: str
     title: str
-    ask: Callable[[Part, str], str | None]
+    ask: Callable[[ProbedModule, str], str | None]
     """(module, backend) -> what was found when it was compiled by itself and called; None: nothing"""
 
 
 @dataclass(frozen=True)
-class Finding:
+class BisectAnswer:
     """The answer to a question."""
 
     question: str
-    guilty: tuple[Part, ...]
+    guilty: tuple[ProbedModule, ...]
     "the smallest modules, the one with the fewest parts first; (): nothing was found"
     said: str
     "what was found in the first"
@@ -71,26 +71,26 @@ class Finding:
     "whether the whole is without fault when these modules alone are left out of the graph; None: there is no whole without them"
 
 
-def breaks(part: Part, backend: str) -> str | None:
+def _breaks(part: ProbedModule, backend: str) -> str | None:
     """The first graph break of one call."""
     heard = _compiled(part, part.call, None, backend, dynamic=False)
     found = [one for one in heard.breaks() if DISABLED not in one.kind]
     return f"{found[0].kind} at {found[0].file}:{found[0].line}: {found[0].code}" if found else None
 
 
-def recompiles_on_values(part: Part, backend: str) -> str | None:
+def recompiles_on_values(part: ProbedModule, backend: str) -> str | None:
     """The guard that fails when shapes are the same and values differ."""
     return next(iter(_compiled(part, part.call, part.again, backend, dynamic=False).recompiles()), None)
 
 
-def recompiles_on_shapes(part: Part, backend: str) -> str | None:
+def recompiles_on_shapes(part: ProbedModule, backend: str) -> str | None:
     """The guard that fails at another shape, although sizes are symbols from the start."""
     if part.other is None:
         return None
     return next(iter(_compiled(part, part.call, part.other, backend, dynamic=True).recompiles()), None)
 
 
-def differs(part: Part, backend: str) -> str | None:
+def differs(part: ProbedModule, backend: str) -> str | None:
     """The output or gradient that is farther from eager than its dtype explains."""
     torch._dynamo.reset()
     with listening():
@@ -100,28 +100,28 @@ def differs(part: Part, backend: str) -> str | None:
 
 
 QUESTIONS = (
-    Question("breaks", "breaks the graph", breaks),
-    Question("values", "is compiled again for other values", recompiles_on_values),
-    Question("shapes", "is compiled again for another shape, with dynamic=True", recompiles_on_shapes),
-    Question("differs", "differs from eager", differs),
+    BisectQuestion("breaks", "breaks the graph", _breaks),
+    BisectQuestion("values", "is compiled again for other values", recompiles_on_values),
+    BisectQuestion("shapes", "is compiled again for another shape, with dynamic=True", recompiles_on_shapes),
+    BisectQuestion("differs", "differs from eager", differs),
 )
 
 
-def bisect(subject: Subject, question: Question, backend: str) -> Finding:
+def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAnswer:
     """Ask the whole; then its parts, each compiled by itself, down to those whose own parts are without fault; then the whole
     again with those left out of the graph."""
     with subject.around():
-        parts = captured(subject)
+        parts = called_modules(subject)
         steps: list[tuple[str, str | None]] = []
         answers: dict[Any, str | None] = {}
 
-        def ask(part: Part, known: bool = True) -> str | None:
+        def ask(part: ProbedModule, known: bool = True) -> str | None:
             if part.path not in answers and not (known and _alike(part) in answers):
                 answers[part.path] = answers[_alike(part)] = question.ask(part, backend)
                 steps.append((part.name, answers[part.path]))
             return answers.get(part.path, answers[_alike(part)])
 
-        def smallest(part: Part) -> list[tuple[Part, str]]:
+        def smallest(part: ProbedModule) -> list[tuple[ProbedModule, str]]:
             """The smallest in a module that has the fault."""
             children = children_of(part.path, parts)
             # Blocks that look alike are asked once, and one by one where none of those has the fault.
@@ -133,36 +133,36 @@ def bisect(subject: Subject, question: Question, backend: str) -> Finding:
 
         whole = parts[""]
         if ask(whole) is None:
-            return Finding(question.name, (), "", tuple(steps), None)
+            return BisectAnswer(question.name, (), "", tuple(steps), None)
         guilty = sorted(smallest(whole), key=lambda found: len(list(found[0].module.modules())))
         modules = tuple(part for part, _ in guilty)
         confirmed = None
         if whole not in modules:
             with left_out(modules):
                 confirmed = question.ask(whole, backend) is None
-        return Finding(question.name, modules, guilty[0][1], tuple(steps), confirmed)
+        return BisectAnswer(question.name, modules, guilty[0][1], tuple(steps), confirmed)
 
 
-def captured(subject: Subject) -> dict[str, Part]:
+def called_modules(subject: Subject) -> dict[str, ProbedModule]:
     """The modules that an eager pass calls, by path, with what each was given at its first call."""
     calls = [subject.call, subject.again, *([subject.other] if subject.other else [])]
-    seen: list[dict[str, Call]] = [_inputs(subject.module, call) for call in calls]
+    seen: list[dict[str, ModuleCall]] = [_inputs(subject.module, call) for call in calls]
     other = seen[2] if subject.other else {}
     return {
-        path: Part(path, subject.module.get_submodule(path), call, seen[1].get(path, call), other.get(path))
+        path: ProbedModule(path, subject.module.get_submodule(path), call, seen[1].get(path, call), other.get(path))
         for path, call in seen[0].items()
     }
 
 
-def _inputs(module: torch.nn.Module, call: Call) -> dict[str, Call]:
+def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
     """Path -> arguments of the first call of each module, copied: some are changed in place later."""
-    found: dict[str, Call] = {}
+    found: dict[str, ModuleCall] = {}
 
     def hook(path: str) -> Callable[..., None]:
         def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in found:
                 copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                found[path] = Call(copied[0], copied[1], call.shape)
+                found[path] = ModuleCall(copied[0], copied[1], call.shape)
 
         return keep
 
@@ -174,7 +174,7 @@ def _inputs(module: torch.nn.Module, call: Call) -> dict[str, Call]:
     return found
 
 
-def children_of(path: str, parts: dict[str, Part]) -> list[Part]:
+def children_of(path: str, parts: dict[str, ProbedModule]) -> list[ProbedModule]:
     """The nearest modules inside one that were called: a list of modules is none."""
     inside = [name for name in parts if name != path and (not path or name.startswith(f"{path}."))]
     return [
@@ -183,7 +183,7 @@ def children_of(path: str, parts: dict[str, Part]) -> list[Part]:
 
 
 @contextmanager
-def left_out(parts: tuple[Part, ...]) -> Iterator[None]:
+def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
     """Inside, these modules run as plain Python in a graph around them."""
     with ExitStack() as stack:
         for part in parts:
@@ -192,7 +192,7 @@ def left_out(parts: tuple[Part, ...]) -> Iterator[None]:
         yield
 
 
-def _compiled(part: Part, first: Call, second: Call | None, backend: str, dynamic: bool) -> Heard:
+def _compiled(part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, dynamic: bool) -> Heard:
     """What is heard while a module, compiled by itself, is called: of recompiles those of the second call. In the first, code
     that several modules share is compiled once for each of them."""
     torch._dynamo.reset()
@@ -206,7 +206,7 @@ def _compiled(part: Part, first: Call, second: Call | None, backend: str, dynami
     return heard
 
 
-def _alike(part: Part) -> tuple[Any, ...]:
+def _alike(part: ProbedModule) -> tuple[Any, ...]:
     """What modules have in common that run the same code on the same shapes."""
     tensors = pytree.tree_leaves((part.call.args, part.call.kwargs))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor))

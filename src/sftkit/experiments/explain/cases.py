@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class GraphBreakCase:
     """A piece of code that breaks the graph."""
 
     name: str
@@ -39,7 +39,7 @@ def branchless(x: Tensor) -> Tensor:
     return torch.where(x.sum() > 0, x * 2, x)
 
 
-def item(x: Tensor) -> Tensor:
+def _item(x: Tensor) -> Tensor:
     return x / x.max().item()
 
 
@@ -65,7 +65,7 @@ def silent(x: Tensor) -> Tensor:
     return x * 2 + 1
 
 
-def timed(x: Tensor) -> Tensor:
+def _timed(x: Tensor) -> Tensor:
     y = x * 2
     time.sleep(0)
     return y + 1
@@ -90,64 +90,64 @@ def marked(x: Tensor) -> Tensor:
     return y + 1
 
 
-def written(x: Tensor) -> Tensor:
+def _written(x: Tensor) -> Tensor:
     y = x * 2
     with open("/dev/null", "w") as file:
         file.write("a line")
     return y + 1
 
 
-CASES = (
-    Case(
+GRAPH_BREAK_CASES = (
+    GraphBreakCase(
         "a branch on a tensor's value",
         ("Data-dependent branching",),
         branch,
         branchless,
         "compute both sides and choose with torch.where, or torch.cond for two large ones",
     ),
-    Case(
+    GraphBreakCase(
         ".item(), float(tensor), int(tensor)",
         ("Unsupported Tensor.item()",),
-        item,
+        _item,
         no_item,
         "keep the number a tensor: 0-dim tensors take part in arithmetic; read it after the compiled call",
     ),
-    Case(
+    GraphBreakCase(
         "a shape that depends on values: x[mask], nonzero, unique",
         ("Dynamic shape operator", "Dynamic slicing", "Data dependent operator"),
         selected,
         masked,
         "keep the shape: torch.where with the mask instead of x[mask], or choose outside the compiled module",
     ),
-    Case(
+    GraphBreakCase(
         "print and other builtins that act on the world: open, input",
         ("Failed to trace builtin operator",),
         printed,
         silent,
         "do it outside the compiled module, and return what is to be printed",
     ),
-    Case(
+    GraphBreakCase(
         "a C function that is not torch's: time, files, other libraries",
         ("Attempted to call function marked as skipped", "Unsupported function call"),
-        timed,
+        _timed,
         silent,
         "call it outside, or make an operator of it with torch.library.custom_op, which the graph calls as it is",
     ),
-    Case(
+    GraphBreakCase(
         "a context manager that Dynamo does not know: an open file",
         ("Unsupported context manager",),
-        written,
+        _written,
         silent,
         "open it around the compiled module, not in it",
     ),
-    Case(
+    GraphBreakCase(
         "torch.compiler.disable",
         ("Skip calling `torch.compiler.disable()`d function",),
         disabled,
         enabled,
         "take the decorator away, or make an operator of the function with torch.library.custom_op",
     ),
-    Case(
+    GraphBreakCase(
         "torch._dynamo.graph_break()",
         ("Call to `torch._dynamo.graph_break()`",),
         marked,
@@ -195,5 +195,5 @@ class LossByTensor(LossByValue):
 
 def remedy_of(found: Break) -> str:
     """What to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if anything."""
-    ours = [case.remedy for case in CASES if found.kind.startswith(case.kinds)]
+    ours = [case.remedy for case in GRAPH_BREAK_CASES if found.kind.startswith(case.kinds)]
     return ". ".join(ours or (hint.rstrip(".") for hint in found.hints))

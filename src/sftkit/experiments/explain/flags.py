@@ -34,7 +34,7 @@ def parse() -> tuple[Namespace, Config | None]:
     parser = Parser(DESCRIPTION, prog="sftkit explain")
     parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    parser.add_argument("--layers", type=number, metavar="N", help="the first N blocks of the model only; all")
+    parser.add_argument("--layers", type=_number, metavar="N", help="the first N blocks of the model only; all")
     parser.add_argument(
         "--bisect", action="store_true", help="find the smallest module at fault, and write it as a script"
     )
@@ -81,7 +81,7 @@ def folder_of(args: Namespace) -> Path:
     return args.out or Path("runs/explain") / f"{'-'.join(words[-2:])}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def number(word: str) -> int:
+def _number(word: str) -> int:
     """A whole number from 1 on."""
     if not word.isdecimal() or not int(word):
         raise argparse.ArgumentTypeError(f"{word}: how many blocks? Take 1 or more")

@@ -35,7 +35,7 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
         cfg: the recipe, whose compile.scope, mode and dynamic are taken; None: the module is compiled whole.
         out: the compiler's logs go to out/compile, see docs/compile.md.
     """
-    step, device = step_of(subject), next(subject.module.parameters()).device
+    step, device = module_step(subject), next(subject.module.parameters()).device
     with working("a step in eager"):
         step()
         counted, eager = dispatched(step), profiled(step, device, {})
@@ -104,7 +104,7 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         write()
 
 
-def step_of(subject: Subject) -> Step:
+def module_step(subject: Subject) -> Step:
     """A forward and backward pass; of a recipe with its objective, else from the sum of what the module returns."""
 
     def trained() -> None:

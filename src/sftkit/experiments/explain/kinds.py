@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 MATRIX, ATTENTION, ELEMENTWISE, REDUCTION = "matrix products", "attention", "elementwise", "reductions"
 COPIES, COMMUNICATION, IDLE = "copies and lookups", "communication", "idle"
-KINDS = (MATRIX, ATTENTION, ELEMENTWISE, REDUCTION, COPIES, COMMUNICATION, IDLE)
+KERNEL_KINDS = (MATRIX, ATTENTION, ELEMENTWISE, REDUCTION, COPIES, COMMUNICATION, IDLE)
 """Of a step's time. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the dispatcher and guards."""
 
 

@@ -17,7 +17,7 @@ from sftkit.compile.debug import compiler_logs
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain import pays
-from sftkit.experiments.explain.cases import CASES, LossByName, LossByTensor, LossByValue
+from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.heard import listening
 from sftkit.experiments.explain.private import dispatch_keys, has_kernel
 from sftkit.rundir.names import SUMMARY, compile_dir
@@ -38,8 +38,8 @@ def labs(device: torch.device, out: Path) -> dict[str, Any]:
 def what_breaks() -> list[dict[str, Any]]:
     """Breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
     rows = []
-    for case in CASES:
-        broken, mended = captured(case.broken), captured(case.mended)
+    for case in GRAPH_BREAK_CASES:
+        broken, mended = captured_graphs(case.broken), captured_graphs(case.mended)
         rows.append(
             {
                 "name": case.name,
@@ -53,7 +53,7 @@ def what_breaks() -> list[dict[str, Any]]:
     return rows
 
 
-def captured(function: Callable[..., Any], *calls: Callable[[], tuple[Any, ...]]) -> dict[str, Any]:
+def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any, ...]]) -> dict[str, Any]:
     """Graphs, breaks with their reasons, and recompiles of some calls; the graphs are run by Python.
 
     Args:
@@ -91,7 +91,7 @@ def chosen_losses() -> list[dict[str, Any]]:
                 model.kind = "l1"
             return far
 
-        rows.append({"name": name} | captured(model, lambda: near, second))
+        rows.append({"name": name} | captured_graphs(model, lambda: near, second))
     return rows
 
 

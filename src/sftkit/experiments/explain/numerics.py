@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 from torch.utils import _pytree as pytree
 
-from sftkit.experiments.explain.subject import Call
+from sftkit.experiments.explain.subject import ModuleCall
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Dtype -> most of |compiled - eager| / |eager| (norms of whole tensors) that rounding explains: about 1,000 units of the last
@@ -18,7 +18,7 @@ place in fp32, 6 in bf16, where a fused kernel rounds once and eager after each 
 
 
 @dataclass(frozen=True)
-class Difference:
+class LargestDifference:
     """The tensor that is farthest from eager, of all outputs and gradients."""
 
     name: str
@@ -38,24 +38,24 @@ class Difference:
         return f"{self.name}: relative difference {self.relative:.2g}, {self.allowed:g} is allowed in {kind}"
 
 
-def difference(module: torch.nn.Module, call: Call, compiled: Callable[..., Any]) -> Difference:
+def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[..., Any]) -> LargestDifference:
     """Run a module both ways on the same inputs and random numbers, forward and backward. A gradient that compiled code does
     not give is as far away as can be; a module that returns no tensor does not differ."""
-    eager = values(module, module, call)
+    eager = _values(module, module, call)
     with torch._inductor.config.patch(fallback_random=True):  # else Inductor draws other random numbers than eager
-        other = values(module, compiled, call)
+        other = _values(module, compiled, call)
     found = [
-        Difference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
+        LargestDifference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
         for name, tensor in eager.items()
     ]
     return max(
         found,
         key=lambda one: (one.relative / (one.allowed or 1.0)) if one.relative == one.relative else float("inf"),
-        default=Difference("no output", 0.0, torch.float64),
+        default=LargestDifference("no output", 0.0, torch.float64),
     )
 
 
-def values(module: torch.nn.Module, function: Callable[..., Any], call: Call) -> dict[str, torch.Tensor]:
+def _values(module: torch.nn.Module, function: Callable[..., Any], call: ModuleCall) -> dict[str, torch.Tensor]:
     """Outputs and, where there are any, gradients of a sum of them with fixed signs, by name."""
     torch.manual_seed(0)
     args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sftkit.experiments.explain.kinds import KINDS
-from sftkit.experiments.explain.picture import CSS, Bar, bars
+from sftkit.experiments.explain.kinds import KERNEL_KINDS
+from sftkit.experiments.explain.picture import PICTURE_CSS, Bar, bars
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import show
-from sftkit.reports.page import document
+from sftkit.reports.page import html_document
 from sftkit.reports.pieces import badge, section, table
 from sftkit.runtime.words import counted
 
@@ -19,7 +19,9 @@ STYLES = {
 }
 STYLES |= {"copies and lookups": 5, "idle": 6}
 
-BUSY = "The machine did other work meanwhile: some calls took much longer than the quickest, so these times say little."
+_BUSY = (
+    "The machine did other work meanwhile: some calls took much longer than the quickest, so these times say little."
+)
 
 
 def render(result: dict[str, Any]) -> str:
@@ -34,17 +36,17 @@ def render(result: dict[str, Any]) -> str:
     )
     parts: list[Html] = []
     if "breaks" in result:
-        parts.append(breaks(result["breaks"]))
+        parts.append(_breaks(result["breaks"]))
     if "bisect" in result:
-        parts.append(bisected(result["bisect"]))
+        parts.append(_bisected(result["bisect"]))
     if "kernels" in result:
         parts += [time(result["kernels"]), stages(result["kernels"])]
     if "labs" in result:
-        parts += labs(result["labs"])
-    return document(title, join(header, el("main", parts)), CSS)
+        parts += _labs(result["labs"])
+    return html_document(title, join(header, el("main", parts)), PICTURE_CSS)
 
 
-def breaks(found: dict[str, Any]) -> Html:
+def _breaks(found: dict[str, Any]) -> Html:
     rows = [
         [
             el("span", el("code", f"{row['file']}:{row['line']}"), el("br"), el("code", row["code"])),
@@ -74,7 +76,7 @@ def breaks(found: dict[str, Any]) -> Html:
     )
 
 
-def bisected(rows: list[dict[str, Any]]) -> Html:
+def _bisected(rows: list[dict[str, Any]]) -> Html:
     cells = []
     for row in rows:
         there = row["module"] is not None
@@ -136,7 +138,7 @@ def time(found: dict[str, Any]) -> Html:
         )
         for way in ("eager", "compiled")
     ]
-    used = [kind for kind in KINDS if any(kind in profiles[way]["shares"] for way in profiles)]
+    used = [kind for kind in KERNEL_KINDS if any(kind in profiles[way]["shares"] for way in profiles)]
     shares = [
         [kind, *(f"{profiles[way]['shares'].get(kind, 0.0):.1%}" for way in ("eager", "compiled"))] for kind in used
     ]
@@ -156,7 +158,7 @@ def time(found: dict[str, Any]) -> Html:
         "time",
         "Where a step's time goes",
         el("p", f"Compiled it is {ratio:.2f} times as fast; compiling took {counts['seconds']:.1f} s."),
-        el("p", BUSY, class_="warning") if found["busy"] else None,
+        el("p", _BUSY, class_="warning") if found["busy"] else None,
         bars(
             rows,
             "A forward and backward pass in milliseconds, by kind of work",
@@ -201,7 +203,7 @@ def stages(found: dict[str, Any]) -> Html:
     )
 
 
-def labs(found: dict[str, Any]) -> list[Html]:
+def _labs(found: dict[str, Any]) -> list[Html]:
     pays = found["pays"]
     compared = [
         Bar(
@@ -236,7 +238,7 @@ def labs(found: dict[str, Any]) -> list[Html]:
             "pays",
             "When does compiling help?",
             bars(compared, "Times as fast as eager; the line across is what is claimed"),
-            el("p", BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
+            el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
             table(heads, cells),
             lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
         ),

@@ -38,7 +38,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class CodeKind:
     """A kind of code, and what is said of it."""
 
     name: str
@@ -116,12 +116,14 @@ def _block(training: bool, sizes: Sizes, device: torch.device) -> Callable[..., 
     return made
 
 
-KINDS = (
-    Kind("a chain of elementwise operators", "2-5x", 2.0, 5.0, lambda s, d: _elementwise(chain, s, d)),
-    Kind("one matrix product", "1x", 0.9, 1.1, _product),
-    Kind("the chain with three graph breaks", "marginal", 0.9, 1.5, lambda s, d: _elementwise(chain_with_breaks, s, d)),
-    Kind("a whole block, inference", "1.5-3x", 1.5, 3.0, lambda s, d: _block(False, s, d)),
-    Kind("a whole block, training", "1.2-2x", 1.2, 2.0, lambda s, d: _block(True, s, d)),
+CODE_KINDS = (
+    CodeKind("a chain of elementwise operators", "2-5x", 2.0, 5.0, lambda s, d: _elementwise(chain, s, d)),
+    CodeKind("one matrix product", "1x", 0.9, 1.1, _product),
+    CodeKind(
+        "the chain with three graph breaks", "marginal", 0.9, 1.5, lambda s, d: _elementwise(chain_with_breaks, s, d)
+    ),
+    CodeKind("a whole block, inference", "1.5-3x", 1.5, 3.0, lambda s, d: _block(False, s, d)),
+    CodeKind("a whole block, training", "1.2-2x", 1.2, 2.0, lambda s, d: _block(True, s, d)),
 )
 
 
@@ -133,10 +135,10 @@ def measured(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
     machine = f"{device_name(device)}, {kind}, torch {torch.__version__}"
     if device.type == "cpu":
         machine += f", threads: {torch.get_num_threads()}"
-    return {"machine": machine, "backend": backend, "rows": [_row(one, sizes, device, backend) for one in KINDS]}
+    return {"machine": machine, "backend": backend, "rows": [_row(one, sizes, device, backend) for one in CODE_KINDS]}
 
 
-def _row(kind: Kind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
+def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
     torch._dynamo.reset()
     make: Any = kind.make(sizes, device)
     plain = make(lambda function: function)

@@ -10,7 +10,7 @@ from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
 
 WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0
-CSS = """
+PICTURE_CSS = """
 .bars svg { display: block; width: 100%; min-width: 640px; }
 svg .part { fill: var(--c); }
 svg .rest { fill: var(--line); }

@@ -14,11 +14,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sftkit.experiments.explain.kinds import IDLE, KINDS, kind_of_kernel, kind_of_operator
+from sftkit.experiments.explain.kinds import IDLE, KERNEL_KINDS, kind_of_kernel, kind_of_operator
 
-STEPS = 3
+PROFILED_STEPS = 3
 TOP = 12
-BUSY = 1.5
+_BUSY = 1.5
 
 Step = Callable[[], object]
 Origins = Mapping[str, Sequence[str]]
@@ -55,7 +55,7 @@ class Timing:
     @property
     def busy(self) -> bool:
         """Whether other work took much of the time, so that ratios say little."""
-        return self.median > BUSY * self.quickest
+        return self.median > _BUSY * self.quickest
 
 
 def alternately(
@@ -93,16 +93,16 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
         started = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(PROFILED_STEPS):
             step()
         finish(device)
         wall = 1e6 * (time.perf_counter() - started)
     events = list(traced.events() or [])
-    work = on_device(events) if device.type == "cuda" else on_host(events, origins)
-    return {"shares": shares(work, wall), "launches": round(len(work) / STEPS), "top": top(work)}
+    work = _on_device(events) if device.type == "cuda" else on_host(events, origins)
+    return {"shares": shares(work, wall), "launches": round(len(work) / PROFILED_STEPS), "top": top(work)}
 
 
-def on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
+def _on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
     """(name, kind, start, end) of each kernel and copy of a GPU, in microseconds."""
     return [
         (event.name, kind_of_kernel(event.name), event.time_range.start, event.time_range.end)
@@ -139,7 +139,7 @@ def shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[s
         reached = max(reached, end)
     whole = max(wall, sum(spent.values()))
     spent[IDLE] = whole - sum(spent.values())
-    return {kind: spent[kind] / whole for kind in KINDS if spent[kind] > 0}
+    return {kind: spent[kind] / whole for kind in KERNEL_KINDS if spent[kind] > 0}
 
 
 def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
@@ -149,6 +149,11 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
         found[name, kind].append(end - start)
     most = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
     return [
-        {"name": name, "kind": kind, "launches": round(len(times) / STEPS, 2), "ms": sum(times) / STEPS / 1e3}
+        {
+            "name": name,
+            "kind": kind,
+            "launches": round(len(times) / PROFILED_STEPS, 2),
+            "ms": sum(times) / PROFILED_STEPS / 1e3,
+        }
         for (name, kind), times in most
     ]

@@ -13,15 +13,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sftkit.experiments.bench.processes import run_logged
-from sftkit.experiments.explain.bisect import Finding, Part
+from sftkit.experiments.explain.bisect import BisectAnswer, ProbedModule
 from sftkit.experiments.explain.numerics import ALLOWED
-from sftkit.experiments.explain.subject import Call, Subject
+from sftkit.experiments.explain.subject import ModuleCall, Subject
 
 SHOWS = 3
 "The exit code of a script that shows its fault."
-MOST_CHARACTERS = 4000
+_MOST_CHARACTERS = 4000
 "Of a tensor that is written into the script; longer ones are drawn at random there."
-TIMEOUT_SECONDS = 600
+_TIMEOUT_SECONDS = 600
 
 HEAD = '''"""{title}: {name}
 {where}
@@ -133,7 +133,7 @@ class Reproduction:
     "the last line that it printed, or why there is none"
 
 
-def reproduce(subject: Subject, finding: Finding, title: str, backend: str, path: Path) -> Reproduction:
+def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str, path: Path) -> Reproduction:
     """Write the script of the smallest guilty module and run it."""
     try:
         text = script_of(subject, finding.guilty[0], finding, title, backend)
@@ -141,12 +141,12 @@ def reproduce(subject: Subject, finding: Finding, title: str, backend: str, path
         return Reproduction(path, False, f"no script: it takes a {error}, which cannot be written down")
     path.write_text(text)
     log = path.with_suffix(".log")
-    ended = run_logged([sys.executable, str(path.absolute())], log, {}, TIMEOUT_SECONDS)
+    ended = run_logged([sys.executable, str(path.absolute())], log, {}, _TIMEOUT_SECONDS)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return Reproduction(path, (ended or "").startswith(f"ended with code {SHOWS}"), lines[0] if lines else ended or "")
 
 
-def script_of(subject: Subject, part: Part, finding: Finding, title: str, backend: str) -> str:
+def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title: str, backend: str) -> str:
     """The script of one module."""
     second = {"values": part.again, "shapes": part.other}.get(finding.question)
     values = (part.call.args, part.call.kwargs, second)
@@ -211,7 +211,7 @@ def _tensor(value: torch.Tensor) -> str:
         if plain.numel()
         else ""
     )
-    if plain.numel() and (len(data) <= MOST_CHARACTERS or plain.dtype == torch.bool):
+    if plain.numel() and (len(data) <= _MOST_CHARACTERS or plain.dtype == torch.bool):
         return f"tensor({data!r}, {kind}{shape})"
     finite = plain.double()[plain.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
@@ -220,7 +220,7 @@ def _tensor(value: torch.Tensor) -> str:
 
 def _kinds(values: Any) -> set[type]:
     """The named tuples in arguments: their classes are imported."""
-    if isinstance(values, Call):
+    if isinstance(values, ModuleCall):
         return _kinds((values.args, values.kwargs))
     if isinstance(values, dict):
         return _kinds(list(values.values()))
@@ -230,6 +230,6 @@ def _kinds(values: Any) -> set[type]:
     return set()
 
 
-def _device(part: Part) -> torch.device:
+def _device(part: ProbedModule) -> torch.device:
     tensors = [*part.module.parameters(), *pytree.tree_leaves((part.call.args, part.call.kwargs))]
     return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))

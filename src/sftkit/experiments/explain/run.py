@@ -15,7 +15,7 @@ import torch
 
 from sftkit.config.schema import Config
 from sftkit.config.terminal import say, visible
-from sftkit.experiments.explain.bisect import QUESTIONS, Finding, bisect
+from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
 from sftkit.experiments.explain.breaks import ADDS, breaks_of
 from sftkit.experiments.explain.flags import folder_of
 from sftkit.experiments.explain.kernels import kernels_of
@@ -48,17 +48,17 @@ def run(args: Namespace, cfg: Config | None) -> int:
     if args.labs:
         quiet_libraries()
         device = start_device()
-        result = facts("Labs of the compiler", device) | {"labs": labs(device, out)}
-        return finish(result, out)
+        result = _facts("Labs of the compiler", device) | {"labs": labs(device, out)}
+        return _finish(result, out)
     with subject_of(args, cfg) as subject:
         out.mkdir(parents=True, exist_ok=True)
-        result = facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
+        result = _facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
         result["breaks"] = broken(subject)
         if args.bisect:
-            result["bisect"] = bisected(subject, cfg.compile.backend if cfg else "inductor", out)
+            result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
             result["kernels"] = kernels_of(subject, cfg, out)
-    return finish(result, out)
+    return _finish(result, out)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def subject_of(args: Namespace, cfg: Config | None) -> Iterator[Subject]:
         yield of_recipe(cfg, args.layers, rt)
 
 
-def facts(name: str, device: torch.device) -> dict[str, Any]:
+def _facts(name: str, device: torch.device) -> dict[str, Any]:
     """What was looked at, and on what."""
     return {"name": name, "device": device_name(device), "torch": torch.__version__}
 
@@ -96,7 +96,7 @@ def broken(subject: Subject) -> dict[str, Any]:
     }
 
 
-def bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
+def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
     """The section on the smallest modules at fault; differences are looked for with the recipe's backend, all else without
     generated code."""
     rows = []
@@ -113,7 +113,7 @@ def bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
+def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
     others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {
@@ -131,7 +131,7 @@ def _found(finding: Finding, script: Reproduction | None) -> dict[str, Any]:
     }
 
 
-def finish(result: dict[str, Any], out: Path) -> int:
+def _finish(result: dict[str, Any], out: Path) -> int:
     """Write the result as data and as a page, and tell it."""
     out.mkdir(parents=True, exist_ok=True)
     replace_shared(out / DATA, json.dumps(result, indent=1, ensure_ascii=False) + "\n")

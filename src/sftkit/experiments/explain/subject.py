@@ -34,7 +34,7 @@ from sftkit.runtime.words import counted
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """Arguments of a module."""
 
     args: tuple[Any, ...] = ()
@@ -57,7 +57,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ProfiledStep:
     """The rest of a recipe's step: what the profile runs."""
 
     model: ModelWithLoss
@@ -70,21 +70,21 @@ class Subject:
 
     name: str
     module: torch.nn.Module
-    call: Call
-    again: Call
+    call: ModuleCall
+    again: ModuleCall
     "the same shapes with other values"
-    other: Call | None
+    other: ModuleCall | None
     "another shape; None: none is known"
     source: str
     "Python that makes `module`, for a reproduction"
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     "a context that every call is made in"
-    trained: Trained | None = None
+    trained: ProfiledStep | None = None
     "None: not a recipe's"
     beside: str | None = None
     "what of the model is not looked at, in words; None: nothing"
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: ModuleCall) -> Any:
         """What the module returns, as it is: compiled in place or eager."""
         with self.around():
             return self.module(*call.args, **call.kwargs)
@@ -101,7 +101,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
     """
     config = config_of(cfg, layers)
-    orig_model = new_model(config, cfg, rt)
+    orig_model = _new_model(config, cfg, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
         raise ConfigError(f"data.max_length: {nothing_to_inherit(cfg.model.path)}")
@@ -124,7 +124,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         other,
         source=_source(config, cfg, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
-        trained=Trained(model, batches[0].to(rt.device)),
+        trained=ProfiledStep(model, batches[0].to(rt.device)),
         beside=_beside(orig_model),
     )
 
@@ -172,7 +172,7 @@ def _config_there(model: ModelConfig) -> PretrainedConfig:
         raise offline_help(path, error) from error
 
 
-def new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
+def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
     """The model of a config with random weights in the run's precision, on the device, in training."""
     torch.manual_seed(cfg.run.seed)
     orig_model = kind_of(config).auto_class.from_config(
@@ -234,7 +234,7 @@ def of_file(words: str, device: torch.device) -> Subject:
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)):
         raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
     module = made[0].to(device)
-    call, *more = (Call(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
         f'import types\n\nSOURCE = """\\\n{text}"""\n'
@@ -251,12 +251,12 @@ def _lengths(max_length: int) -> np.ndarray:
     return np.linspace(max(max_length // 8, 1), max_length, 64).astype(np.int64)
 
 
-def _call(model: ModelWithLoss, batch: Batch) -> Call:
+def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
     """The decoder's, beside what the encoder, where there is one, has made of noise."""
     rows, columns = batch.shape
     with torch.no_grad(), dense_kernels() if model.backend == "sdpa" else nullcontext():
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
-    return Call((), kwargs, f"{rows} x {columns}")
+    return ModuleCall((), kwargs, f"{rows} x {columns}")
 
 
 def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) -> str:
@@ -296,11 +296,11 @@ def _shapes(args: Any) -> str:
     return ", ".join(" x ".join(map(str, tensor.shape)) for tensor in found)
 
 
-def _other_values(call: Call) -> Call:
+def _other_values(call: ModuleCall) -> ModuleCall:
     """The same shapes: floats turned round and scaled, whole numbers as they are."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 
     change = torch.utils._pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs))
-    return Call(change[0], change[1], call.shape)
+    return ModuleCall(change[0], change[1], call.shape)

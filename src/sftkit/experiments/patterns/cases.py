@@ -21,13 +21,13 @@ MODEL: dict[str, Any] = {
 "Layers and heads that two and four ranks divide, in two stages on each of four ranks too."
 ROWS, ROW_LENGTH = 4, 128
 "Of an optimizer step, over all ranks; a micro-batch is one row."
-STEPS = 2
-WIDTH = 4
+TRAINED_STEPS = 2
+_WIDTH = 4
 "Bytes of an element: weights, gradients and activations are fp32."
 
 
 @dataclass(frozen=True)
-class Case:
+class TopologyCase:
     """A layout, by the name that it has in the tables."""
 
     name: str
@@ -49,31 +49,31 @@ class Case:
         return f"{self.processes} {self.name}"
 
 
-def _pipelines(stages: int) -> tuple[Case, ...]:
+def _pipelines(stages: int) -> tuple[TopologyCase, ...]:
     topology = Topology(stages=stages)
     return (
-        Case("pp, gpipe", topology, "pp.yaml, train.pipeline_schedule=gpipe", "gpipe"),
-        Case("pp, 1f1b", topology, "pp.yaml", "1f1b"),
-        Case("pp, interleaved", topology, "pp.yaml, train.pipeline_schedule=interleaved", "interleaved"),
+        TopologyCase("pp, gpipe", topology, "pp.yaml, train.pipeline_schedule=gpipe", "gpipe"),
+        TopologyCase("pp, 1f1b", topology, "pp.yaml", "1f1b"),
+        TopologyCase("pp, interleaved", topology, "pp.yaml, train.pipeline_schedule=interleaved", "interleaved"),
     )
 
 
-CASES: tuple[Case, ...] = (
-    Case("one process", Topology(), "single_gpu.yaml, cpu.yaml"),
-    Case("ddp", Topology(replicas=2), "ddp.yaml"),
-    Case("fsdp2", Topology(shards=2, sharded=True), "fsdp2.yaml"),
-    Case("fsdp2, lean", Topology(shards=2, sharded=True), "fsdp2.yaml, where memory is scarce", lean=True),
-    Case("tp", Topology(tensor=2, sharded=True), "tp.yaml"),
-    Case("cp", Topology(context=2, sharded=True), "cp.yaml"),
+TOPOLOGY_CASES: tuple[TopologyCase, ...] = (
+    TopologyCase("one process", Topology(), "single_gpu.yaml, cpu.yaml"),
+    TopologyCase("ddp", Topology(replicas=2), "ddp.yaml"),
+    TopologyCase("fsdp2", Topology(shards=2, sharded=True), "fsdp2.yaml"),
+    TopologyCase("fsdp2, lean", Topology(shards=2, sharded=True), "fsdp2.yaml, where memory is scarce", lean=True),
+    TopologyCase("tp", Topology(tensor=2, sharded=True), "tp.yaml"),
+    TopologyCase("cp", Topology(context=2, sharded=True), "cp.yaml"),
     *_pipelines(2),
-    Case("ddp", Topology(replicas=4), "ddp.yaml"),
-    Case("fsdp2", Topology(shards=4, sharded=True), "fsdp2.yaml"),
-    Case("hsdp 2 x 2", Topology(replicas=2, shards=2, sharded=True), "hsdp.yaml"),
-    Case("tp", Topology(tensor=4, sharded=True), "tp.yaml, parallelism_config_tp_size 4"),
-    Case("fsdp2 2 x tp 2", Topology(shards=2, tensor=2, sharded=True), "tp.yaml"),
+    TopologyCase("ddp", Topology(replicas=4), "ddp.yaml"),
+    TopologyCase("fsdp2", Topology(shards=4, sharded=True), "fsdp2.yaml"),
+    TopologyCase("hsdp 2 x 2", Topology(replicas=2, shards=2, sharded=True), "hsdp.yaml"),
+    TopologyCase("tp", Topology(tensor=4, sharded=True), "tp.yaml, parallelism_config_tp_size 4"),
+    TopologyCase("fsdp2 2 x tp 2", Topology(shards=2, tensor=2, sharded=True), "tp.yaml"),
     *_pipelines(4),
-    Case("pp 2 x ddp 2", Topology(stages=2, replicas=2), "pp.yaml, train.pipeline_stages=2", "1f1b"),
-    Case(
+    TopologyCase("pp 2 x ddp 2", Topology(stages=2, replicas=2), "pp.yaml, train.pipeline_stages=2", "1f1b"),
+    TopologyCase(
         "pp 2 x fsdp2 2",
         Topology(stages=2, shards=2, sharded=True),
         "fsdp2.yaml, train.pipeline_stages=2",

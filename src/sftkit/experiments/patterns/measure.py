@@ -21,12 +21,12 @@ import torch.distributed as dist
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
-from sftkit.experiments.bench.plan import DataPlan, Documents
-from sftkit.experiments.bench.synthetic import documents, new_model
-from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, STEPS, Case
+from sftkit.experiments.bench.plan import DataPlan, DocumentLengths
+from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.passes import timed_passes
 from sftkit.experiments.patterns.recorder import Saved, recording
-from sftkit.experiments.patterns.timeline import Pass
+from sftkit.experiments.patterns.timeline import TimelinePass
 from sftkit.memory import plan as memory_plan
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.dtensor import local
@@ -38,7 +38,7 @@ from sftkit.train.assemble import engine_of, lay_out
 LEARNING_RATE = 1e-2
 
 
-def recipe(case: Case, folder: Path) -> Config:
+def recipe(case: TopologyCase, folder: Path) -> Config:
     """The settings of a case; eager, so that each operation is seen."""
     return Config(
         run=RunConfig(dir=str(folder)),
@@ -46,7 +46,7 @@ def recipe(case: Case, folder: Path) -> Config:
         data=DataConfig(train=(), max_length=ROW_LENGTH // 2, row_length=ROW_LENGTH),
         optim=OptimConfig(name=DEFAULT, lr=LEARNING_RATE, eps=1e-4, schedule="constant", warmup_ratio=0.0),
         train=TrainConfig(
-            max_steps=STEPS,
+            max_steps=TRAINED_STEPS,
             global_batch_size=ROWS,
             micro_batch_size=1,
             precision="fp32",
@@ -57,21 +57,23 @@ def recipe(case: Case, folder: Path) -> Config:
     )
 
 
-def measured(case: Case, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
+def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     """What this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes of its stages."""
     rt.topology = case.topology
     cfg = recipe(case, folder)
-    plan = DataPlan(row_length=ROW_LENGTH, documents=Documents(count=400, median=24, mean=32, cap=ROW_LENGTH // 2))
+    plan = DataPlan(
+        row_length=ROW_LENGTH, documents=DocumentLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
+    )
     objective = NextToken(cfg.loss)
-    losses, norms, passes = [], [], list[Pass]()
+    losses, norms, passes = [], [], list[TimelinePass]()
     with recording() as recorder:
         orig_model = new_model(MODEL, cfg.run.seed, rt.precision, rt.device)
-        batches = lay_out(cfg, rt, documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2, 0, objective)
+        batches = lay_out(cfg, rt, synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2, 0, objective)
         with _lean() if case.lean else nullcontext():
             engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
         saved = Saved()
         at_update = _gradients_at_update(engine.optimizer, orig_model)
-        for step in batches.steps(0, STEPS):
+        for step in batches.steps(0, TRAINED_STEPS):
             recorder.begin_step()
             with saved.watched():
                 outcome = engine.step(step, LEARNING_RATE)
@@ -120,10 +122,10 @@ def _size(tensors: Iterator[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[Pass]:
+def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[TimelinePass]:
     """The passes of one more step."""
     with timed_passes(stages_per_process) as passes:
-        for step in batches.steps(STEPS, STEPS + 1):
+        for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
             dist.barrier()
             engine.step(step, LEARNING_RATE)
     return passes
@@ -134,8 +136,8 @@ def main(out: str, *keys: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1, precision="fp32"))
     found: dict[str, Any] = {"environment": environment(rt.device, rt.world_size), "cases": {}}
     for key in keys:
-        (case,) = (case for case in CASES if case.key == key)
-        own = measured(case, rt, Path(out).parent)
+        (case,) = (case for case in TOPOLOGY_CASES if case.key == key)
+        own = _measured(case, rt, Path(out).parent)
         ranks: list[Any] = [own]
         if rt.world_size > 1:
             ranks = [None] * rt.world_size

@@ -13,13 +13,13 @@ from sftkit.config.optimizers import DEFAULT
 from sftkit.config.topology import Sharding, Topology
 from sftkit.data.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
+from sftkit.experiments.patterns.tables import Table
 from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways
-from sftkit.memory.estimate import BUDGETS, GIB, Setup, Shape
+from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 from sftkit.memory.traffic import traffic
 
-Table = tuple[list[str], list[list[str]]]
-ROW_LENGTH = 8192
-ROWS = {8: 64, 64: 256, 1024: 2048}
+_ROW_LENGTH = 8192
+_ROWS = {8: 64, 64: 256, 1024: 2048}
 "GPUs -> rows of a step: 0.5, 2 and 17 million tokens."
 MICRO = (1, 2, 4)
 "Rows of a micro-batch, of which the fastest is taken."
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
 }
 "Of Llama 3.1, as published."
-FAMILIES: dict[str, Callable[[Topology], bool]] = {
+PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
     "ddp": lambda t: not t.partial,
     "fsdp2, hsdp": lambda t: t.sharded and t.parts == t.stages == 1,
     "tp": lambda t: t.tensor > 1,
@@ -49,14 +49,14 @@ def shape(name: str) -> Shape:
 @cache
 def worked(name: str, gpus: int) -> list[OnPaper]:
     """Every layout of a model that fits these GPUs."""
-    return ways(shape(name), Machines(gpus), ROWS[gpus], ROW_LENGTH, MICRO)
+    return ways(shape(name), Machines(gpus), _ROWS[gpus], _ROW_LENGTH, MICRO)
 
 
 def chosen() -> Table:
     """What is taken for each model and number of GPUs, with what it takes."""
     cells = []
     for name in MODELS:
-        for gpus in ROWS:
+        for gpus in _ROWS:
             way = choice(worked(name, gpus))
             begin = [name, f"{gpus:,}"]
             if way is None:
@@ -76,7 +76,7 @@ def chosen() -> Table:
     return [*header, "GiB", "GB sent", "hidden", "speed"], cells
 
 
-def _sharding(s: Setup) -> str:
+def _sharding(s: EstimateInputs) -> str:
     if not s.topology.sharded:
         return "whole"
     weights = "gathered once" if s.sharding.keep_weights else "for each pass"
@@ -87,17 +87,17 @@ def families() -> Table:
     """The best of each pattern: speed and memory."""
     cells = []
     for name in MODELS:
-        for gpus in ROWS:
+        for gpus in _ROWS:
             found = worked(name, gpus)
             row = [name, f"{gpus:,}"]
-            for belongs in FAMILIES.values():
+            for belongs in PAPER_MODELS.values():
                 own = [way for way in found if belongs(way.setup.topology)]
                 best = max(own, key=lambda way: way.share, default=None)
                 row.append(
                     f"{best.share:.0%}, {best.found.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
                 )
             cells.append(row)
-    return ["model", "GPUs", *FAMILIES], cells
+    return ["model", "GPUs", *PAPER_MODELS], cells
 
 
 def _sizes(way: OnPaper) -> str:
@@ -140,7 +140,9 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     assert found is not None
     layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
     optimizer, budget = row["set"].get("optim.name", DEFAULT), row["set"].get("compile.activation_memory_budget", 0.9)
-    setup = Setup(found, layout, optimizer, "bf16", 4096, budget, True, False, topology=topology, sharding=Sharding())
+    setup = EstimateInputs(
+        found, layout, optimizer, "bf16", 4096, budget, True, False, topology=topology, sharding=Sharding()
+    )
     again = replace(setup, budget=BUDGETS["speed"])  # one GPU repeats as much, so its speed has it already
     return on_paper(again, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
@@ -155,12 +157,12 @@ def per_pattern() -> Table:
         ("cp 8", Topology(context=8, sharded=True)),
         ("pp 8", Topology(stages=8)),
     ):
-        layout = Layout("packed", (ROW_LENGTH,), ROWS[8], 1, topology.row_ranks, ROW_LENGTH, ROW_LENGTH)
-        setup = Setup(
+        layout = Layout("packed", (_ROW_LENGTH,), _ROWS[8], 1, topology.row_ranks, _ROW_LENGTH, _ROW_LENGTH)
+        setup = EstimateInputs(
             shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9, True, False, topology=topology, stage_layers=(4,) * 8
         )
         sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
-        compute = 6 * setup.shape.parameters * ROW_LENGTH * ROWS[8] / 8 / machines.flops
+        compute = 6 * setup.shape.parameters * _ROW_LENGTH * _ROWS[8] / 8 / machines.flops
         times = [f"{sent / speed / compute:.1%}" for speed in (machines.inside, machines.between)]
         cells.append([label, f"{sent / 1e9:,.0f}", *times])
     return ["8B on 8 GPUs", "GB sent", "of the time that computing takes, within a machine", "between machines"], cells
@@ -171,15 +173,15 @@ def slow_links() -> Table:
     cells = []
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
-        found = ways(shape("8B"), machines, ROWS[8], ROW_LENGTH, MICRO)
+        found = ways(shape("8B"), machines, _ROWS[8], _ROW_LENGTH, MICRO)
         best = [
             max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
-            for belongs in FAMILIES.values()
+            for belongs in PAPER_MODELS.values()
         ]
         taken = choice(found)
         assert taken is not None
         cells.append([f"{gigabits} Gb/s", *(f"{share:.0%}" if share else "-" for share in best), taken.config])
-    return ["network of each GPU", *FAMILIES, "taken"], cells
+    return ["network of each GPU", *PAPER_MODELS, "taken"], cells
 
 
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
@@ -241,6 +243,6 @@ def _at(name: str, gpus: int) -> str:
 def titan_on_paper() -> OnPaper:
     """torchtitan's 8B on 128 GPUs, from the speed that it has on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
-    layout = Layout("packed", (ROW_LENGTH,), 256, 2, 128, ROW_LENGTH, ROW_LENGTH)
-    setup = Setup(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"], True, False, topology=topology)
+    layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
+    setup = EstimateInputs(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"], True, False, topology=topology)
     return on_paper(setup, "speed", Machines(128, flops=6 * found.parameters * TITAN_8B[0]))

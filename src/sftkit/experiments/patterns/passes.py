@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from sftkit.experiments.patterns.timeline import Pass
+from sftkit.experiments.patterns.timeline import TimelinePass
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
 """A process's share of a micro-batch takes so long, what it computes and a pause: longer than the processes of this small model
@@ -17,9 +17,9 @@ need, which share the cores of one machine. So the schedule alone says who waits
 
 
 @contextmanager
-def timed_passes(stages_per_process: int) -> Iterator[list[Pass]]:
+def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
     """Inside, passes of this process's stages take equally long, and are noted."""
-    noted: list[Pass] = []
+    noted: list[TimelinePass] = []
     plain = {name: getattr(PipelineStage, name) for name in ("forward_one_chunk", "backward_one_chunk")}
 
     def around(name: str, seconds: float) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # what CommDebugMode
 from sftkit.memory.traffic import ring_share
 from sftkit.ops.dtensor import local
 
-KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+_KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "allreduce_": ("all_reduce", lambda args, out: args[0]),
     "allreduce_coalesced_": ("all_reduce", lambda args, out: args[0]),
     "all_reduce": ("all_reduce", lambda args, out: out),
@@ -43,7 +43,7 @@ OURS = "sftkit"
 "Of the operators of ops.gather_rows, inside which no mode looks."
 
 
-class Recorder(TorchDispatchMode):
+class TrafficRecorder(TorchDispatchMode):
     """Inside, what is exchanged and what is alive. Not for compiled code, which dispatches nothing."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it comes again, as what DTensor makes of it
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace in NAMESPACES or (func.namespace == OURS and name in KINDS):
+        if func.namespace in NAMESPACES or (func.namespace == OURS and name in _KINDS):
             self._count(name, args, out)
         for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
             storage = tensor.untyped_storage()
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
     def _count(self, name: str, args: Any, out: Any) -> None:
         if name in WITHOUT_BYTES:
             return
-        kind, whole = KINDS[name]  # a KeyError names a collective that nobody has counted yet
+        kind, whole = _KINDS[name]  # a KeyError names a collective that nobody has counted yet
         size = sum(t.numel() * t.element_size() for t in _tensors(whole(args, out)))
         self.calls[kind, _ranks(args)].append(size)
 
@@ -103,9 +103,9 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def recording() -> Iterator[TrafficRecorder]:
     """A Recorder at work; FSDP2 frees and takes memory of gathered weights by the size of their storage, which is no operation."""
-    recorder, resize = Recorder(), torch.UntypedStorage.resize_
+    recorder, resize = TrafficRecorder(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         found = resize(storage, size)

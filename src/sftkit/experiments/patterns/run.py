@@ -18,13 +18,13 @@ from sftkit.config.commands import program, running
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import run_logged
-from sftkit.experiments.patterns.cases import CASES, MODEL, ROW_LENGTH, ROWS, STEPS, Case
+from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.tables import terminal
 from sftkit.runtime.signals import exit_on_signals, starting_processes
 
-TIMEOUT_SECONDS = 3600
+_TIMEOUT_SECONDS = 3600
 "Of all layouts of one number of processes."
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
     words.add_argument("--show", type=path, metavar="FILE.json", help="the tables of earlier raw numbers")
     args = words.parse_args()
     if args.show:
-        say(terminal(read_results(args.show)))
+        say(terminal(read_pattern_results(args.show)))
         return 0
     out = args.out or Path(f"runs/patterns-{time.strftime('%Y%m%d-%H%M%S')}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,16 +50,16 @@ def main() -> int:
         "model": MODEL,
         "rows": ROWS,
         "row_length": ROW_LENGTH,
-        "steps": STEPS,
+        "steps": TRAINED_STEPS,
         "environment": {},
         "cases": {},
     }
     failed = False
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-patterns-") as folder:
         for processes in sorted({1, *args.processes}):  # what one computes is what the others are compared with
-            cases = [case for case in CASES if case.processes == processes]
+            cases = [case for case in TOPOLOGY_CASES if case.processes == processes]
             started = time.perf_counter()
-            found, problem = measure(cases, Path(folder))
+            found, problem = _measure(cases, Path(folder))
             results["environment"] |= found.get("environment", {})
             results["cases"] |= found.get("cases", {})
             failed |= problem is not None
@@ -72,7 +72,7 @@ def main() -> int:
     return int(failed)
 
 
-def read_results(file: Path) -> dict[str, Any]:
+def read_pattern_results(file: Path) -> dict[str, Any]:
     """Return the raw numbers that `main` wrote.
 
     Raises:
@@ -88,13 +88,13 @@ def read_results(file: Path) -> dict[str, Any]:
     return results
 
 
-def measure(cases: list[Case], folder: Path) -> tuple[dict[str, Any], str | None]:
+def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], str | None]:
     """(what the processes wrote, why they failed) of layouts of the same number of processes."""
     (processes,) = {case.processes for case in cases}
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     words = [*launcher, "-m", "sftkit.experiments.patterns.measure", str(out), *(case.key for case in cases)]
     with starting_processes():
-        problem = run_logged([sys.executable, *words], log, ENVIRONMENT, TIMEOUT_SECONDS)
+        problem = run_logged([sys.executable, *words], log, _ENVIRONMENT, _TIMEOUT_SECONDS)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     return found, problem and f"{problem}\n{log.read_text()[-3000:]}"

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.experiments.bench.report import table
-from sftkit.experiments.patterns.cases import CASES, Case
-from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, picture
+from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
+from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 
 Results = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 HELD = ("weights", "gradients", "states", "activations", "most")
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 pp, interleaved")
 
 
-def measured_cases(results: Results) -> list[Case]:
+def measured_cases(results: Results) -> list[TopologyCase]:
     """The cases of which there are numbers."""
-    return [case for case in CASES if case.key in results["cases"]]
+    return [case for case in TOPOLOGY_CASES if case.key in results["cases"]]
 
 
-def difference(results: Results, key: str) -> float:
+def loss_difference(results: Results, key: str) -> float:
     """The most that a loss of a case differs from that of one process, in nats."""
     (own, *_), (alone, *_) = results["cases"][key], results["cases"]["1 one process"]
     return max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True))
@@ -33,7 +33,7 @@ def holds(results: Results) -> Table:
     for case in measured_cases(results):
         ranks = results["cases"][case.key]
         most = [f"{max(rank['bytes'][name] for rank in ranks) / 1024:,.0f}" for name in HELD]
-        same = f"{difference(results, case.key):.1g}" if case.processes > 1 else "-"
+        same = f"{loss_difference(results, case.key):.1g}" if case.processes > 1 else "-"
         cells.append([str(case.processes), case.name, *most, same])
     return ["", "layout", "weights", "gradients", "states", "saved", "peak", "loss"], cells
 
@@ -46,7 +46,7 @@ def exchanges(results: Results) -> Table:
             continue
         most = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
         by_kind = []
-        for kind in KINDS:
+        for kind in _KINDS:
             found = [each for each in most if each["kind"] == kind]
             calls, size = (sum(each[what] for each in found) for what in ("calls", "bytes"))
             by_kind.append(f"{calls}: {size / 1024:,.0f}" if found else "")
@@ -75,12 +75,12 @@ def bubbles(results: Results) -> Table:
     return ["", "layout", "micro-batches", "waits", "by formula", "saved"], cells
 
 
-def pictures(results: Results) -> str:
+def timeline_pictures(results: Results) -> str:
     """When the ranks of some pipelines compute: a digit is the micro-batch whose forward pass it is, its letter the backward pass."""
     parts = []
     for case in measured_cases(results):
         if case.key in PICTURED:
-            lines = picture([rank["passes"] for rank in results["cases"][case.key]])
+            lines = timeline_picture([rank["passes"] for rank in results["cases"][case.key]])
             parts.append("\n".join([f"{case.processes} processes, {case.name}", *lines]))
     return "\n\n".join(parts)
 
@@ -106,7 +106,7 @@ def terminal(results: Results) -> str:
         "What a rank exchanges in a step, calls: KiB of whole tensors; sent: KiB it sends\n"
         + _plain(exchanges(results)),
         "Pipelines: the share of the time that ranks wait; saved: KiB of activations\n" + _plain(bubbles(results)),
-        pictures(results),
+        timeline_pictures(results),
         machine(results).replace(", commit", "\ncommit"),
     ]
     return "\n\n".join(part for part in parts if part)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-Pass = dict[str, Any]
+TimelinePass = dict[str, Any]
 "Of a stage with a micro-batch: stage, micro_batch, forward, start and end in seconds."
 
 
-def bubble(ranks: Sequence[Sequence[Pass]]) -> float:
+def bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
     """The share of the ranks' time in which they wait, from the first pass of any of them to the last."""
     passes = [each for rank in ranks for each in rank]
     span = max(each["end"] for each in passes) - min(each["start"] for each in passes)
@@ -21,7 +21,7 @@ def bubble_by_formula(stages: int, micro_batches: int, stages_per_process: int) 
     return (stages - 1) / (stages_per_process * micro_batches + stages - 1)
 
 
-def picture(ranks: Sequence[Sequence[Pass]], columns: int = 66) -> list[str]:
+def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66) -> list[str]:
     """A line for each rank: digits where a micro-batch goes forward, its letter where it goes back, points where the rank waits."""
     passes = [each for rank in ranks for each in rank]
     first = min(each["start"] for each in passes)

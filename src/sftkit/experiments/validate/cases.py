@@ -16,7 +16,7 @@ from sftkit.launch.launch import CONFIGS, USABLE, Launch, choose, command
 from sftkit.models.size import Replica
 from sftkit.runtime.launcher import signal_env
 
-LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")
+_LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")
 ONLY_WITH = {"data.row_length": "packed", "data.num_buckets": "bucketed", "data.bucket_lengths": "bucketed"}
 ONLY_WITH |= {"data.pad_multiple": "dynamic"}
 "Settings that only go with one layout."
@@ -30,7 +30,7 @@ REFERENCE = [
 
 
 @dataclass(frozen=True)
-class Plan:
+class ValidationPlan:
     """What is asked for."""
 
     recipe: str
@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Case:
+class ValidationRun:
     """One training run."""
 
     layout: str
@@ -66,7 +66,7 @@ class Case:
         return f"{self.layout}, {self.processes} process{'es' * (self.processes > 1)}, {self.kind}"
 
 
-def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
+def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
     """Refuse what cannot be judged.
 
     Raises:
@@ -77,8 +77,8 @@ def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
         problems.append("--warm-up must be 5 or more, and --warm-up and --steps multiples of --window")
     if plan.steps < plan.warm_up + 3 * plan.window:
         problems.append(f"--steps: {plan.steps} leaves fewer than three windows after {plan.warm_up} steps of warm-up")
-    unknown = [layout for layout in plan.layouts if layout not in LAYOUTS]
-    problems += [f'--layouts: "{layout}" is not one of {", ".join(LAYOUTS)}' for layout in unknown]
+    unknown = [layout for layout in plan.layouts if layout not in _LAYOUTS]
+    problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
     for count in plan.processes:
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
@@ -96,7 +96,9 @@ def check_plan(plan: Plan, cfg: Config, hardware: Hardware) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def cases(plan: Plan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path) -> list[Case]:
+def cases(
+    plan: ValidationPlan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path
+) -> list[ValidationRun]:
     """For each layout and number of processes an eager and a compiled run; with the fewest also a second eager seed, and the
     reference engine where it has the recipe's optimizer."""
     found = []
@@ -109,9 +111,11 @@ def cases(plan: Plan, cfg: Config, hardware: Hardware, replica: Replica | None, 
                 launch = launch_of(count, cfg, hardware, None if kind == "reference" else replica)
                 slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
                 folder = out / "runs" / slug
-                words = command(launch, plan.script, [plan.recipe, *settings_of(plan, cfg, layout, kind, folder)])
+                words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
                 caches = out.resolve() / "caches" / slug
-                found.append(Case(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch)))
+                found.append(
+                    ValidationRun(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch))
+                )
     return found
 
 
@@ -149,7 +153,7 @@ def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
     }
 
 
-def settings_of(plan: Plan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
+def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
     """What a case changes of the recipe, after the user's own changes."""
     other_layout = (
         [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []

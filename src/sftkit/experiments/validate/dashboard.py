@@ -29,7 +29,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
 
     from sftkit.tracking.dashboard.ending import Ending
     from sftkit.tracking.dashboard.identity import Identity, run_name
-    from sftkit.tracking.dashboard.records import Record, table
+    from sftkit.tracking.dashboard.records import RunFile, table
     from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, open_dashboard
 
     name = dashboard_name(config)
@@ -53,7 +53,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     if dashboard is None:
         return None
     mirror = Mirror(dashboard)
-    mirror.record(0, lambda: Record([each for each in tables if each.rows], values(verdicts, speeds)))
+    mirror.record(0, lambda: RunFile([each for each in tables if each.rows], values(verdicts, speeds)))
     said = mirror.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
     return f"{dashboard.name}: {said}" if said else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path, path_or_id
 from sftkit.config.commands import shipped
 from sftkit.config.load import read_config
-from sftkit.experiments.validate.cases import Plan
+from sftkit.experiments.validate.cases import ValidationPlan
 
 
 def parse(description: str | None) -> Namespace:
@@ -43,14 +43,14 @@ def parse(description: str | None) -> Namespace:
     return args
 
 
-def plan_of(args: Namespace) -> Plan:
+def plan_of(args: Namespace) -> ValidationPlan:
     """What the flags ask for.
 
     Raises:
         ConfigError: the recipe, or a setting behind it, is wrong.
     """
     cfg = read_config(args.recipe, args.overrides, world_size=1)
-    return Plan(
+    return ValidationPlan(
         recipe=args.recipe,
         script=shipped(args.script),
         layouts=tuple(dict.fromkeys(args.layouts or [cfg.data.layout])),

@@ -15,7 +15,7 @@ from sftkit.rundir.names import latest
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1
-LOSS = 0.05
+_LOSS = 0.05
 EVALUATION = 0.005
 "Relative difference of validation losses that is allowed where the two baseline seeds are closer than that."
 SCALING = 0.85
@@ -92,7 +92,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 def judge(trio: Trio) -> list[Verdict]:
     """All criteria; a run that did not finish fails those that need it."""
-    verdicts = [trio_verdict(trio, "runs finish on all ranks", *finished(trio))]
+    verdicts = [trio_verdict(trio, "runs finish on all ranks", *_finished(trio))]
     failed = [run.error for run in (trio.eager, trio.compiled, trio.other_seed) if run.error]
     for name, check, wanted in CRITERIA:
         if failed:
@@ -107,7 +107,7 @@ def trio_verdict(trio: Trio, criterion: str, ok: bool | None, found: str, wanted
     return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
 
 
-def finished(trio: Trio) -> tuple[bool, str, str]:
+def _finished(trio: Trio) -> tuple[bool, str, str]:
     """Every process joined, agreed, ended well, and no rank reported an error."""
     wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
     for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
@@ -199,7 +199,7 @@ def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
         return False, "no loss was logged"
     off = abs(compiled[step] - expected[step]) / abs(expected[step])
     found = f"step {step}: {compiled[step]:.4f} against {expected[step]:.4f} ({name}), {100 * off:.3f} % apart"
-    return off <= LOSS, found
+    return off <= _LOSS, found
 
 
 def loss_within_noise(trio: Trio) -> tuple[bool, str]:
@@ -220,7 +220,7 @@ def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
     return [abs(b[step] - a[step]) / abs(a[step]) for step in a] if a.keys() == b.keys() else []
 
 
-def evaluations(trio: Trio) -> tuple[bool, str]:
+def _evaluations(trio: Trio) -> tuple[bool, str]:
     """Validation losses within the difference of two seeds; task scores within the baseline's 95 % interval."""
     values = {name: value for name, value in trio.eager.evals.items() if name.startswith("val/") and value is not None}
     wanted = {name: around(value, name, trio) for name, value in values.items()}
@@ -228,10 +228,12 @@ def evaluations(trio: Trio) -> tuple[bool, str]:
     for result in trio.eager.results:
         wanted[result["task"]] = (result["value"], result["low"], result["high"])
     got |= {result["task"]: result["value"] for result in trio.compiled.results}
-    return within(wanted, got)
+    return within_tolerance(wanted, got)
 
 
-def within(wanted: Mapping[str, tuple[float, float, float]], got: Mapping[str, float | None]) -> tuple[bool, str]:
+def within_tolerance(
+    wanted: Mapping[str, tuple[float, float, float]], got: Mapping[str, float | None]
+) -> tuple[bool, str]:
     """Whether each value, by its name, is within (the expected one, the lowest, the highest), and what was found."""
     problems, shown = [], []
     for name, (value, low, high) in wanted.items():
@@ -264,11 +266,11 @@ CRITERIA = (
     ("tokens/s ratio", faster, f"{SPEEDUP} or more"),
     ("first compile", first_compile, f"{COMPILE_SECONDS:.0f} s at most, from empty caches"),
     ("peak memory", memory, f"{100 * (MEMORY - 1):.0f} % above the baseline at most"),
-    ("loss at the last step", loss_at_the_end, f"{100 * LOSS:.0f} % apart at most"),
+    ("loss at the last step", loss_at_the_end, f"{100 * _LOSS:.0f} % apart at most"),
     ("loss trajectory", loss_within_noise, "no further apart than two baseline seeds"),
     (
         "evaluation",
-        evaluations,
+        _evaluations,
         f"tasks within the baseline's 95 % interval; losses within two seeds, or {100 * EVALUATION:.1f} %",
     ),
     ("checkpoint loads", checkpoint_logits, "the same bits as the logits in the run"),

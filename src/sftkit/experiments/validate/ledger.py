@@ -15,17 +15,27 @@ from typing import Any
 
 from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError
-from sftkit.experiments.validate.judge import EVALUATION, Trio, Verdict, around, speedup, trio_verdict, trios, within
-from sftkit.experiments.validate.measure import Line
+from sftkit.experiments.validate.judge import (
+    EVALUATION,
+    Trio,
+    Verdict,
+    around,
+    speedup,
+    trio_verdict,
+    trios,
+    within_tolerance,
+)
 from sftkit.rundir.files import replace_text
 
+LedgerEntry = dict[str, Any]
+"A line of the ledger."
 LEDGER = Path("benchmarks/ledger.jsonl")
 "The ledger of this repository, from its root."
 CRITERION = "evaluation as in the ledger"
-WANTED = f"losses within two seeds, or {100 * EVALUATION:.1f} %, of the newest entry; tasks within its 95 % interval"
+_WANTED = f"losses within two seeds, or {100 * EVALUATION:.1f} %, of the newest entry; tasks within its 95 % interval"
 KEY = ("recipe", "script", "overrides", "layout", "processes", "steps", "hardware")
 "What two entries have in common that can be compared."
-KINDS: Mapping[str, tuple[type, ...]] = {
+_KINDS: Mapping[str, tuple[type, ...]] = {
     "date": (str,),
     "commit": (str, NoneType),
     "dirty": (bool, NoneType),
@@ -57,7 +67,7 @@ class Ledger:
     """A ledger as it was when the validation began."""
 
     path: Path
-    entries: list[tuple[int, Line]]
+    entries: list[tuple[int, LedgerEntry]]
     "(number of the line, entry)"
     records: bool
     "whether this validation is to be appended"
@@ -79,7 +89,7 @@ def open_ledger(path: Path | None, records: bool) -> Ledger | None:
     return Ledger(found, read_ledger(found), records)
 
 
-def read_ledger(path: Path) -> list[tuple[int, Line]]:
+def read_ledger(path: Path) -> list[tuple[int, LedgerEntry]]:
     """Return (number of the line, entry) of each line; [] of a file that is not there.
 
     Raises:
@@ -107,10 +117,10 @@ def problem_of(entry: Any) -> str | None:
     """What keeps a value from being an entry; None: nothing."""
     if not isinstance(entry, dict):
         return "no JSON object"
-    for words, names in (("it lacks", KINDS.keys() - entry.keys()), ("unknown:", entry.keys() - KINDS.keys())):
+    for words, names in (("it lacks", _KINDS.keys() - entry.keys()), ("unknown:", entry.keys() - _KINDS.keys())):
         if names:
             return f"{words} {', '.join(sorted(names))}"
-    for name, kinds in KINDS.items():
+    for name, kinds in _KINDS.items():
         if type(entry[name]) not in kinds:
             allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
             return f"{name} must be {allowed}, not {json.dumps(entry[name])}"
@@ -131,31 +141,31 @@ def problem_of(entry: Any) -> str | None:
 def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdict:
     """The compiled run's evaluation against that of the newest entry of the same key; not checked where there is none."""
     if trio.eager.error or trio.compiled.error or trio.other_seed.error:
-        return trio_verdict(trio, CRITERION, False, "not measured: a run failed", WANTED)
+        return trio_verdict(trio, CRITERION, False, "not measured: a run failed", _WANTED)
     key, started = key_of(trio, result), result.get("started")
     # Against itself, as runs that are judged again after they were recorded, everything would pass.
     known = [(number, entry) for number, entry in ledger.entries if same(entry, key) and entry["date"] != started]
     if not known:
         where, names = in_repository(str(ledger.path)), f"{', '.join(KEY[:-1])} and {KEY[-1]}"
         found = f"{where} has no other validation with the same {names}"
-        return trio_verdict(trio, CRITERION, None, found, WANTED)
+        return trio_verdict(trio, CRITERION, None, found, _WANTED)
     number, entry = max(known, key=lambda one: (one[1]["date"], one[0]))
     ok, found = compared(trio, entry)
     commit = f"commit {entry['commit']}{' with changes' if entry['dirty'] else ''}" if entry["commit"] else "no commit"
-    return trio_verdict(trio, CRITERION, ok, f"line {number}, {entry['date']}, {commit}: {found}", WANTED)
+    return trio_verdict(trio, CRITERION, ok, f"line {number}, {entry['date']}, {commit}: {found}", _WANTED)
 
 
-def compared(trio: Trio, entry: Line) -> tuple[bool, str]:
+def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:
     """Validation losses within the difference of two seeds or 0.5 %, tasks within the entry's 95 % interval."""
     wanted = {name: around(value, name, trio) for name, value in entry["val"].items()}
     got = dict(trio.compiled.evals)
     for name, task in entry["tasks"].items():
         wanted[f"{name} ({task['metric']})"] = (task["value"], task["low"], task["high"])
     got |= {f"{name} ({task['metric']})": task["value"] for name, task in tasks_of(trio).items()}
-    return within(wanted, got)
+    return within_tolerance(wanted, got)
 
 
-def key_of(trio: Trio, result: Mapping[str, Any]) -> Line:
+def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
     """What an entry must have in common with a trio to be compared with it."""
     plan, device = result["plan"], str(trio.compiled.environment.get("device", "unknown"))
     # The last of two words for a setting counts; their order says nothing else.
@@ -171,7 +181,7 @@ def key_of(trio: Trio, result: Mapping[str, Any]) -> Line:
     }
 
 
-def same(entry: Line, key: Line) -> bool:
+def same(entry: LedgerEntry, key: LedgerEntry) -> bool:
     return all(entry[name] == key[name] for name in KEY)
 
 
@@ -229,7 +239,7 @@ def check_one_commit(result: Mapping[str, Any]) -> None:
         )
 
 
-def entry_of(trio: Trio, result: Mapping[str, Any]) -> Line:
+def entry_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
     """What is kept of a trio."""
     environment, commit = trio.compiled.environment, trio.compiled.environment.get("git")
     eager, compiled = (median(run.speeds(trio.warm_up)) for run in (trio.eager, trio.compiled))
@@ -257,7 +267,7 @@ def seed_of(trio: Trio, result: Mapping[str, Any]) -> int | None:
     return int(seeds[-1]) if seeds else None
 
 
-def tasks_of(trio: Trio) -> dict[str, Line]:
+def tasks_of(trio: Trio) -> dict[str, LedgerEntry]:
     """Task -> metric, value and its 95 % interval."""
     return {row["task"]: {name: row[name] for name in _TASK} for row in trio.compiled.results}
 

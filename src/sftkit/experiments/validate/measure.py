@@ -14,15 +14,14 @@ from sftkit.rundir.names import (
     ERRORS,
     EVALS,
     EVALUATIONS,
-    METRICS,
+    METRICS_FILE,
     PROOF,
     RESULTS,
     STATUS,
     STEP_DIRS,
     SUMMARY,
 )
-
-Line = dict[str, Any]
+from sftkit.tracking.rows import MetricsLine
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Measured:
 
     error: str | None
     "why it did not finish; then the rest may be missing"
-    lines: list[Line]
+    lines: list[MetricsLine]
     "metrics.jsonl"
-    evals: Line
+    evals: MetricsLine
     "the last evaluation, without step and time"
     results: list[dict[str, Any]]
     "tasks of that evaluation: value, low and high of its 95 % interval"
@@ -43,7 +42,7 @@ class Measured:
     environment: dict[str, Any]
     rank_errors: list[str]
 
-    def timed(self, warm_up: int) -> list[Line]:
+    def timed(self, warm_up: int) -> list[MetricsLine]:
         """The windows after so many steps."""
         return [line for line in self.lines if line["step"] > warm_up]
 
@@ -77,7 +76,7 @@ def measure(folder: Path, error: str | None) -> Measured:
     evals = rows(folder / EVALS)
     return Measured(
         error=error,
-        lines=rows(folder / METRICS),
+        lines=rows(folder / METRICS_FILE),
         results=last_results(folder / EVALUATIONS),
         evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
         summary=read_object(folder / SUMMARY),
@@ -94,7 +93,7 @@ def last_results(folder: Path) -> list[dict[str, Any]]:
     return json.loads(newest.read_text()) if newest else []
 
 
-def rows(path: Path) -> list[Line]:
+def rows(path: Path) -> list[MetricsLine]:
     """The whole lines of a JSON-lines file."""
     found = []
     for line in path.read_text().split("\n") if path.exists() else ():

@@ -9,7 +9,7 @@ from typing import Any
 from sftkit.config.terminal import visible
 from sftkit.experiments.validate.measure import Measured, spread
 
-STYLE = """
+_STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5d636b; --line: #dfe2e6; --paper: #fff; --good: #176b3a;
   --good-back: #e3f4e9; --bad: #a11919; --bad-back: #fbe6e6; --card: #f6f7f9; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7e9ec; --soft: #a2a9b2; --line: #353a41; --paper: #14171a;
@@ -55,7 +55,7 @@ def headline(result: dict[str, Any]) -> str:
     return f"{mark(result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
 
 
-def facts(result: dict[str, Any]) -> list[str]:
+def _facts(result: dict[str, Any]) -> list[str]:
     """Hardware, versions and how it was measured."""
     env, plan = result["environment"], result["plan"]
     versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
@@ -97,7 +97,7 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The page as Markdown."""
-    lines = ["# Does compiling pay?", "", f"**{headline(result)}**", "", *(f"- {fact}" for fact in facts(result))]
+    lines = ["# Does compiling pay?", "", f"**{headline(result)}**", "", *(f"- {fact}" for fact in _facts(result))]
     for heading, rows in groups(result):
         cells = ([mark(v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
         lines += ["", f"## {heading}", "", *_table(("", "criterion", "found", "wanted"), cells)]
@@ -119,9 +119,9 @@ def html(result: dict[str, Any]) -> str:
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>Validation: {escape(result['plan']['recipe'])}</title><style>{STYLE}</style>",
+        f"<title>Validation: {escape(result['plan']['recipe'])}</title><style>{_STYLE}</style>",
         f"<h1>Does compiling pay?</h1><p><span class='verdict {mark(result['passed'])}'>{escape(headline(result))}</span>",
-        *(f"<p class=soft>{escape(fact)}</p>" for fact in facts(result)),
+        *(f"<p class=soft>{escape(fact)}</p>" for fact in _facts(result)),
     ]
     for heading, rows in groups(result):
         parts.append(

@@ -14,7 +14,7 @@ from sftkit.config.load import read_config
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
-from sftkit.experiments.validate.cases import Case, Plan, cases, check_plan, shown
+from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, shown
 from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words
 from sftkit.experiments.validate.measure import Measured, measure, spread
@@ -26,7 +26,7 @@ from sftkit.rundir.files import read_object
 LOGITS_TIMEOUT_SECONDS = 600
 
 
-def validate(plan: Plan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
+def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
     """All runs, in processes of their own, judged, also by what the ledger has; out/validation.json, .md and .html.
 
     Raises:
@@ -53,7 +53,7 @@ def validate(plan: Plan, out: Path, ledger: Ledger | None = None) -> dict[str, A
         (out / "validation.json").write_text(json.dumps(result, indent=1))
         say(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
     shutil.rmtree(out / "caches", ignore_errors=True)
-    return write(judged(result, ledger), out)
+    return _write(judged(result, ledger), out)
 
 
 def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
     result = read_object(path)
     if not result.get("runs") or not result.get("plan"):
         raise ConfigError(f"--judge: {path} is no validation.json with runs")
-    return write(judged(result, ledger), path.parent)
+    return _write(judged(result, ledger), path.parent)
 
 
 def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, An
     return {**result, **judged_by, "environment": environment}
 
 
-def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
+def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
     """The result as JSON, Markdown and a page."""
     for name, text in (
         ("validation.json", json.dumps(result, indent=1)),
@@ -90,7 +90,7 @@ def write(result: dict[str, Any], out: Path) -> dict[str, Any]:
     return result
 
 
-def run_case(case: Case, plan: Plan) -> dict[str, Any]:
+def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
     """One training run; of a compiled one also the check of its checkpoint."""
     case.folder.parent.mkdir(parents=True, exist_ok=True)
     log = case.folder.with_suffix(".log")
@@ -109,7 +109,7 @@ def run_case(case: Case, plan: Plan) -> dict[str, Any]:
     }
 
 
-def logits_row(case: Case) -> dict[str, Any]:
+def logits_row(case: ValidationRun) -> dict[str, Any]:
     """What loading the case's checkpoint with plain transformers in another process gives."""
     out = case.folder.with_name(case.folder.name + "-logits.json")
     words = [sys.executable, "-m", "sftkit.experiments.validate.logits", str(case.folder), str(out)]

@@ -19,7 +19,7 @@ from sftkit.tracking.dashboard.identity import run_name
 from sftkit.tracking.dashboard.remote import first_line
 from sftkit.tracking.dashboard.workspace import check_key, panel_of, reports, workspaces
 
-NAME = re.compile(r"[\w .:-]{1,128}")
+_NAME = re.compile(r"[\w .:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def find(run: str, entity: str, project: str, offline: bool) -> Compared:
     """
     if Path(run).is_dir():
         return _local(Path(run))
-    if not NAME.fullmatch(run):
+    if not _NAME.fullmatch(run):
         raise ConfigError(
             f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space and ._:-)"
         )
@@ -89,7 +89,7 @@ def comparison(
 
     comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
     blocks: list[Any] = [
-        *numbers(*runs),
+        *_numbers(*runs),
         reports.H1("What differs"),
         grid([comparer]),
     ]
@@ -100,7 +100,7 @@ def comparison(
     return reports.Report(entity=entity, project=project, title=title[:128], width="fluid", blocks=blocks)
 
 
-def numbers(first: Compared, second: Compared) -> list[Any]:
+def _numbers(first: Compared, second: Compared) -> list[Any]:
     """Return the blocks at the top: how many times as fast, then both runs at equal steps, or why they are not compared."""
     if first.curves is None or second.curves is None:
         words = "The speed-up and losses at equal steps are not here: name run directories, or leave out --dry-run."

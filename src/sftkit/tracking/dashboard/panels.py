@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find, regex
 
-DRAWN = {
+_DRAWN = {
     # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
     "eval/<task>/<metric>": "^eval/[^/]+/[^lh/][^/]*$",
     "eval/<task>/low": "^eval/[^/]+/(low|high)$",
@@ -25,7 +25,7 @@ RARE = (
 "What a run has only with certain settings, several sources or odd data: shown where a run is known to have it."
 
 
-class Curve(NamedTuple):
+class LinePlot(NamedTuple):
     """A line plot of names, or of all that one pattern stands for."""
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Shown(NamedTuple):
     title: str = ""
 
 
-Panel = Curve | Number | Shown
+Panel = LinePlot | Number | Shown
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,28 @@ class Section:
     "all panels side by side; else three columns"
 
 
-def curve(name: str, title: str | None = None) -> Curve:
+def curve(name: str, title: str | None = None) -> LinePlot:
     """A name of names.METRICS over `step`, with its unit."""
     metric = next(metric for metric in METRICS if metric.name == name)
-    return Curve((name,), title or (f"{name} ({metric.unit})" if metric.unit != "-" else name))
+    return LinePlot((name,), title or (f"{name} ({metric.unit})" if metric.unit != "-" else name))
 
 
-def over(x: str, title: str) -> Curve:
+def over(x: str, title: str) -> LinePlot:
     """Both losses over something else than steps."""
-    return Curve(("train/loss", "val/loss"), f"loss over {title}", x)
+    return LinePlot(("train/loss", "val/loss"), f"loss over {title}", x)
 
 
-def number(name: str, threshold: str | None = None) -> Number:
+def _number(name: str, threshold: str | None = None) -> Number:
     """A value of a run with what it should be."""
     return Number((name,), f"{name}: {threshold}" if threshold else name)
 
 
-SECTIONS = (
+PANEL_SECTIONS = (
     Section(
         "Speed",
         (
             curve("perf/tok_per_sec"),
-            Curve(
+            LinePlot(
                 ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"), "step: mean, median, p95 (s)"
             ),
             curve("perf/mfu"),
@@ -94,7 +94,7 @@ SECTIONS = (
     Section(
         "Loss",
         (
-            Curve(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
+            LinePlot(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
             over("train/tokens", "tokens"),
             over("train/flops", "FLOPs"),
             over("train/seconds", "seconds in steps"),
@@ -106,7 +106,7 @@ SECTIONS = (
     Section(
         "Evaluation",
         (
-            Curve(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
+            LinePlot(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
             curve("eval/<task>/<metric>"),
             curve("eval/<task>/low", "eval/<task>/low and high: 95 % intervals"),
             Shown(("eval/results",)),
@@ -117,14 +117,14 @@ SECTIONS = (
     Section(
         "Proof",
         (
-            number("proof/failed", "0 is right"),
-            number("compile/recompiles", "0 is right"),
-            number("compile/fallbacks", "0 is right"),
-            number("compile/graph_breaks", "0 is right"),
-            number("shape/undeclared", "0 is right"),
-            number("health/nonfinite_steps", "0 is right"),
-            number("health/skipped_steps", "0 is right"),
-            number("mem/ooms", "0 is right"),
+            _number("proof/failed", "0 is right"),
+            _number("compile/recompiles", "0 is right"),
+            _number("compile/fallbacks", "0 is right"),
+            _number("compile/graph_breaks", "0 is right"),
+            _number("shape/undeclared", "0 is right"),
+            _number("health/nonfinite_steps", "0 is right"),
+            _number("health/skipped_steps", "0 is right"),
+            _number("mem/ooms", "0 is right"),
         ),
         is_open=True,
         one_row=True,
@@ -132,24 +132,24 @@ SECTIONS = (
     Section(
         "Compiled against eager: make validate",
         (
-            number("validate/speedup", "1.3 or more"),
-            number("validate/failed", "0 is right"),
-            number("validate/passed"),
-            number("validate/not_checked"),
+            _number("validate/speedup", "1.3 or more"),
+            _number("validate/failed", "0 is right"),
+            _number("validate/passed"),
+            _number("validate/not_checked"),
             Shown(("validate/verdicts",)),
             Shown(("validate/speed",)),
         ),
     ),
     Section(
-        "Checks that the run made of itself", (Shown(("proof",)), number("proof/passed"), number("proof/not_checked"))
+        "Checks that the run made of itself", (Shown(("proof",)), _number("proof/passed"), _number("proof/not_checked"))
     ),
     Section(
         "Training",
         (
             *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
             *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
-            *(number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
-            number("health/spikes"),
+            *(_number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
+            _number("health/spikes"),
         ),
     ),
     Section("Validation by source", (curve("val/<source>/loss"), curve("val/<source>/bpb"))),
@@ -165,7 +165,7 @@ SECTIONS = (
     Section(
         "Compiler",
         (
-            *(number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
+            *(_number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
             curve("compile/seconds/<phase>"),
         ),
     ),
@@ -174,14 +174,14 @@ SECTIONS = (
         "Data",
         (
             *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
-            *(number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
-            number("preflight/warnings_count", "0 is right"),
-            *(number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
-            *(number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
+            *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
+            _number("preflight/warnings_count", "0 is right"),
+            *(_number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
+            *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
             *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
         ),
     ),
-    Section("Checkpoints", tuple(number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
+    Section("Checkpoints", tuple(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
 )
 
 
@@ -192,17 +192,17 @@ def sections(logged: Collection[str] | None) -> list[Section]:
         logged: names of a run; None: not known, then those of every run on a GPU.
     """
     found = []
-    for section in SECTIONS:
-        panels = tuple(shown for panel in section.panels if (shown := panel_of(panel, logged)) is not None)
+    for section in PANEL_SECTIONS:
+        panels = tuple(shown for panel in section.panels if (shown := _panel_of(panel, logged)) is not None)
         if panels:
             found.append(replace(section, panels=panels))
     return found
 
 
-def panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
+def _panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
     """Return the panel with those of its names that there are; None without any."""
     names = tuple(name for name in panel.names if has(name, logged))
-    if not names or (isinstance(panel, Curve) and not has(panel.x, logged)):
+    if not names or (isinstance(panel, LinePlot) and not has(panel.x, logged)):
         return None
     return panel._replace(names=names)  # type: ignore[arg-type]
 
@@ -224,7 +224,7 @@ def is_pattern(name: str) -> bool:
 @cache
 def expression(name: str) -> str:
     """Return the regular expression of the names that a pattern stands for, as wandb takes it."""
-    return DRAWN.get(name) or f"^{regex(Metric(name, '-'))}$"
+    return _DRAWN.get(name) or f"^{regex(Metric(name, '-'))}$"
 
 
 def value_of_run(name: str) -> str:

@@ -23,7 +23,7 @@ FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
 
 
 @dataclass(frozen=True)
-class Table:
+class LoggedTable:
     """Rows of cells, one for each column."""
 
     name: str
@@ -32,31 +32,31 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunFile:
     """A file of the run directory."""
 
-    tables: list[Table] = field(default_factory=list)
+    tables: list[LoggedTable] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 
 
-def proof_of(run_dir: Path) -> Record:
+def proof_of(run_dir: Path) -> RunFile:
     """Return the checks that a run has made of itself, those that failed first, and how many passed."""
     found = read_object(run_dir / PROOF)
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
     if not checks:
-        return Record()
+        return RunFile()
     results = [check.get("ok") for check in checks]
     rows = [{**check, "check": check.get("name"), "verdict": VERDICTS[check.get("ok")]} for check in checks]
     counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
     summary = {f"proof/{name}": count for name, count in counts.items()}
-    return Record([table("proof", PROOF_COLUMNS, rows)], summary)
+    return RunFile([table("proof", PROOF_COLUMNS, rows)], summary)
 
 
-def preflight_of(run_dir: Path) -> Record:
+def preflight_of(run_dir: Path) -> RunFile:
     """Return what was found of the data before training: sources, layouts, odd rows, warnings."""
     found = read_object(run_dir / PREFLIGHT)
     if not found:
-        return Record()
+        return RunFile()
     sources = [
         {"split": split, **source}
         for split, key in (("train", "sources"), ("val", "validation"))
@@ -86,12 +86,12 @@ def preflight_of(run_dir: Path) -> Record:
         "warnings_count": len(warnings),
     }
     summary = {f"preflight/{name}": value for name, value in values.items() if value is not None}
-    return Record([each for each in tables if each.rows], summary)
+    return RunFile([each for each in tables if each.rows], summary)
 
 
-def table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Table:
+def table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> LoggedTable:
     """Return a table of mappings; a cell is empty where one has no such key."""
-    return Table(name, columns, [[shortened(row.get(column)) for column in columns] for row in rows])
+    return LoggedTable(name, columns, [[shortened(row.get(column)) for column in columns] for row in rows])
 
 
 def shortened(value: Any) -> Any:

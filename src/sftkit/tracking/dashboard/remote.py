@@ -22,7 +22,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.errors import ConfigError
 from sftkit.tracking.dashboard.ending import Ending
 from sftkit.tracking.dashboard.identity import Identity
-from sftkit.tracking.dashboard.records import Record, Table
+from sftkit.tracking.dashboard.records import LoggedTable, RunFile
 from sftkit.tracking.dashboard.services import Dashboard, Trackio, Values, Wandb
 
 log = logging.getLogger(__name__)
@@ -132,17 +132,17 @@ class Mirror:
     def row(self, step: int, values: Values) -> None:
         self._put(partial(self.dashboard.row, step, dict(values)))
 
-    def table(self, step: int, table: Table) -> None:
+    def table(self, step: int, table: LoggedTable) -> None:
         self._put(partial(self.dashboard.table, step, table))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._put(partial(self.dashboard.summary, dict(values)))
 
-    def record(self, step: int, read: Callable[[], Record]) -> None:
+    def record(self, step: int, read: Callable[[], RunFile]) -> None:
         """A file of the run directory, read when its turn comes: its tables, and what it says of the whole run."""
         self._put(partial(self._record, step, read))
 
-    def _record(self, step: int, read: Callable[[], Record]) -> None:
+    def _record(self, step: int, read: Callable[[], RunFile]) -> None:
         found = read()
         for table in found.tables:
             self.dashboard.table(step, table)

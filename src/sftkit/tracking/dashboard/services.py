@@ -13,7 +13,7 @@ import psutil
 from sftkit.config.commands import program
 from sftkit.tracking import names as metric_names
 from sftkit.tracking.dashboard.ending import Ending
-from sftkit.tracking.dashboard.records import Table
+from sftkit.tracking.dashboard.records import LoggedTable
 
 ALERT_SECONDS = 600.0
 "between two alerts of a kind; the file has all"
@@ -32,7 +32,7 @@ class Dashboard(Protocol):
 
     def row(self, step: int, values: Values) -> None: ...
 
-    def table(self, step: int, table: Table) -> None: ...
+    def table(self, step: int, table: LoggedTable) -> None: ...
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set values that stand for the whole run, beside those that follow from its rows."""
@@ -71,7 +71,7 @@ class Wandb:
         if means := self._means.add(found):
             self._run.summary.update({name: {"mean": value} for name, value in means.items()})
 
-    def table(self, step: int, table: Table) -> None:
+    def table(self, step: int, table: LoggedTable) -> None:
         import wandb
 
         self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
@@ -134,7 +134,7 @@ class Trackio:
     def row(self, step: int, values: Values) -> None:
         self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
 
-    def table(self, step: int, table: Table) -> None:
+    def table(self, step: int, table: LoggedTable) -> None:
         import trackio
 
         self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)

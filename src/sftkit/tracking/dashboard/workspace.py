@@ -11,13 +11,13 @@ from typing import Any
 from sftkit.config.commands import install, program
 from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
-from sftkit.rundir.names import EVALS, EVALUATIONS, METRICS, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
+from sftkit.rundir.names import EVALS, EVALUATIONS, METRICS_FILE, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
 from sftkit.tracking.dashboard import panels
-from sftkit.tracking.dashboard.panels import Curve, Number, Panel, Section, Shown
+from sftkit.tracking.dashboard.panels import LinePlot, Number, Panel, Section, Shown
 from sftkit.tracking.dashboard.records import preflight_of, proof_of
 from sftkit.tracking.dashboard.remote import first_line
 from sftkit.tracking.names import RUN_VALUES, TABLES
-from sftkit.tracking.rows import read_rows
+from sftkit.tracking.rows import read_metric_rows
 
 try:
     import wandb_workspaces.reports.v2 as reports
@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ConfigError(f"make_dashboard.py needs wandb-workspaces: {install('sftkit[dashboard]')}") from error
 
-COLUMNS = (
+_COLUMNS = (
     *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
     *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
 )
@@ -47,7 +47,7 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
         )
         for section in panels.sections(logged)
     ]
-    columns = [f"summary:{panels.value_of_run(name)}" for name in COLUMNS if panels.has(name, logged)]
+    columns = [f"summary:{panels.value_of_run(name)}" for name in _COLUMNS if panels.has(name, logged)]
     return workspaces.Workspace(
         entity=entity,
         project=project,
@@ -71,9 +71,9 @@ def panel_of(panel: Panel) -> Any:
             return reports.ScalarChart(title=title, metric=reports.SummaryMetric(panels.value_of_run(name)))
         case Shown((name,)):
             return reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))
-        case Curve((name,), title, x) if panels.is_pattern(name):
+        case LinePlot((name,), title, x) if panels.is_pattern(name):
             return reports.LinePlot(title=title, x=x, title_x=x, metric_regex=panels.expression(name))
-        case Curve(names, title, x):
+        case LinePlot(names, title, x):
             return reports.LinePlot(title=title, x=x, title_x=x, y=list(names))
 
 
@@ -98,7 +98,7 @@ def names_of(run_dir: Path | None) -> set[str] | None:
 
 def newest_on_wandb(root: Path) -> Path | None:
     """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
-    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS).is_file()]
+    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
     kept = [path for path in found if not is_archived(path)]
     return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
 
@@ -107,11 +107,11 @@ def logged_by(run_dir: Path) -> set[str]:
     """Return the names that a run has on a dashboard, from its own files: what is in a row and not null, tables, values of
     the run."""
     found = {"run/state"}
-    for name in (METRICS, EVALS):
-        found |= {key for row in read_rows(run_dir / name) for key, value in row.items() if value is not None}
+    for name in (METRICS_FILE, EVALS):
+        found |= {key for row in read_metric_rows(run_dir / name) for key, value in row.items() if value is not None}
     for record in (proof_of(run_dir), preflight_of(run_dir)):
         found |= {table.name for table in record.tables} | record.summary.keys()
-    found |= {"samples"} if read_rows(run_dir / SAMPLES) else set()
+    found |= {"samples"} if read_metric_rows(run_dir / SAMPLES) else set()
     return found | ({"eval/results"} if any(run_dir.glob(f"{EVALUATIONS}/{STEP_DIRS}/{RESULTS}")) else set())
 
 
