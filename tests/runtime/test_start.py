@@ -267,6 +267,24 @@ script(main)
 """
 
 
+OVERTAKEN = """
+import os, signal
+from sftkit.errors import ConfigError
+from sftkit.runtime.script import script
+
+def main():
+    os.kill(os.getpid(), signal.SIGINT)
+    raise ConfigError("x: no")
+
+script(main)
+"""
+
+
+def test_an_error_that_a_signal_has_overtaken_is_neither_told_nor_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", OVERTAKEN], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "\nSIGINT: ended\n")
+
+
 def test_a_signal_after_a_run_has_ended_does_not_make_a_failure_of_it() -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
     done = preloaded.run(["-c", LATE], env=env)

@@ -42,6 +42,7 @@ def script(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:  # of a library that has taken the signal
         code = 130
     except Exception as error:
+        listener.catch_up()  # an error that a signal has overtaken is not told beside it, nor does it decide the exit code
         code = report(error)
         group = process_group()
         if group is not None and group.get_world_size() > 1:

@@ -26,8 +26,8 @@ HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 "In which torch's elastic launcher tells its ranks what it passes on; it kills those that do not end then."
 
 _UNKNOWN_SAVE_SECONDS = 120.0
-_END = b"\0"
-"No signal has this number."
+_END, _MARK = b"\0", b"\xff"
+"No signal has these numbers."
 
 
 def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
@@ -133,6 +133,7 @@ class Listener:
     def __init__(self, receiver: Callable[[int], None]) -> None:
         self._receiver = receiver
         self._handlers_before: dict[int, Any] = {}
+        self._caught_up = threading.Event()
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -151,6 +152,12 @@ class Listener:
             before = signal.signal(number, lambda _number, _frame: None)
             self._handlers_before.setdefault(number, before)
 
+    def catch_up(self) -> None:
+        """Wait until every signal that has come is received: who ends the process at a signal does so before this returns.
+        In the main thread, once."""
+        os.write(self._writing, _MARK)
+        self._caught_up.wait(timeout=30.0)
+
     def close(self) -> None:
         """Put handlers and wake-up descriptor back, end the thread. In the main thread."""
         for number, handler in self._handlers_before.items():
@@ -168,6 +175,8 @@ class Listener:
             for number in numbers:
                 if number in SIGNALS:
                     self._receiver(number)
+            if _MARK in numbers:
+                self._caught_up.set()
             if _END in numbers:
                 return
 
