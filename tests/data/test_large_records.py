@@ -223,7 +223,7 @@ def test_base_training_learns_a_text_in_pieces_as_in_one_call(make_tokenizer, mo
     row = Row("x", text=MIXED)
     whole = text.tokenize(row, tokenizer, max_length=64)
     monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
-    monkeypatch.setattr(text, "PIECE", 150)
+    monkeypatch.setattr(text, "CHUNK_CHARACTERS", 150)
     pieces = text.tokenize(row, tokenizer, max_length=64)
     assert [e.ids.tolist() for e in pieces.examples] == [e.ids.tolist() for e in whole.examples]
 

@@ -176,8 +176,8 @@ def test_strict_masks_low_limits_and_many_open_files_do_not_matter() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1500, 1500))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
         "held = [os.dup(0) for _ in range(1100)]\n"
-        "from sftkit.evals.sandbox.programs import Job, run\n"
-        "print(run(Job('x = 1', 'assert x == 1', ('x',))))\n"
+        "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
+        "print(run(ProgramTests('x = 1', 'assert x == 1', ('x',))))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "passed=True" in done.stdout, done.stderr
@@ -244,9 +244,9 @@ def test_it_works_for_users_without_privileges() -> None:
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
         script = (
             "from sftkit.evals.sandbox.check import check_sandbox\n"
-            "from sftkit.evals.sandbox.programs import Job, run\n"
-            "passed = run(Job('x = 1', 'assert x == 1', ('x',))).passed\n"
-            "print(check_sandbox(), passed, run(Job('open(\"/etc/passwd\")', '')).why)"
+            "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
+            "passed = run(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
+            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).why)"
         )
         unprivileged = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         done = subprocess.run(
