@@ -69,7 +69,8 @@ EVALUATIONS = "evals"
 FINAL = f"{EVALUATIONS}/final"
 "Folder with what scripts/evaluate.py has found of the last checkpoint."
 RESULTS = "results.json"
-"In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies beside it."
+"""In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies
+beside it."""
 VALIDATION = "validation.json"
 "In a folder that scripts/evaluate.py is given, the losses of its --val: evals/results.py."
 
@@ -113,9 +114,11 @@ WRITTEN_OVER = (
     BEST,
     f"{EVALUATIONS}/{_STEP}*",
 )
-"Glob patterns of what a run writes, or writes over, that is there without one of OF_STEPS: no run has written it."
+"""Glob patterns of what a run writes or writes over. Where they are found without one of OF_STEPS, no run has written
+them."""
 OF_STEPS = (METRICS_FILE, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
-"Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
+"""Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS_FILE is there from the
+first one on."""
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
 UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")
@@ -255,7 +258,8 @@ def trained_length(folder: Path) -> int | None:
 
 
 def nothing_to_inherit(path: str | None) -> str:
-    """Return what is wrong with a recipe without data.max_length that starts from a path, or anew, and not from a run."""
+    """Return what is wrong with a recipe without data.max_length that starts from a path, or anew, and not from a
+    run."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 
