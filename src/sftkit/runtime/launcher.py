@@ -46,7 +46,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:
-    """Check that the launcher's processes are one run, and not so many that each train alone and write over one another.
+    """Check that the launcher's processes are one run, and not so many that each train alone and write over one
+    another.
 
     Args:
         processes: in the group that was formed; 1: none was.
@@ -76,6 +77,7 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
 def check_launcher(environ: Mapping[str, str]) -> str | None:
     """Return warnings where the launcher was started by hand and would cut a save short, would not start a run again
     as it was, or has started one process of several; None where there is nothing to say."""
+    # Not started by torch's elastic launcher, which sets it.
     if "TORCHELASTIC_RUN_ID" not in environ:
         if "MASTER_ADDR" not in environ or any(name in environ for name in GROUP_SIZES):
             return None
