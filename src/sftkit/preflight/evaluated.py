@@ -19,7 +19,8 @@ OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "tok
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
-    """A run that names a metric which it never writes would train to its end and keep no best checkpoint."""
+    """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
+    no best checkpoint."""
     wanted, tasks = get("checkpoint.best"), get("eval.tasks")
     if (
         wanted is None or get("eval.every") is None or not (tasks or get("data.val"))
