@@ -80,6 +80,7 @@ def memory_plan(
     said_later.disabled = True
     try:
         with redirect_stdout(io.StringIO()):
+            # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
             rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg), topology)
             return make_plan(cfg, orig_model, layout, rt, total)
     finally:

@@ -192,5 +192,6 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
 
 def main_stack() -> str:
     """Return where the main thread is, as Python sees it, innermost call last."""
+    # In spite of its underscore documented by Python, and the only way to another thread's stack.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
