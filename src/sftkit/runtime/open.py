@@ -45,7 +45,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     status.neighbours = neighbours(rt)
     if rt.is_main:
         status.begin(os.environ)
-    rt.barrier()
+    rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
     if rt.is_main:
         replace_text(place / CONFIG, recipe)
