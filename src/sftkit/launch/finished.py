@@ -1,4 +1,4 @@
-"""Whether a run has nothing left to do, from its files alone: a chain that goes on passes it over in a moment."""
+"""Find out from its files alone whether a run has nothing left to do: a resumed chain then skips it at once."""
 
 from __future__ import annotations
 

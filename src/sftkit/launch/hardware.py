@@ -26,7 +26,7 @@ class Hardware:
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
     idle_cores: int | None = None
-    "Physical cores among those that it may run on of which nobody keeps a CPU busy just now; None: unknown."
+    "Those of the physical cores that have no busy CPU just now; None: unknown."
 
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:

@@ -1,9 +1,8 @@
-"""Which layout for which model on which GPUs, on paper: memory, traffic and speed of each, before anything is started.
+"""Compare on paper the layouts of a model on some GPUs: memory, traffic and speed of each, before anything is started.
 No torch.
 
 Memory is the estimate of the memory plan (memory.estimate), traffic the formulas that are held against counted bytes
-(memory.traffic). Speed is what they leave of one GPU's: exchanges that have nothing to hide behind, and the wait of a
-pipeline.
+(memory.traffic). Speed is that of one GPU, less the exchanges that nothing hides and the wait of a pipeline.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Machines:
-    """GPUs, and how fast they compute and send: H200 of machines with eight, 400 Gb/s of network each."""
+    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s of
+    network each."""
 
     gpus: int
     per_machine: int = 8

@@ -29,6 +29,7 @@ from sftkit.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
+# Percentages above which a warning is due; targets and ends of turn: below which.
 TRUNCATED_PCT = 50.0
 DROPPED_PCT = 20.0
 TARGET_PCT = 5.0
@@ -37,7 +38,6 @@ PADDING_PCT = 50.0
 OVERLAP_PCT = 1.0
 "Of a validation source's documents; a few pieces of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
-"Beyond these a warning is due."
 
 
 def look(

@@ -1,4 +1,4 @@
-"""What a run would start from, made without a GPU and without weights: tokenizer, sizes of the model, examples, memory
+"""Make what a run would start from, without a GPU and without weights: tokenizer, sizes of the model, examples, memory
 plan."""
 
 from __future__ import annotations

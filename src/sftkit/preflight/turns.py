@@ -24,10 +24,10 @@ from sftkit.errors import ConfigError, DataError
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
 _WHOLE = 0.95
-"""Share of targets in the tokens of a source of which every token is learned, marked answers aside; in chat SFT a
-prompt is none."""
+"""Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
+SFT prompts are no targets."""
 ANSWERS = 200
-"In the conversations of the sample, which are tokenized again in both ways: about a second."
+"Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
 
 
 def estimate_turns(

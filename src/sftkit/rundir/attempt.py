@@ -1,5 +1,5 @@
-"""A start before its first step: it writes into a folder of its own, takes the place of an earlier run when it has done
-a step, and leaves nothing where it ends before. No torch."""
+"""A start before its first step. It writes into a folder of its own inside the run directory, takes the place of an
+earlier run once it has done a step, and leaves nothing behind where it ends before. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files that are whole or not there: written under another name, flushed, renamed; what is no whole JSON object reads
-as empty."""
+"""Write files that are whole or not there: under another name, flushed, renamed. Read JSON objects; what is no whole
+one reads as empty."""
 
 from __future__ import annotations
 

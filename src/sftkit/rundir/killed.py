@@ -1,5 +1,5 @@
-"""A run that was killed could not say so: what its directory says for it, to the launcher, the next start and the
-report. No torch."""
+"""Tell of a run that was killed what it could not tell itself, from its directory: for the launcher, the next start and
+the report. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The lock of a run directory: one live run writes there, and a second one is told which it is. No torch.
+"""The lock of a run directory: only one live run writes there; a second one is refused, and told which run that is. No
+torch.
 
 The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for
 the message, and for file systems whose flock does not exist or does not reach other machines.
@@ -27,7 +28,8 @@ _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "
 _SETTLE_SECONDS = 0.5
 "How long a record without flock is watched: of two starts at a time the one that wrote first sees the other's."
 _SAME_START = 2.0
-"Seconds by which the start of a process may seem to differ: it is counted from the boot, whose time clocks correct."
+"""Seconds by which two readings of a process's start may differ: it is counted from the boot, whose time a clock
+corrects."""
 
 
 @dataclass(frozen=True)

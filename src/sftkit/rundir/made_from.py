@@ -1,8 +1,8 @@
-"""What a run was made from, as the file system says: written down when it begins, compared when it is to go on. No
-torch.
+"""The files that a run was made from, with size and time or hash: written down when it begins, compared when it is
+resumed. No torch.
 
-Only files of this machine; a hub's are named by the recipe. What a start compares by itself with its checkpoint (data,
-tokenizer, template) is apart from the weights, which a run that goes on does not load.
+Only files of this machine count; those of a hub are named by the recipe. Data, tokenizer and template, which a start
+itself compares with its checkpoint, are kept apart from the weights, which a resumed run does not load.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def made_from(cfg: Config) -> MadeFrom:
 
 
 def write_made_from(place: Path, cfg: Config, resumes: bool) -> str | None:
-    """Write down what a start is made from. One that goes on keeps the weights that its run began with.
+    """Write down what a start is made from. A resumed run keeps the record of the weights that it began with.
 
     Args:
         place: where this start writes, in run.dir.

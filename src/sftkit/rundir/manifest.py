@@ -1,7 +1,7 @@
-"""Folders that say what is in them: whether their files are still those that a run wrote. No torch.
+"""Check that the files of a folder are still those that a run wrote, by the manifest in it. No torch.
 
-A hash that was computed is kept beside what the file system says of the file, in the cache directory, so that a file is
-read for it once; whoever resumes a run trusts none of these.
+A hash that was computed is kept in the cache directory, beside what the file system says of the file, so that a file is
+read for it once. A resume trusts none of these hashes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ HASH_THREADS = min(8, os.cpu_count() or 1)
 HASHES = "hashes"
 "Folder in the cache directory with a file of hashes for each folder that was verified."
 SETTLED_SECONDS = 2.0
-"A file is as old when its hash is kept: a change within one tick of the clock of a file system would not be seen."
+"""Age from which the hash of a file is kept: a later change within one tick of the file system's clock would not be
+seen."""
 
 Stamp = tuple[int, ...]
 """What the file system says of a file: device, inode, size, times of its content and of its entry in ns."""
@@ -107,7 +108,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files; None without one."""
+    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files; None without
+    one."""
     try:
         return _sha256(folder / MANIFEST)
     except OSError:
@@ -159,7 +161,8 @@ def _what_to_do(folder: Path) -> str:
 
 
 def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
-    """Return the sha256 of the files, from the cache where a file has not changed since. Those of damaged files are kept too."""
+    """Return the sha256 of the files, from the cache where a file has not changed since. Those of damaged files are
+    kept too."""
     paths = [folder / name for name in files]
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"

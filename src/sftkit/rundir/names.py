@@ -47,7 +47,7 @@ COMPILE_SUMMARY = "summary.md"
 GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes.py."
 ARCHIVED = ".old-"
-"In the name of a run or step directory that made room for another of its name, before a number: rundir/files.py."
+"In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 
 ATTEMPT = ".attempt"
 "Folder inside a run directory, in which a start writes until it has done a step: rundir/attempt.py."
@@ -197,7 +197,8 @@ def heartbeat_file(beats: Path, rank: int) -> Path:
 
 
 def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
-    """Return the file with a rank's documents of a step that was left out; None: the pattern of all ranks' files."""
+    """Return the file in which a rank has written the documents of a step that was skipped; rank None: the pattern of
+    all ranks' files."""
     return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
 
 
@@ -258,8 +259,8 @@ def trained_length(folder: Path) -> int | None:
 
 
 def nothing_to_inherit(path: str | None) -> str:
-    """Return what is wrong with a recipe without data.max_length that starts from a path, or anew, and not from a
-    run."""
+    """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run that
+    has one."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 

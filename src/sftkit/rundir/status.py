@@ -1,4 +1,4 @@
-"""run_status.json: how the run stands or ended, for people and requeue scripts; and which rank failed first, and of
+"""Write run_status.json: how the run stands or ended, for people and requeue scripts; which rank failed first, and of
 what."""
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Failure:
 
 @dataclass
 class RunStatus:
-    """Where this process is in the run. `at` is called on the way and costs nothing; files are written at the ends."""
+    """The place of this process in the run. `at` notes it on the way and takes microseconds; files are written when a
+    run begins, fails or ends."""
 
     run_dir: Path
     rank: int
@@ -73,7 +74,7 @@ class RunStatus:
     stepped: bool = False
     "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
-    "of the directory that was opened: under its name may be an earlier run again; None: not known"
+    "of the directory that was opened; an earlier run may have got its name back since. None: not known"
     heartbeat: int | None = None
     "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody looks"
 
@@ -115,7 +116,12 @@ class RunStatus:
         self._write("running", launch=launch_id(environ), failed_save=None)
 
     def save_ended(self, step: int, failure: str | None) -> None:
-        """Note that the newest save has failed, and why; or that one was written after it, None. Main rank."""
+        """Note in run_status.json whether the newest save has failed. Main rank.
+
+        Args:
+            step: of the save.
+            failure: why it failed; None: it was written.
+        """
         failed = None if failure is None else {"step": step, "error": failure}
         before = read_status(self.run_dir)
         with suppress(OSError):  # on a full disk the event is what tells of it
@@ -156,7 +162,8 @@ class RunStatus:
 
         Returns:
             (the name of the signal that ends the run: this one, or that of a rank that has written its own down first;
-            a message about a rank that ended without a word, for the first of the ranks that are left to print, or None)
+            a message about a rank that ended without a word, for the first of the ranks that are left to print, or
+            None)
         """
         name = signal.Signals(number).name
         with suppress(OSError):
@@ -255,8 +262,8 @@ def report(error: BaseException, status: RunStatus | None = None, page: Callable
 
 
 def _tell(error: BaseException, status: RunStatus | None) -> int:
-    """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return the
-    exit code."""
+    """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
+    the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     expected = isinstance(error, ConfigError | DataError | RunError)
     prefix, cause = "", None

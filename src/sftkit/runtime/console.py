@@ -1,5 +1,5 @@
-"""rich's console for text of any origin: colours and bars are rich's own, what stands between them can steer nothing.
-No torch."""
+"""rich's console for text of any origin: colours and bars are rich's own, and no text between them can steer the
+terminal. No torch."""
 
 from __future__ import annotations
 

@@ -81,10 +81,10 @@ def why_not_there(name: str, kind: HubKind, revision: str | None = None) -> str 
 
 
 def _ask(name: str, kind: HubKind, revision: str | None) -> None:
-    """Ask for a repository, and for leave to read it where not everybody has it.
+    """Ask the hub for a repository and, where it is gated, whether this account may read it.
 
     Raises:
-        Exception: what the client raises.
+        Exception: whatever the client raises.
     """
     from huggingface_hub import HfApi
 
@@ -144,7 +144,7 @@ def _plain(name: str) -> str:
 
 
 def not_found(name: str, kind: HubKind, why: str, download: str) -> str:
-    """Return the message for a path or hub name that is neither, the more likely of the two first.
+    """Return the message for a name that is neither a path nor one of the hub, the more likely of the two first.
 
     Args:
         why: what why_not_there says.

@@ -1,4 +1,4 @@
-"""Who ended a process that was killed: what the kernel lets one read of its OOM killer, and what a signal says. No
+"""Find out who ended a process that was killed, from the signal and from what the kernel shows of its OOM killer. No
 torch."""
 
 from __future__ import annotations

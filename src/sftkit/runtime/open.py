@@ -1,4 +1,4 @@
-"""Open a run directory: the ranks are one run and the only one in it, and what is about to start is written down.
+"""Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
 
 What it writes is in a folder of its own until this start has done a step (rundir/attempt.py).
 """

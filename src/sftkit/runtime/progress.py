@@ -1,4 +1,4 @@
-"""What moves on the last line of a terminal while something takes long, and what is said of it elsewhere. No torch."""
+"""Show on the last line of a terminal what goes on while something takes long; elsewhere print it once. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class LastLine(Progress):
 
 
 class TrainingBar(LastLine):
-    """Steps done, the newest loss and speed, and the time left by the mean step, with all that came between.
+    """A bar with the steps done, the newest loss and speed, and the time left by the mean time of a step, evaluations
+    and saves included.
 
     The loop sets `step` and `newest`, and never waits: the thread that draws reads them.
     """

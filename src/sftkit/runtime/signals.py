@@ -21,7 +21,7 @@ from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.rundir.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
-"What asks for a stop; of several that came, the first of these is the reason that is written down."
+"Signals that request a stop. Of several that came, the first in this order is the one that is written down."
 HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Variable in which torch's elastic launcher tells its ranks which signals it passes on; ranks that do not end, it
 kills."""
@@ -43,8 +43,10 @@ class Deadline:
     """Tell, for train.max_minutes, whether another step and the final checkpoint still fit before the limit."""
 
     def __init__(self, max_minutes: float, started: float | None = None, save_seconds: float | None = None) -> None:
-        """
+        """Set the time limit.
+
         Args:
+            max_minutes: from `started` on.
             started: Unix time; None: when this process was started.
             save_seconds: what a checkpoint of this run took before; None: unknown.
         """
@@ -108,7 +110,7 @@ class Stopping:
         self._listen()
 
     def close(self) -> None:
-        """Give the signals back to what they went to before; of several that listen, the last one first."""
+        """Restore the handlers that were there before. Of several that listen, the last one closes first."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

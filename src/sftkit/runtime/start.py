@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 10.0
 class Runtime:
     """This process's place in the run.
 
-    Left as a context, it puts back what the run has changed in the process; what goes wrong inside is written down and
+    As a context it puts back, at its end, what the run has changed in the process. An error inside is written down and
     printed, and ends the process.
     """
 

@@ -115,7 +115,8 @@ class RunPlan:
 
 @settings
 class Ablations:
-    """Runs that change a little of one run: `of`'s steps, the name `of: label`, and `of` as the baseline."""
+    """Runs that each change a little of one run, `of`: they have its steps, the name `of: label`, and it as their
+    baseline."""
 
     of: str
     each: dict[str, dict[str, Any]]

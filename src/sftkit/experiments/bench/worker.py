@@ -70,7 +70,8 @@ class NoCheckpoints:
 
 
 class Probe(Tracker):
-    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak, the compiles."""
+    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak memory and the
+    compiler's counters."""
 
     noted: tuple[int, ...] = (1,)
     "steps whose end is noted"

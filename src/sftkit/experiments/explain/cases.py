@@ -1,5 +1,5 @@
-"""What breaks graphs, each as a function that does and as one that computes the same and does not. The labs run them
-all, and the remedies that are shown for a user's break are theirs."""
+"""Code that breaks graphs: each case is a function that breaks one, and a function that computes the same and does not.
+The labs run all of them, and the remedies that are shown for a user's break are theirs."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 MATRIX, ATTENTION, ELEMENTWISE, REDUCTION = "matrix products", "attention", "elementwise", "reductions"
 COPIES, COMMUNICATION, IDLE = "copies and lookups", "communication", "idle"
 KERNEL_KINDS = (MATRIX, ATTENTION, ELEMENTWISE, REDUCTION, COPIES, COMMUNICATION, IDLE)
-"""Of a step's time. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the dispatcher and
-guards."""
+"""Kinds into which a step's time is split. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the
+dispatcher and guards."""
 
 
 def _names(text: str) -> frozenset[str]:

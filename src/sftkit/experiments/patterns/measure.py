@@ -1,8 +1,8 @@
-"""Cases of cases.py on the ranks of this process group, through the engine that training has; the main rank writes what
-came out.
+"""Run cases of cases.py on the ranks of this process group, through the engine that training has; the main rank writes
+what came out.
 
-python -m sftkit.experiments.patterns.measure OUT.json CASE ...      started by run.py, with a launcher where there are
-several ranks
+python -m sftkit.experiments.patterns.measure OUT.json CASE ...      started by run.py, with a launcher for several
+ranks
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of launch/layouts.py worked for published models, and beside what was measured on GPUs. No torch in
+"""The arithmetic of launch/layouts.py applied to published models, and beside what was measured on GPUs. No torch in
 this file."""
 
 from __future__ import annotations

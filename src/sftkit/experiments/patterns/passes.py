@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from sftkit.experiments.patterns.timeline import TimelinePass
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
-"""A process's share of a micro-batch takes so long, what it computes and a pause: longer than the processes of this
-small model need, which share the cores of one machine. So the schedule alone says who waits."""
+"""Seconds that a process's share of a micro-batch takes, its computing and a pause together: longer than the processes
+of this small model need, which share the cores of one machine. So the schedule alone decides who waits."""
 
 
 @contextmanager

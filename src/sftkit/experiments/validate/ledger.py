@@ -230,7 +230,7 @@ def record(result: Mapping[str, Any], path: Path) -> str:
 
 
 def check_one_commit(result: Mapping[str, Any]) -> None:
-    """Refuse runs between which the checkout was changed: no commit would be the entry's.
+    """Refuse runs of several commits, between which the checkout was changed: an entry has one commit.
 
     Raises:
         ConfigError: the commits.
