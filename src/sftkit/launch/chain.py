@@ -21,11 +21,15 @@ from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
 from sftkit.rundir.status import read_status
 
+# Stage -> its script, in the order of the chain.
 CHAIN_SCRIPTS = {stage: f"scripts/{STAGE_SCRIPTS[stage]}" for stage in CHAIN}
 
 
 def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
-    """The recipe of each stage, which may start from the run of an earlier one.
+    """Read the recipe of each stage, which may start from the run of an earlier one.
+
+    Args:
+        folder: with a recipe of the name of each stage.
 
     Raises:
         ConfigError: what is wrong with, and missing for, any of the three.
@@ -33,6 +37,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     recipes: dict[str, Config] = {}
     problems: list[str] = []
     for stage in CHAIN_SCRIPTS:
+        # Runs of earlier stages count as there. After a problem it is not known which they are.
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
         rules = [run_dir_can_be_made, *inputs_of(stage, made)]
         try:
@@ -45,21 +50,22 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
 
 
 def was_stopped(run_dir: Path, since: float) -> bool:
-    """Whether the stage that was started at this Unix time was told to stop, by a signal or by train.max_minutes, of which its
-    exit code does not say."""
+    """Return whether the stage that was started at this Unix time was told to stop, by a signal or by
+    train.max_minutes: its exit code does not say so."""
     status = read_status(run_dir)
     return status.get("status") in ("stopped", "preempted") and status["time"] >= since
 
 
 def evaluate_command(sft: Config) -> list[str]:
-    """Score the exported checkpoint of the last stage on as many held-out instances as its own evaluations."""
+    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
+    own evaluations."""
     limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
     out = str(Path(sft.run.dir) / FINAL)
     return [sys.executable, shipped("scripts/evaluate.py"), sft.run.dir, "families", "--out", out, *limit]
 
 
 def is_evaluated(sft: Config) -> bool:
-    """Whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
+    """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(sft.run.dir)
     try:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
@@ -74,7 +80,12 @@ def is_evaluated(sft: Config) -> bool:
 
 
 def summary(runs: dict[str, Path], seconds: float) -> str:
-    """What the chain did, for a person."""
+    """Return what the chain did, as text for a person.
+
+    Args:
+        runs: stage -> its run directory.
+        seconds: of the whole chain.
+    """
     trained = {stage: json.loads((run_dir / SUMMARY).read_text()) for stage, run_dir in runs.items()}
     families = json.loads((runs["sft"] / FINAL / RESULTS).read_text())[0]
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
@@ -85,6 +96,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
         return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
 
+    # A table with a column for each stage, then scores and samples of the last one, and where things are.
     checkpoint = trained["sft"]["checkpoint"]
     lines = [
         "",
@@ -123,17 +135,23 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
 
 
 def graphs(metrics: dict[str, Any]) -> str:
+    """Return how many graphs were compiled and recompiled, of the last line of a run's metrics."""
     return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
 
 
 def checks(run_dir: Path) -> str:
-    """How many of the checks that a run has made of itself passed and failed."""
+    """Return how many of the checks that a run has made of itself passed and failed."""
     found = [row.get("ok") for row in read_object(run_dir / PROOF).get("rows", [])]
     return f"{found.count(True)} / {found.count(False)}"
 
 
 def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """What to make of an accuracy that SFT has not moved beyond chance; empty where it has."""
+    """Return lines on what to make of an accuracy that SFT has not moved beyond chance; empty where it has.
+
+    Args:
+        families: the result of the evaluation: value and 95 % interval (low, high), 0-1.
+        before: evaluations of the SFT run before its first step.
+    """
     if families["low"] > before.get("eval/families/acc", 0.0):
         return []
     longer = invocation("scripts/run_chain.py", "recipes/default")
@@ -145,7 +163,7 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
 
 
 def sample_lines(samples: list[dict[str, str]]) -> list[str]:
-    """Questions and answers of the finished model."""
+    """Return lines with the questions to and answers of the finished model."""
     lines = []
     for sample in samples:
         lines += [f"  {line}" for line in sample["prompt"].splitlines()]

@@ -1,5 +1,5 @@
-"""The command `sftkit`: the scripts as words, for where there is no clone. A script of this folder comes before the one that came
-with sftkit, and so do recipes and Accelerate configs."""
+"""The command `sftkit`: the scripts as words, for where there is no clone. A script of this folder is taken before the
+one that came with sftkit, and so are recipes and Accelerate configs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPERIMENTS = ("bench", "explain", "patterns")
 
 
 def main() -> None:
-    """Replace this process by the one that does it, so that signals and exit codes are that one's."""
+    """Replace this process by the one that does what the word asks for, with its signals and exit code."""
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
         say(CLI_USAGE)
@@ -95,7 +95,7 @@ def init(words: list[str]) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """A folder without what Python has compiled, or a file."""
+    """Copy a file, or a folder without what Python has compiled."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Whether a run has nothing left to do, from its files alone: a chain that goes on passes it over in a moment."""
+"""Find out from its files alone whether a run has nothing left to do: a resumed chain then skips it at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from sftkit.rundir.status import read_status
 
 
 def finished(cfg: Config) -> str | None:
-    """Return a line that says so where train.resume=auto would find the run at its last step; None: it has to be started.
+    """Return a line that says that a run is finished, where train.resume=auto would find it at its last step; None: it
+    has to be started.
 
-    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made from are those
-    that it has written down. Weights that have changed since are told of, as nothing would be trained from them.
+    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made from
+    are those that it has written down. Weights that have changed since are told of, as nothing would be trained from
+    them.
     """
     run_dir = Path(cfg.run.dir)
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
@@ -47,6 +49,6 @@ def finished(cfg: Config) -> str | None:
 
 
 def _recipe(text: str) -> dict[str, Any]:
-    """The settings of a resolved recipe without those that say how a run is resumed."""
+    """Return the settings of a resolved recipe without those that say how a run is resumed."""
     recipe = yaml.load(text, Loader=RecipeLoader)
     return {**recipe, "train": {**recipe["train"], "resume": None, "resume_changes": None}}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# How long the CPUs are watched for idle ones.
 _LOOK_SECONDS = 0.5
 
 
@@ -25,11 +26,11 @@ class Hardware:
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
     idle_cores: int | None = None
-    "Physical cores among those that it may run on of which nobody keeps a CPU busy just now; None: unknown."
+    "Those of the physical cores that have no busy CPU just now; None: unknown."
 
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
-    """This machine's visible GPUs and usable CPU cores."""
+    """Return this machine's visible GPUs and usable CPU cores."""
     listing = _nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -42,14 +43,23 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def _smallest(mebibytes: Sequence[str]) -> int | None:
-    """Bytes of the smallest GPU, of a line for each; None where one does not say ([N/A] where memory is the host's)."""
+    """Return the bytes of the smallest GPU; None where one does not say ([N/A] where memory is the host's).
+
+    Args:
+        mebibytes: a line for each GPU.
+    """
     if not mebibytes or not all(line.isdecimal() for line in mebibytes):
         return None
     return min(map(int, mebibytes)) * 2**20
 
 
 def count_visible(listing: Sequence[str], visible: str | None) -> int:
-    """GPUs that CUDA will show, of the lines of `nvidia-smi -L`: it stops at the first entry that does not exist."""
+    """Return how many GPUs CUDA will show. It stops at the first entry of CUDA_VISIBLE_DEVICES that does not exist.
+
+    Args:
+        listing: lines of `nvidia-smi -L`.
+        visible: CUDA_VISIBLE_DEVICES; None: not set.
+    """
     gpus = [line for line in listing if line.startswith("GPU ")]
     if visible is None:
         return len(gpus)
@@ -64,7 +74,7 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
 
 
 def _nvidia_smi(*options: str) -> list[str]:
-    """Lines of output; none without the tool, or where it fails."""
+    """Return lines of output; none without the tool, or where it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:
@@ -75,7 +85,7 @@ def _nvidia_smi(*options: str) -> list[str]:
 
 
 def cpu_cores() -> int:
-    """Physical cores among the CPUs that this process may use, no more than a container's quota. At least 1."""
+    """Return the physical cores among the CPUs that this process may use, at most a container's quota, at least 1."""
     cpus = _usable()
     if not cpus:
         return os.cpu_count() or 1
@@ -87,7 +97,8 @@ def cpu_cores() -> int:
 
 
 def idle_cores() -> int | None:
-    """Of the physical cores that this process may use, as many as have been idle in half a second; None: the system does not say.
+    """Return how many of the physical cores that this process may use have been idle for half a second; None: the
+    system does not say.
 
     A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
     """
@@ -104,19 +115,21 @@ def idle_cores() -> int | None:
 
 
 def _idle_ticks() -> dict[int, tuple[int, int]]:
-    """CPU -> (ticks without work, all ticks) since the machine was started; {} where it is not said."""
+    """Return CPU -> (ticks without work, all ticks) since the machine was started; {} where the system does not say."""
     found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
     ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
+    # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; the guests after them are in user
+    # already.
     return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
 
 
 def _usable() -> set[int]:
-    """CPUs that this process may run on; none where the system does not say."""
+    """Return the CPUs that this process may run on; none where the system does not say."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def _core_of(cpu: int) -> str:
-    """The CPUs of the same physical core, which are its name."""
+    """Return the name of a CPU's physical core: the list of the CPUs that share it."""
     return _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 

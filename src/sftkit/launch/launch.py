@@ -59,12 +59,13 @@ def choose(
     replica: Replica | None = None,
     stages: int | None = 1,
 ) -> Launch:
-    """The most GPUs that share the global batch equally; without a GPU one CPU process with a thread for each core that is
-    free: threads that share cores with others wait for each other.
+    """Choose how to start: the most GPUs that share the global batch equally; without a GPU one CPU process with a
+    thread for each core that is free, as threads that share cores with others wait for each other.
 
-    Several GPUs get replicas (DDP), or pieces of the model (FSDP2) where a replica does not fit one of them.
+    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica does not fit one of them.
 
     Args:
+        global_batch_size: rows of an optimizer step, over all processes.
         replica: what a copy of the model needs; None: unknown, taken to fit.
         stages: of a pipeline; None: all GPUs.
 
@@ -81,6 +82,7 @@ def choose(
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
         note = f", {threads} thread" + "s" * (threads != "1")
     else:
+        # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
         shared = [n for n in range(1, hardware.gpus + 1) if _shares(global_batch_size, n, stages)]
         if not shared:
             raise ConfigError(
@@ -95,6 +97,7 @@ def choose(
                 f", {processes} of {hardware.gpus} GPUs: "
                 f"the most that divide train.global_batch_size {global_batch_size}"
             )
+        # Shards only where a replica has no room: replicas exchange less.
         _check_room(hardware, processes, replica)
         why = _why_cut(hardware, replica) if processes > 1 and stages == 1 else None
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if why else "ddp.yaml"
@@ -106,13 +109,17 @@ def choose(
 
 
 def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
-    """Whether the processes, or those of each stage, can share the rows of a step equally."""
+    """Return whether the processes, or those of each stage, can share the rows of a step equally."""
     row_ranks, rest = divmod(processes, stages or processes)
     return rest == 0 and global_batch_size % row_ranks == 0
 
 
 def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> None:
-    """Refuse a model whose weights, gradients and optimizer states are more than all GPUs that are taken have together."""
+    """Refuse a model whose weights, gradients and optimizer states are more than the GPUs that are taken hold together.
+
+    Raises:
+        ConfigError: with how many it would take.
+    """
     memory = hardware.gpu_memory_bytes
     if replica is not None and memory is not None and replica.held_bytes > processes * memory:
         raise ConfigError(
@@ -123,7 +130,7 @@ def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> 
 
 
 def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
-    """Why the model has to be cut over the GPUs; None: a GPU has room for a replica, as far as is known."""
+    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known."""
     memory = hardware.gpu_memory_bytes
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
         return None
@@ -131,7 +138,7 @@ def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
 
 
 def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
-    """The argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
+    """Return the argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
     code = (
         "import os, signal; "
         "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "  # until it passes on
@@ -142,10 +149,11 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 
 
 def accelerate_launch() -> None:
-    """`accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
+    """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
     As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
-    elastic agent passes signals on, see torch_passes_on_once. Of a process that a signal has ended it passes on which.
+    elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the exit code says
+    which.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
@@ -176,16 +184,23 @@ def accelerate_launch() -> None:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """Return what stands for the processes that ended first, of which a negative number was killed by that signal: the signal, else
-    a mistake of the user's (2), which is the cause of what the others saw, else what they say."""
+    """Return one exit code for the processes that ended first: 128 + the number of the signal that killed one of them,
+    else 2, a mistake of the user's, which is the cause of what the others saw, else the largest.
+
+    Args:
+        codes: of each process; negative: killed by that signal.
+    """
     if min(codes) < 0:
         return 128 - min(codes)
     return 2 if 2 in codes else max(codes)
 
 
 def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
-    """Check the recipe and what it starts from, start the script on this machine, wait for it. A run that is resumed and has
-    nothing left to do is not started. Returns its exit code, 128 + the signal's number if one has stopped it.
+    """Check the recipe and what it starts from, start the script on this machine, wait for it. A run that is resumed
+    and has nothing left to do is not started.
+
+    Returns:
+        its exit code; 128 + the signal's number if a signal has stopped it.
 
     Raises:
         ConfigError: the recipe or what it starts from is wrong, or there is no such script.
@@ -195,12 +210,14 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         near = difflib.get_close_matches(script, known, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
+    # All that can be refused without a GPU or torch's seconds of import: recipe, data, model, a run at work.
     cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
         say(line)
         return 0
+    # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
     launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica_of(cfg), stages_of(cfg.train))
     if not launch.config_file.is_file():
@@ -211,6 +228,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     taken = launch.config_file.name
     if launch.num_processes > 1 and (line := advice(cfg, launch.num_processes, hardware.gpu_memory_bytes, taken)):
         say(line)
+    # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
     started, before = time.time(), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), started)) is not None:
@@ -222,7 +240,8 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
 
 
 def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-    """Run a command with these variables added to the environment, wait for it through signals, return its exit code."""
+    """Run a command with these variables added to the environment, wait for it through signals, and return its exit
+    code: 128 + the number of the signal that killed it, if one did."""
     with _signals() as received:
         child = subprocess.Popen(words, env=os.environ | dict(env or {}))
         received.append(child)
@@ -232,7 +251,11 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 
 @contextmanager
 def _signals():
-    """While a child runs, signals go to it. A Ctrl-C reaches it twice, from the terminal too, and counts as one."""
+    """Pass signals on to a child while it runs. A Ctrl-C reaches it twice, from the terminal too, and counts as one.
+
+    Yields:
+        a list to which the child is added once it is started.
+    """
     children: list[subprocess.Popen] = []
 
     def pass_on(signum: int, _frame: object) -> None:
@@ -251,12 +274,13 @@ def _signals():
 
 
 def demo() -> int:
-    """Run parallel/primer.py on two processes, without a GPU. Returns the exit code."""
+    """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
     return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
 
 
 def main() -> int:
+    """Launch what the words of the command line name, and return the exit code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         say(

@@ -1,7 +1,8 @@
-"""Which layout for which model on which GPUs, on paper: memory, traffic and speed of each, before anything is started. No torch.
+"""Compare on paper the layouts of a model on some GPUs: memory, traffic and speed of each, before anything is started.
+No torch.
 
 Memory is the estimate of the memory plan (memory.estimate), traffic the formulas that are held against counted bytes
-(memory.traffic). Speed is what they leave of one GPU's: exchanges that have nothing to hide behind, and the wait of a pipeline.
+(memory.traffic). Speed is that of one GPU, less the exchanges that nothing hides and the wait of a pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of
 
 CUT = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be cut over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
+"Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
 _CHUNK = 4096
 "loss.chunk_tokens, its default."
 NEARLY = 0.97
@@ -29,7 +30,8 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Machines:
-    """GPUs, and how fast they compute and send: H200 of machines with eight, 400 Gb/s of network each."""
+    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s of
+    network each."""
 
     gpus: int
     per_machine: int = 8
@@ -60,7 +62,7 @@ class OnPaper:
 
     @property
     def config(self) -> str:
-        """The accelerate config, and what is set beside it."""
+        """Return the accelerate config, and what is set beside it."""
         t, several = self.setup.topology, self.machines.gpus > self.machines.per_machine
         copies = f", dp_replicate_size {t.replicas}"
         if t.stages > 1:
@@ -77,8 +79,8 @@ class OnPaper:
 
 
 def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
-    """Those that could be taken, the simplest first: replicas; pieces within machines, copies over them; pieces of wider copies; rows
-    or matrices cut within a machine; layers over machines."""
+    """Yield the topologies that could be taken, the simplest first: replicas; shards within machines, with copies over
+    them; shards over wider groups; rows or matrices split within a machine; layers over machines."""
     gpus, own = machines.gpus, min(machines.per_machine, machines.gpus)
     yield Topology(replicas=gpus)
     widths = [own * 2**i for i in range(20) if own * 2**i <= gpus and gpus % (own * 2**i) == 0]
@@ -96,13 +98,20 @@ def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
 
 
 def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
-    """Memory, traffic and speed of one layout."""
+    """Return memory, traffic and speed of one layout.
+
+    Args:
+        memory: train.memory.
+    """
     t, count = setup.topology, setup.layout.accumulation
     tokens = max(rows * length for rows, length in setup.layout.shapes)
-    again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3  # forward passes of what is not kept
+    # Computed again in the backward pass is what the memory budget does not keep: at most one forward pass more, a
+    # third of the work.
+    again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
     work = 6.0 * setup.shape.parameters * tokens / machines.flops / t.parts / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
+    # The share of a step in which a pipeline's stages work: it fills and drains once for all micro-batches.
     busy = 1.0 - (t.stages - 1) / (count + t.stages - 1)
     step = (count * sum(passes.values()) + alone) / busy
     share = hidden / (hidden + alone) if hidden + alone else 1.0
@@ -111,10 +120,12 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
 
 
 def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
-    """Seconds of the exchanges of a step for which a GPU waits, and of those that take place while it computes.
+    """Return the seconds of the exchanges of a step for which a GPU waits, and of those that take place while it
+    computes.
 
-    Weights are gathered behind forward passes, where they are gathered again for each pass half of them behind backward passes, and
-    gradients are exchanged behind those: of every micro-batch, or of one where that is done once a step.
+    Weights are gathered behind forward passes; where they are gathered again for each pass, half of that is behind
+    backward passes. Gradients are exchanged behind backward passes: of every micro-batch, or of one where that is done
+    once a step.
 
     Args:
         passes: seconds of the forward and of the backward pass of a micro-batch.
@@ -139,7 +150,8 @@ def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, 
 
 
 def _speed(among: str, t: Topology, machines: Machines) -> float:
-    """Bytes per second of a group: the ranks of a copy are neighbours, tensor and context ranks nearest, stages farthest."""
+    """Return the bytes per second of a group: ranks of a copy are neighbours, tensor and context ranks are
+    nearest, stages farthest."""
     own = machines.per_machine
     within = {
         "tensor": t.tensor <= own,
@@ -155,11 +167,12 @@ def _speed(among: str, t: Topology, machines: Machines) -> float:
 def setups(
     shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int]
 ) -> Iterator[tuple[EstimateInputs, str]]:
-    """What could be run, with train.memory: the simplest and fastest first.
+    """Yield what could be run, with its train.memory: the simplest and fastest first.
 
     Args:
         rows: of a step, over all GPUs.
-        micro: the most of them in a micro-batch, what may be chosen.
+        row_length: positions of a row.
+        micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in topologies(machines, shape):
         if rows % topology.row_ranks or (topology.parts > 1 and row_length % (2 * topology.parts)):
@@ -177,14 +190,15 @@ def setups(
 
 
 def _layers(shape: Shape, stages: int) -> tuple[int, ...]:
-    """As many in each stage, by turns: for memory and traffic on paper."""
+    """Return the layers of each stage, as equal as can be; empty without stages. For memory and traffic on paper."""
     return (
         tuple(shape.blocks // stages + (stage < shape.blocks % stages) for stage in range(stages)) if stages > 1 else ()
     )
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
-    """Each topology that fits, the simplest first, with the settings that leave it most speed."""
+    """Return each topology that fits, the simplest first, with the settings that leave it most speed. The
+    arguments are those of `setups`."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in setups(shape, machines, rows, row_length, micro):
         found = on_paper(setup, memory, machines)
@@ -195,13 +209,14 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
 
 
 def choice(found: list[OnPaper]) -> OnPaper | None:
-    """The simplest that is about as fast as the fastest; None: nothing fits."""
+    """Return the simplest that is about as fast as the fastest; None: nothing fits."""
     most = max((each.share for each in found), default=0.0)
     return next((each for each in found if each.share >= NEARLY * most), None)
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
-    """The sizes of a model by the fields of its transformers config; None: they do not name all, or it is another architecture.
+    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it is
+    another architecture.
 
     Args:
         parameters: of all of it, where its files say more exactly.
@@ -230,10 +245,12 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
 
 
 def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str | None:
-    """A line about the memory of the layout that is taken on the GPUs of this machine, and which one fits where that does not;
-    None: sizes are unknown, or a pipeline's stages are the recipe's.
+    """Return a line about the memory of the layout that is taken on the GPUs of this machine, and which layout fits
+    where that does not; None: sizes are unknown, or a pipeline's stages are the recipe's.
 
     Args:
+        gpus: processes of the run.
+        memory_bytes: of a GPU; None: unknown.
         taken: the accelerate config.
     """
     fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length

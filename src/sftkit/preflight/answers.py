@@ -1,4 +1,4 @@
-"""What is learned of the answers of conversations, and what is not and why, in words."""
+"""In words: what is learned of the answers of conversations, what is not, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ COST_PCT = 10.0
 
 
 def text(source: dict[str, Any]) -> str | None:
-    """One line about the answers of a source; None: it has none, or all are learned."""
+    """Return one line about the answers of a source; None: it has none, or all are learned.
+
+    Args:
+        source: as preflight.data.source_facts returns it, with `split_turns`.
+    """
     answers = source["answers"]
     if not answers:
         return None
@@ -42,7 +46,7 @@ def text(source: dict[str, Any]) -> str | None:
 
 
 def warnings(source: dict[str, Any]) -> list[str]:
-    """What a person should decide on."""
+    """Return what a person should decide on about the answers of a source."""
     answers, name = source["answers"], source["name"]
     if not answers:
         return []
@@ -74,7 +78,7 @@ def warnings(source: dict[str, Any]) -> list[str]:
 
 
 def _split_turns_text(source: dict[str, Any]) -> str:
-    """What that would cost, where it could be estimated (turns.py)."""
+    """Return what data.split_turns=true would cost, where it could be estimated (turns.py)."""
     found = source["split_turns"]
     if not found:
         return "for more tokens"

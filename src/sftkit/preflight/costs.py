@@ -1,4 +1,5 @@
-"""What a run will cost, before it starts: positions of each layout, memory, disk, and hours where a speed was measured."""
+"""What a run will cost, before it starts: positions of each layout, memory, disk, and hours where a speed was
+measured."""
 
 from __future__ import annotations
 
@@ -46,11 +47,12 @@ class Speed:
 def layout_facts(
     data: DataConfig, train: TrainConfig, layout: Layout, epoch: Sequence[GlobalBatch], lengths: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Shapes, padding, steps and positions of an epoch in each of the four layouts.
+    """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
 
-    `x_dynamic` is positions over those of the dynamic layout; `break_even` over those of an eager loop that pads each
-    micro-batch to its own longest document: so many times faster per position must the compiled step be to win. Both are of
-    the text; `taken_pct` is the share of the places for what an encoder reads that are not empty (None: no encoder).
+    `x_dynamic` is positions over those of the dynamic layout. `break_even` is positions over those of an eager loop
+    that pads each micro-batch to its own longest document: the compiled step must be so many times faster per position
+    to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not empty
+    (None: no encoder).
 
     Args:
         layout: the run's own, planned as `epoch`.
@@ -91,13 +93,15 @@ def layout_facts(
 
 
 def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
-    """Documents over the places for their encoded inputs in the rows of a plan, those of empty rows too."""
+    """Return documents over the places for their encoded inputs in the rows of a plan, in percent. Empty rows
+    have places too."""
     places = sum(layout.positions(batch.row_length) // batch.row_length for batch in plan) * layout.docs_per_row
     return 100.0 * sum(len(row) for batch in plan for row in batch.rows) / places
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
-    """Another layout for the same data and processes; settings that only go with one layout hold for that one."""
+    """Return another layout for the same data and processes; settings that only go with one layout hold for that
+    one."""
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
@@ -106,7 +110,12 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
 
 
 def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:
-    """Positions of an epoch in which each micro-batch of the dynamic layout is padded to its own longest document."""
+    """Return the positions of an epoch in which each micro-batch of the dynamic layout is padded to its own longest
+    document.
+
+    Args:
+        lengths: int [D], positions of the documents that `epoch` numbers.
+    """
     ranks = range(dynamic.world_size)
     micro_batches = (rows for batch in epoch for rank in ranks for rows in batch.micro_batches(dynamic, rank))
     documents = ([lengths[i] for row in rows for i in row] for rows in micro_batches)
@@ -114,7 +123,7 @@ def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: 
 
 
 def shapes_text(layout: Layout) -> str:
-    """The shapes that a micro-batch may have, rows x positions."""
+    """Return the shapes that a micro-batch may have, rows x positions."""
     if layout.dynamic:
         step = f", multiples of {layout.pad_multiple}" if layout.pad_multiple > 1 else ""
         return f"{layout.micro_batch_size}x({layout.padded(1)} to {layout.max_length}{step})"
@@ -125,10 +134,10 @@ def shapes_text(layout: Layout) -> str:
 
 
 def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[str, Speed]:
-    """By layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) has measured.
+    """Return, by layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) has measured.
 
     Args:
-        here: (device name, processes); runs on others are passed over. None: any, as the speed says where it is from.
+        here: (device name, processes); runs on others are skipped. None: any, as the speed says where it is from.
     """
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
@@ -146,6 +155,7 @@ def _modified(file: Path) -> float:
 
 
 def _speed(metrics: Path) -> Speed | None:
+    """Return the speed that a metrics file has logged; None: it has none."""
     rates = []
     for line in metrics.read_text().split("\n"):
         try:
@@ -163,7 +173,7 @@ def _speed(metrics: Path) -> Speed | None:
 
 
 def _comparable(config: Path, cfg: Config) -> str | None:
-    """The layout of an earlier run whose speed says something about this recipe, None if it does not."""
+    """Return the layout of an earlier run whose speed says something about this recipe; None: it does not."""
     try:
         earlier = yaml.safe_load(config.read_text())
     except (OSError, yaml.YAMLError):
@@ -181,7 +191,7 @@ def _get(tree: Any, key: str) -> Any:
 
 
 def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, speed: Speed | None) -> dict[str, Any]:
-    """Steps, epochs and tokens of the run, and its hours where an earlier run has measured a speed."""
+    """Return steps, epochs and tokens of the run, and its hours where an earlier run has measured a speed."""
     wanted = train.epochs * steps_in_epoch if train.epochs else None
     steps = min(n for n in (wanted, train.max_steps) if n is not None)
     tokens = tokens_in_epoch * steps / steps_in_epoch
@@ -200,7 +210,7 @@ def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, sp
 
 
 def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[str, Any] | None:
-    """The estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
+    """Return the estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
     if plan is None or plan.estimate is None or plan.setup is None:
         return None
     parts = {field.name: getattr(plan.estimate, field.name) / GIB for field in fields(plan.estimate)}
@@ -219,7 +229,8 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
 
 
 def _stages(setup: EstimateInputs) -> list[dict[str, Any]]:
-    """Of each process of a pipeline its layers, its share of the work of a learned token and its peak; empty without one."""
+    """Return of each process of a pipeline its layers, its share of the work of a learned token and its peak in GiB;
+    empty without a pipeline."""
     places = setup.topology.stages
     if places == 1:
         return []
@@ -240,7 +251,11 @@ def _stages(setup: EstimateInputs) -> list[dict[str, Any]]:
 def disk_facts(
     run_dir: Path, checkpoint: CheckpointConfig, steps: int, orig_model: PreTrainedModel | None, plan: MemoryPlan | None
 ) -> dict[str, Any]:
-    """Free space where the run will be, against its checkpoints at the moment when most are there."""
+    """Return the free space where the run will be, against its checkpoints at the moment when most are there, in GiB.
+
+    Args:
+        orig_model: on any device, also meta; None: sizes are unknown.
+    """
     folder = run_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -258,7 +273,8 @@ def disk_facts(
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """The most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being written."""
+    """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being
+    written."""
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
     return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)

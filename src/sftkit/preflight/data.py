@@ -17,8 +17,8 @@ from sftkit.data.types import Examples
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:
-    """For each source its name, what became of its rows and why, its tokens and targets, and of conversations what is learned
-    of their answers.
+    """Return for each source its name, what became of its rows and why, its tokens and targets, and of conversations
+    what is learned of their answers.
 
     Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
     """
@@ -38,7 +38,12 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
-    """Histogram in powers of two (counts[i] documents of edges[i] to edges[i + 1] - 1 positions) and percentiles."""
+    """Return a histogram in powers of two (counts[i] documents of edges[i] to edges[i + 1] - 1 positions) and
+    percentiles.
+
+    Args:
+        lengths: int [D], positions of the documents.
+    """
     edges = [2 ** int(np.log2(max(int(lengths.min()), 1)))]
     while edges[-1] <= lengths.max():
         edges.append(edges[-1] * 2)
@@ -56,7 +61,8 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def roles(examples: Examples) -> dict[str, int]:
-    """Messages of each role in the conversations that are learned from, the most frequent first; empty for texts."""
+    """Return the messages of each role in the conversations that are learned from, the most frequent first; empty for
+    texts."""
     totals = {
         role: sum(counts.get(name, 0) for counts in examples.counts.values()) for role, name in ROLE_COUNTS.items()
     }
@@ -64,14 +70,19 @@ def roles(examples: Examples) -> dict[str, int]:
 
 
 def of_conversations(examples: Examples) -> np.ndarray:
-    """bool [D]: documents of the sources in which conversations are learned from."""
+    """Return, as bool [D], which documents are of sources in which conversations are learned from."""
     counts = [examples.counts.get(name, {}) for name in examples.source_names]
     flags = [any(one.get(name) for name in ROLE_COUNTS.values()) for one in counts]
     return np.asarray(flags)[np.asarray(examples.source)]
 
 
 def end_of_turn_pct(examples: Examples, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> float | None:
-    """Share of the chosen documents whose last token, always a target, is one after which an answer is over."""
+    """Return the share, in percent, of the chosen documents whose last token, always a target, is one after which an
+    answer is over; None: no document is chosen.
+
+    Args:
+        chosen: bool [D].
+    """
     if not chosen.any():
         return None
     last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
@@ -79,7 +90,7 @@ def end_of_turn_pct(examples: Examples, chosen: np.ndarray, tokenizer: PreTraine
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """sha256 of the chat template, None without one."""
+    """Return the sha256 of the chat template; None without one."""
     template = tokenizer.chat_template
     return hashlib.sha256(str(template).encode()).hexdigest() if template else None
 
@@ -87,11 +98,11 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def duplicate_facts(
     training: Examples, validation: dict[str, Examples], sources: Sequence[SourceConfig]
 ) -> dict[str, Any]:
-    """Documents that are the same as an earlier one, passes by `repeat` left out, and validation documents that are
-    trained on.
+    """Count documents that are the same as an earlier one, without further passes by `repeat`, and validation documents
+    that are trained on.
 
     Returns:
-        duplicate_pct; validation_in_train, by source how many documents occur in training.
+        duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
     once = _first_passes(training, sources)
     seen = _fingerprints(training, once)
@@ -107,7 +118,8 @@ def duplicate_facts(
 
 
 def _first_passes(examples: Examples, sources: Sequence[SourceConfig]) -> np.ndarray:
-    """Indices of the documents without the further passes that `repeat` asks for; passes stand one after the other."""
+    """Return the indices of the documents, int [D'], without the further passes that `repeat` asks for; passes stand
+    one after the other."""
     found = []
     for i, source in enumerate(sources):
         documents = np.flatnonzero(np.asarray(examples.source) == i)
@@ -116,8 +128,12 @@ def _first_passes(examples: Examples, sources: Sequence[SourceConfig]) -> np.nda
 
 
 def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
-    """64-bit hashes of the documents' tokens, and of the names of what an encoder reads for them: the same said of another
-    picture is no copy."""
+    """Return 64-bit hashes of the documents' tokens and of the names of what an encoder reads for them: the same said
+    of another picture is no copy.
+
+    Args:
+        documents: int [D'], indices.
+    """
     ids = np.asarray(examples.ids)
     starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
     given = [examples.given[i] for i in documents.tolist()] if examples.given else [""] * len(documents)

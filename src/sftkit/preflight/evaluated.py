@@ -1,4 +1,4 @@
-"""Will an evaluation of the run write the metric that checkpoint.best names? Known before it starts. No torch."""
+"""Check before a run starts that one of its evaluations will write the metric that checkpoint.best names. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "tok
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
-    """A run that names a metric which it never writes would train to its end and keep no best checkpoint."""
+    """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
+    no best checkpoint."""
     wanted, tasks = get("checkpoint.best"), get("eval.tasks")
     if (
         wanted is None or get("eval.every") is None or not (tasks or get("data.val"))
@@ -38,13 +39,14 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
 
 
 def validation_metrics(sources: Sequence[dict]) -> list[str]:
-    """Return what evals.validation.validate calls the values of validation sources: of all together first."""
+    """Return the names that evals.validation.validate gives the values of validation sources, those of all together
+    first."""
     prefixes = ["val", *(f"val/{source_label(SourceConfig(**source))}" for source in sources)] if sources else []
     return [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
 
 
 def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
-    """Return what evals.results.values_of calls the values of our tasks."""
+    """Return the names that evals.results.values_of gives the values of our tasks."""
     names = []
     for task in tasks:
         metrics = METRICS_IN_CHAT.get(task, TASK_METRICS[task]) if format == "chat" else TASK_METRICS[task]

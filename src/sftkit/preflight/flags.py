@@ -16,8 +16,11 @@ from sftkit.preflight.inputs import data_of
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
-    """The Config that the words ask for, and the flags: recipe, stage (None: by the recipe's name), preview (documents), html
-    and json (files or None), gpu_gib (None: this machine's), topology. Prints problems and exits with code 2 if there are any."""
+    """Return the Config that the words ask for, and the flags. Prints problems and exits with code 2 if there are any.
+
+    The flags are recipe, stage (None: by the recipe's name), preview (documents), html and json (files or None),
+    gpu_gib (None: this machine's) and topology.
+    """
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--stage",
@@ -57,6 +60,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
 
 
 def processes(word: str) -> int:
+    """Return a number of processes, 1 or more, from a word."""
     if not word.isdecimal() or not int(word):
         raise argparse.ArgumentTypeError(f"{word}: how many GPUs? Take 1 or more, say 8")
     return int(word)
@@ -69,6 +73,7 @@ def _number(word: str) -> int:
 
 
 def size(word: str) -> float:
+    """Return a GPU's GiB, more than 0, from a word."""
     try:
         gib = float(word)
     except ValueError:
@@ -79,6 +84,7 @@ def size(word: str) -> float:
 
 
 def new_file(word: str) -> Path:
+    """Return a path in a folder that exists from a word."""
     path = Path(path_or_id(word))
     if path.is_dir() or not path.parent.is_dir():
         what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"

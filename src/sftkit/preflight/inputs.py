@@ -1,7 +1,9 @@
-"""Is there what a recipe starts from: data with columns that its stage learns from, the model, the run before? No torch.
+"""Is there what a recipe starts from: data with columns that its stage learns from, the model, the run before? No
+torch.
 
-Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with whatever is wrong
-in the recipe. They look at first records and file names: what takes loading is found by the run.
+Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with
+whatever is wrong in the recipe. They look at first records and file names; what shows only when it is loaded is found
+by the run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SMALL_BYTES = 2 * 2**20
 
 
 def _readable(row: Row) -> list[conversation.Message] | None:
-    """The messages of a conversation, of whatever they may be; None: a text."""
+    """Return the messages of a conversation, of whatever they may be; None: a text."""
     return None if row.messages is None else conversation.validated(row, ())
 
 
@@ -60,11 +62,12 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
 
 
 def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
-    """Rules for all that a run of a stage starts from.
+    """Return rules for all that a run of a stage starts from.
 
     Args:
         stage: None: of a script that is none of ours, which may learn from any row.
-        made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not known.
+        made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not
+            known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
     return [
@@ -79,13 +82,13 @@ def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule
 
 
 def data_of(stage: str | None) -> list[Rule]:
-    """Rules for the sources that a stage reads."""
+    """Return rules for the sources that a stage reads."""
     learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
 
 
 def _told(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
-    """What a check returns, or raises, as the problem of a key."""
+    """Yield what a check returns, or raises, as the problem of a key."""
     try:
         problem = check(*args)
     except (ConfigError, DataError) as error:
@@ -100,14 +103,18 @@ def _told(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Pr
 
 
 def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> Iterator[Problem]:
-    """Args:
-    require: refuses a row that is not learned from; None: of any row the text is read.
+    """Yield the problems of the sources in one part of the data settings.
+
+    Args:
+        part: the key of their list.
+        require: refuses a row that is not learned from; None: of any row the text is read.
     """
     skips = get("data.on_bad_row") == "skip"
     for i in itertools.count():
         try:
             values = get(f"{part}.{i}")
         except Unusable as gone:
+            # The whole list cannot be read; else only this source, which has its own problem, is skipped.
             if f"{part}.".startswith(f"{gone}."):
                 return
             continue
@@ -117,8 +124,12 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], object] | None) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there is, or
-    where the columns of all of the first are wrong in the same way."""
+    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there
+    is, or where the columns of all of the first are wrong in the same way.
+
+    Raises:
+        DataError: the source has no rows, or none that can be learned from.
+    """
     found = find_here(source)
     if found is None:
         hub.check(source)
@@ -144,11 +155,12 @@ def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], ob
 
 
 def _is_empty(found: Origin) -> bool:
-    """Whether small files, whose beginning has no row, have none at all in the part that is asked for."""
+    """Return whether small files, whose beginning has no row, have none at all in the part that is asked for."""
     return found.num_bytes is not None and found.num_bytes <= SMALL_BYTES and next(found.rows(), None) is None
 
 
 def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:
+    """Refuse a row that cannot be read, or not be learned from."""
     row = rows.convert(readers.parsed(raw), raw[0])
     if require is not None:
         require(row)

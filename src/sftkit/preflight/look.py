@@ -1,4 +1,4 @@
-"""A look at what a run will learn and cost, before it does: preflight.json, a few lines, and warnings in words.
+"""Look at what a run will learn and cost, before it does: preflight.json, a few lines, and warnings in words.
 
 Training writes it on the main rank; scripts/inspect_data.py shows all of it without a GPU.
 """
@@ -29,6 +29,7 @@ from sftkit.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
+# Percentages above which a warning is due; targets and ends of turn: below which.
 TRUNCATED_PCT = 50.0
 DROPPED_PCT = 20.0
 TARGET_PCT = 5.0
@@ -37,7 +38,6 @@ PADDING_PCT = 50.0
 OVERLAP_PCT = 1.0
 "Of a validation source's documents; a few pieces of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
-"Beyond these a warning is due."
 
 
 def look(
@@ -51,7 +51,7 @@ def look(
     plan: MemoryPlan | None = None,
     here: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
+    """Return what preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
 
     Args:
         epoch: the first epoch of `examples` in `layout`.
@@ -96,9 +96,9 @@ def record(
     orig_model: PreTrainedModel,
     plan: MemoryPlan | None,
 ) -> None:
-    """Write preflight.json, say what was read in a few lines, and warn of data. Main rank only, no collectives.
+    """Write preflight.json, print what was read in a few lines, and warn of data. Main rank only, no collectives.
 
-    Memory and disk are in the file; the memory plan and the checkpoints speak for themselves.
+    Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
     """
     if not rt.is_main:
         return
@@ -121,7 +121,7 @@ def record(
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """A calm table for the console: a line per source, then lengths, roles, layout and time."""
+    """Return a table for the console: a line per source, then lengths, roles, layout and time."""
     shown = [f"{'train':<10}{source_text(source)}" for source in found["sources"]]
     shown += [f"{'val':<10}{source_text(source)}" for source in found["validation"]]
     shown += [f"{'answers':<10}{line}" for source in found["sources"] if (line := answers.text(source))]
@@ -144,7 +144,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def places_text(found: dict[str, Any]) -> str:
-    """What empty places cost an encoder in each layout, which its padding does not say; empty without an encoder."""
+    """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
+    encoder."""
     taken = [
         f"{row['layout']} {row['taken_pct']:.1f} %" for row in found["layouts"] if row.get("taken_pct") is not None
     ]
@@ -157,7 +158,7 @@ def places_text(found: dict[str, Any]) -> str:
 
 
 def source_text(source: dict[str, Any]) -> str:
-    """What was read of a source, and what became of it; what did not happen is not mentioned."""
+    """Return what was read of a source, and what became of it; what did not happen is not mentioned."""
     share = 100.0 * source["targets"] / source["tokens"] if source["tokens"] else 0.0
     became = {
         "truncated": "truncated",
@@ -174,23 +175,25 @@ def source_text(source: dict[str, Any]) -> str:
 
 
 def finding_lines(found: dict[str, Any]) -> list[str]:
-    """A line for each reason for which rows of a source were left out, or are odd. The log of a run has them by itself."""
+    """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has them by
+    itself."""
     sources = [*found["sources"], *found["validation"]]
     return [f"{source['name']}: {findings.text(Finding(**one))}" for source in sources for one in source["findings"]]
 
 
 def template_text(found: dict[str, Any]) -> str:
-    """The start of the chat template's hash."""
+    """Return the start of the chat template's hash."""
     return found["template_sha256"][:12] if found["template_sha256"] else "none"
 
 
 def end_text(found: dict[str, Any]) -> str:
+    """Return the share of conversations that learn their end of turn."""
     share = found["end_of_turn_pct"]
     return "none: text only" if share is None else f"{share:.1f} % of conversations"
 
 
 def time_text(time: dict[str, Any]) -> str:
-    """Steps and epochs, with hours where a speed was measured."""
+    """Return steps and epochs, with hours where a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
         return f"{text}; hours: not measured yet"
@@ -201,7 +204,7 @@ def time_text(time: dict[str, Any]) -> str:
 
 
 def size_text(gib: float) -> str:
-    """A size in the unit that suits it: 12.3 GiB, 41 MiB, 0.3 MiB."""
+    """Return a size in the unit that suits it: 12.3 GiB, 41 MiB, 0.3 MiB."""
     if gib >= 10 or gib == 0:
         return f"{gib:,.1f} GiB"
     if gib >= 0.5:
@@ -211,11 +214,12 @@ def size_text(gib: float) -> str:
 
 
 def own_layout(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of the layout that the recipe sets."""
     return next(row for row in found["layouts"] if row["own"])
 
 
 def data_warnings(found: dict[str, Any]) -> list[str]:
-    """What is wrong with the data or its layout, and what to do about it."""
+    """Return what is wrong with the data or its layout, and what to do about it."""
     warnings = [text for source in found["sources"] for text in _source_warnings(source, found["max_length"])]
     warnings += [text for source in found["sources"] for text in answers.warnings(source)]
     if found["target_pct"] < TARGET_PCT:
@@ -282,7 +286,7 @@ def _padding_warning(found: dict[str, Any]) -> list[str]:
 
 
 def machine_warnings(found: dict[str, Any]) -> list[str]:
-    """Where the GPU or the disk is too small."""
+    """Return warnings where the GPU or the disk is too small."""
     warnings, memory, disk = [], found["memory"], found["disk"]
     if memory and memory["fits"] is False:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"

@@ -41,7 +41,11 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
-    """A whole HTML document. `found` is what preflight.look.look returned."""
+    """Return a whole HTML document.
+
+    Args:
+        found: what preflight.look.look returned.
+    """
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="warn">{escape(warning)}</p>' for warning in found["warnings"]),
@@ -113,7 +117,7 @@ def _sources(found: dict[str, Any]) -> str:
 
 
 def _findings(found: dict[str, Any]) -> str:
-    """Why rows were left out, or what is odd in them, with the first example of each."""
+    """Return a table of why rows were left out, or what is odd in them, with the first example of each."""
     rows = [
         (source["name"], one["kind"], f"{one['rows']:,}", one["reason"], one["first"])
         for source in (*found["sources"], *found["validation"])
@@ -188,7 +192,7 @@ def _note(text: str) -> str:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], wrap: int | None = None) -> str:
-    """A table; the column `wrap` holds long text."""
+    """Return a table; the column `wrap` holds long text."""
 
     def cell(column: int, text: str) -> str:
         return f"<td{' class=wrap' if column == wrap else ''}>{escape(text)}</td>"

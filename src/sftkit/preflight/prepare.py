@@ -1,4 +1,5 @@
-"""What a run would start from, made without a GPU and without weights: tokenizer, sizes of the model, examples, memory plan."""
+"""Make what a run would start from, without a GPU and without weights: tokenizer, sizes of the model, examples, memory
+plan."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer that the run would load, or train."""
+    """Return the tokenizer that the run would load, or train."""
     training = cfg.model.train_tokenizer
     if training is None:
         return load_tokenizer(cfg.model)
@@ -39,8 +40,10 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
 
 
 def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
-    """The model with parameters that have sizes and no memory; None, with a line that says why, if it is not here."""
+    """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
+    is not here."""
     try:
+        # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
             orig_model = load_model(model, tokenizer, 0, precision, empty=True)
     except ConfigError as error:
@@ -51,14 +54,18 @@ def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precisio
 
 
 def gpu_precision(cfg: Config) -> str:
-    """What the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
+    """Return what the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
     return "bf16" if cfg.train.precision == "auto" else cfg.train.precision
 
 
 def memory_plan(
     cfg: Config, orig_model: PreTrainedModel | None, layout: Layout, gpu_gib: float | None, topology: Topology
 ) -> MemoryPlan | None:
-    """The plan of a run on GPUs of that size (None: this machine's, if it has one), without touching one.
+    """Return the plan of a run on GPUs of that size, without touching one; None: the model's sizes are unknown.
+
+    Args:
+        gpu_gib: memory of each GPU; None: this machine's, if it has one.
+        topology: of the processes that it would run on.
 
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_part for rows that ranks share.
@@ -73,6 +80,7 @@ def memory_plan(
     said_later.disabled = True
     try:
         with redirect_stdout(io.StringIO()):
+            # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
             rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg), topology)
             return make_plan(cfg, orig_model, layout, rt, total)
     finally:
@@ -82,7 +90,7 @@ def memory_plan(
 def row_length(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
 ) -> tuple[int, str]:
-    """(data.max_length, or that of the run before; a line about where the run would start)."""
+    """Return data.max_length, or that of the run before, and a line about where the run would start."""
     longest = positions(orig_model) if orig_model is not None else None
     return inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
 
@@ -90,8 +98,8 @@ def row_length(
 def prepared_examples(
     data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[Examples, dict[str, Examples]]:
-    """(training documents, validation documents by source), tokenized as the stage's own script does, which then finds them
-    in the cache. What was found in their rows is not told: the look shows it."""
+    """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
+    which then finds them in the cache. What was found in their rows is not logged: `look` shows it."""
     _, tokenize_of = stages.DATA_OF_STAGES[stage]
     with findings.untold():
         return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())

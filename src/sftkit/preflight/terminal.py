@@ -59,7 +59,7 @@ class Preview:
 
 
 def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Preview]:
-    """`count` documents spread over the data, or all of them if there are fewer."""
+    """Return `count` documents spread over the data, or all of them if there are fewer."""
     special = tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer))
     chosen = np.linspace(0, len(examples) - 1, num=min(count, len(examples)), dtype=int)
     return [_preview(examples, int(i), tokenizer, np.asarray(special)) for i in chosen]
@@ -81,19 +81,28 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of each run of equal values."""
+    """Return [start, end) of each run of equal values.
+
+    Args:
+        values: [n], not empty.
+    """
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return list(pairwise(edges))
 
 
 def preview_title(preview: Preview) -> str:
+    """Return where a document is from and how long it is."""
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
     given = f", of {preview.given}" if preview.given else ""
     return f"{preview.source}, document {preview.document:,}{given}: {size}"
 
 
 def preview_text(preview: Preview, marks: bool) -> Text:
-    """Targets green and underlined, context dim, special tokens boxed; with `marks` in brackets, for no colour."""
+    """Return a document with targets green and underlined, context dim, special tokens boxed.
+
+    Args:
+        marks: put targets in brackets, for a terminal without colours.
+    """
     text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
     inside = False
     for piece in preview.pieces:
@@ -112,12 +121,12 @@ def preview_text(preview: Preview, marks: bool) -> Text:
 
 
 def terminal() -> Console:
-    """Standard output, 120 columns wide where it is no terminal."""
+    """Return the console of standard output, 120 columns wide where it is no terminal."""
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:
-    """All of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
+    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
     plain = console.no_color or not console.is_terminal
     for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
         console.print(line, markup=False, soft_wrap=True)
@@ -137,14 +146,14 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
 
 
 def stage_text(stage: str, by_name: bool) -> str:
-    """Which stage is shown, why, and how to see another."""
+    """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
     why = "by the recipe's name" if by_name else "as asked"
     return f"{'stage':<10}{stage}, {why}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
 
 
 def memory_text(found: dict[str, Any]) -> str:
-    """The estimated peak with its larger parts, against the GPU's size if that is known."""
+    """Return the estimated peak with its larger parts, against the GPU's size if that is known."""
     memory = found["memory"]
     if memory is None:
         return "unknown: the sizes of the model are"
@@ -168,7 +177,7 @@ def memory_text(found: dict[str, Any]) -> str:
 
 
 def disk_text(found: dict[str, Any]) -> str:
-    """What checkpoints take at most, and what is free."""
+    """Return what checkpoints take at most, and what is free."""
     disk = found["disk"]
     free = f"{preflight.size_text(disk['free_gib'])} free in {disk['folder']}"
     if disk["checkpoint_gib"] is None:
@@ -178,7 +187,7 @@ def disk_text(found: dict[str, Any]) -> str:
 
 
 def _histogram(lengths: dict[str, Any]) -> str:
-    """Documents by length, in powers of two."""
+    """Return the number of documents by length, in powers of two, as bars."""
     lines, most = ["document length in positions"], max(lengths["counts"])
     for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
         bar = "█" * round(BAR_WIDTH * count / most)
@@ -187,11 +196,12 @@ def _histogram(lengths: dict[str, Any]) -> str:
 
 
 def layout_table(found: dict[str, Any], width: int) -> Group:
-    """Shapes, padding, steps and positions of each layout on this data, and what compiling must gain for it to win.
+    """Return a table of each layout on this data: shapes, padding, steps and positions, and what compiling must gain
+    for it to win.
 
     Args:
-        width: characters of a line. Where a line has no room for all columns, shapes stand below the numbers, and tok/s is left
-            out where no run has measured it.
+        width: characters of a line. Where a line has no room for all columns, shapes stand below the numbers, and tok/s
+            is left out where no run has measured it.
     """
     narrow = width < WIDE
     measured = not narrow or any(row["tok_per_sec"] is not None for row in found["layouts"])
@@ -233,7 +243,7 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
 
 
 def layout_notes(found: dict[str, Any]) -> str:
-    """What the columns mean, and what they leave out where there is an encoder."""
+    """Return what the columns mean, and what they leave out where there is an encoder."""
     return f"{LAYOUT_NOTES} {preflight.places_text(found)}".rstrip()
 
 

@@ -1,4 +1,5 @@
-"""What data.split_turns=true would cost where it is off, estimated from a sample of the first conversations of a source."""
+"""What data.split_turns=true would cost where it is off, estimated from a sample of the first conversations of a
+source."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ from sftkit.errors import ConfigError, DataError
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
 _WHOLE = 0.95
-"Share of targets in the tokens of a source of which every token is learned, marked answers aside; in chat SFT a prompt is none."
+"""Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
+SFT prompts are no targets."""
 ANSWERS = 200
-"In the conversations of the sample, which are tokenized again in both ways: about a second."
+"Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
 
 
 def estimate_turns(
     source: SourceConfig, facts: dict[str, Any], data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, Any] | None:
-    """Return what learning the answers that are left out now would add to a source; None: nothing is left out, or nothing of
-    it was found.
+    """Return what learning the answers that are left out now would add to a source; None: nothing is left out, or
+    nothing of it was found.
 
-    Tokens and documents per answer left out are measured on conversations that are tokenized again, with split_turns off and
-    on, and multiplied by the answers left out in all of the source.
+    Tokens and documents per answer left out are measured on conversations that are tokenized again, with split_turns
+    off and on, and multiplied by the answers left out in all of the source.
 
     Args:
         facts: the source as preflight.data.source_facts has it.
@@ -69,7 +71,8 @@ def estimate_turns(
 
 
 def _sample(source: SourceConfig) -> list[Row]:
-    """Some of the first conversations with more than one answer, at random and always the same, until they have ANSWERS."""
+    """Return some of the first conversations with more than one answer, until they have ANSWERS, at random and
+    always the same."""
     found = _several_answers(source)
     chosen: list[Row] = []
     answers = 0
@@ -83,8 +86,8 @@ def _sample(source: SourceConfig) -> list[Row]:
 
 
 def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
-    """Conversations with more than one answer among the first rows, and how many they have. What cannot be read is left out:
-    tokenizing has reported it."""
+    """Return conversations with more than one answer among the first rows, and how many they have. What cannot be read
+    is left out: tokenizing has reported it."""
     if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
         source = replace(source, split=readers.base_split(source.split))
     found: list[tuple[Row, int]] = []
@@ -102,8 +105,8 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
 
 
 def _added(row: Row, tokenize: Callable[..., Tokenized], left_out: str) -> tuple[int, int, int] | None:
-    """(answers left out now, tokens and documents that would be added) of a conversation; None: it leaves out none, or would
-    be refused."""
+    """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
+    it leaves out none, or would be refused."""
     try:
         off = tokenize(row, split_turns=False)
         if not off.counts[left_out]:
@@ -116,6 +119,6 @@ def _added(row: Row, tokenize: Callable[..., Tokenized], left_out: str) -> tuple
 
 
 def _left_out(targets: Targets) -> str:
-    """The count of answers that split_turns would add: of a conversation that is learned whole, those whose reasoning is
-    dropped."""
+    """Return the name of the count of answers that split_turns would add: of a conversation that is learned whole,
+    those whose reasoning is dropped."""
     return "reasoning_left_out" if targets == "all" else HISTORY

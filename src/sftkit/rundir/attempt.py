@@ -1,5 +1,5 @@
-"""A start before its first step: it writes into a folder of its own, takes the place of an earlier run when it has done a step,
-and leaves nothing where it ends before. No torch."""
+"""A start before its first step. It writes into a folder of its own inside the run directory, takes the place of an
+earlier run once it has done a step, and leaves nothing behind where it ends before. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 3.0
 
 
 def real(run_dir: Path) -> Path:
-    """Return the directory that a link means, so that a run stays on the disk that was chosen; else what was given."""
+    """Return the target of a symbolic link, so that a run stays on the disk that was chosen; another path as it is."""
     return Path(os.path.realpath(run_dir)) if run_dir.is_symlink() else run_dir
 
 
@@ -44,14 +44,16 @@ def has_begun(folder: Path) -> bool:
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
-    """Return whether a start goes on with the run of this directory. A checkpoint of another directory begins a new run here."""
+    """Return whether a start goes on with the run of this directory. One of another directory's begins a
+    new run."""
     if resume == "auto":
         return bool(step_dirs(folder) or read_status(folder))
     return resume is not None and Path(resume).resolve().parent == folder.resolve()
 
 
 def place_of(folder: Path, resumes: bool) -> Path:
-    """Return where a start writes until it takes its place: a new folder inside the directory. The lock is held.
+    """Make and return the folder, inside the directory, that a start writes to until it takes its place. The caller
+    holds the lock.
 
     Raises:
         ConfigError: it could not take its place, whatever it does.
@@ -87,7 +89,7 @@ def _check_room(folder: Path, resumes: bool) -> None:
 
 
 def _unmovable(folder: Path) -> str | None:
-    """Why a directory cannot be renamed; None: nothing is known against it."""
+    """Return why a directory cannot be renamed; None: nothing is known against it."""
     found = Path(os.path.realpath(folder))
     if os.path.ismount(found) or any(Path(part.mountpoint) == found for part in psutil.disk_partitions(all=True)):
         return "a mount point cannot be renamed"
@@ -100,7 +102,7 @@ def put_back(folder: Path) -> None:
     """Give an earlier run its name back from a start that was killed between the two renames of `replace`.
 
     Raises:
-        ConfigError: that start is at work: it has not been killed.
+        ConfigError: that start is still at work.
     """
     begun = folder.parent.glob(f"{escape(folder.name)}{ARCHIVED}*/{ATTEMPT}/{LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
@@ -112,7 +114,7 @@ def put_back(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Put the files of a start into a directory without a run.
+    """Move the files of a start into a directory without a run.
 
     Raises:
         ConfigError: somebody has put files there meanwhile that they would write over.
@@ -123,16 +125,18 @@ def begin(folder: Path) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Make the sign of a run that has done a step: killed from here on, it is one."""
+    """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed."""
     (folder / METRICS_FILE).touch()
 
 
 def go_on(folder: Path) -> None:
-    """Put the files of a start over those of the run that it resumes; folders as wholes, of evaluations each."""
+    """Move the files of a start over those of the run that it resumes. Folders are replaced as wholes; in EVALUATIONS,
+    only those of evaluations that this start has made."""
     ours = folder / ATTEMPT
     for new in [*ours.glob(f"{EVALUATIONS}/*"), *ours.iterdir()]:
         place = folder / new.relative_to(ours)
-        if new == ours / EVALUATIONS or (new.name == TOKENIZER and place.exists()):  # which this one has copied
+        # Its folders are moved one by one, and `place_of` has copied the tokenizer from the run itself.
+        if new == ours / EVALUATIONS or (new.name == TOKENIZER and place.exists()):
             continue
         if new.is_dir():
             shutil.rmtree(place, ignore_errors=True)
@@ -145,8 +149,9 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     """Rename an earlier run and put the new one in its place, which is locked all the while.
 
     Returns:
-        the lock of the new directory, and the earlier run's new name.
+        (the lock of the new directory; the earlier run's new name)
     """
+    # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
     new = lock.take(folder / ATTEMPT)
     _mark(folder / ATTEMPT)
     aside = set_aside(folder)
@@ -163,7 +168,7 @@ def is_attempt(status: RunStatus) -> bool:
 
 
 def leaves_nothing(status: RunStatus) -> bool:
-    """Return whether a start that ends now has done no step and is withdrawn."""
+    """Return whether a start that ends now has done no step, and its files are still there for `withdraw` to remove."""
     return is_attempt(status) and not status.stepped and not status.is_withdrawn()
 
 
@@ -171,15 +176,18 @@ def withdraw(status: RunStatus, held: RunLock) -> Path | None:
     """Leave the directory as it was before a start that has done no step. Main rank, which holds its lock.
 
     Returns:
-        the folder with what compile.debug has logged of this start, which stays until the next one; None: there is none.
+        the folder with what compile.debug has logged of this start, which stays until the next one; None: there is
+            none.
     """
     if not leaves_nothing(status):
         return None
+    # The other ranks of this machine read there why this one has failed; they are given a few seconds to end.
     end = time.monotonic() + _LOOK_SECONDS
     others = [pid for rank, pid in status.neighbours.items() if rank != status.rank]
     while any(map(psutil.pid_exists, others)) and time.monotonic() < end:
         time.sleep(0.05)
     ours, folder, logged = status.run_dir, status.run_dir.parent, status.run_dir / COMPILE
+    # Logs of compile.debug are what the user needs to find out why it failed: all but them goes.
     if any(path.is_file() for path in logged.rglob("*")):
         for path in ours.iterdir():
             if path != logged:

@@ -1,4 +1,5 @@
-"""Files that are whole or not there: written under another name, flushed, renamed; what is no whole JSON object reads as empty."""
+"""Write files that are whole or not there: under another name, flushed, renamed. Read JSON objects; what is no whole
+one reads as empty."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_shared(path: Path, content: str | bytes) -> None:
-    """Write a file that several processes may write at a time, under a name of each one's own; not flushed."""
+    """Write a file that several processes may write at a time: each writes under a name of its own, then renames."""
     temporary = own_name(path)
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -32,7 +33,7 @@ def replace_shared(path: Path, content: str | bytes) -> None:
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Append to a file all of a text or, where the disk has no room for it, nothing.
+    """Append all of a text to a file or, where the disk has no room for it, nothing.
 
     Raises:
         OSError: nothing was appended.
@@ -49,7 +50,7 @@ def append_whole(path: Path, text: str) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty where there is none that can be read."""
+    """Return the JSON object that a file holds; empty where there is none that can be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -58,13 +59,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def own_name(path: Path) -> Path:
-    """Return a name beside `path` that no other process takes. What is made there by it has the mode that the umask leaves;
-    what tempfile makes is closed to all others, and stays so when it is renamed."""
+    """Return a path beside `path` that no other process uses. A file created there has the mode that the umask gives;
+    files of tempfile are closed to all other users, and stay so when they are renamed."""
     return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename to the first free NAME.old-1, NAME.old-2, ...: nothing is overwritten."""
+    """Rename a folder to the first free NAME.old-1, NAME.old-2, ..., and return that path. Nothing is overwritten."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():
         number += 1
@@ -73,7 +74,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a directory, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,5 @@
-"""A run that was killed could not say so: what its directory says for it, to the launcher, the next start and the report.
-No torch."""
+"""Tell of a run that was killed what it could not tell itself, from its directory: for the launcher, the next start and
+the report. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from sftkit.rundir.names import METRICS_FILE, STATUS, latest
 from sftkit.rundir.status import read_status, resume_command, start_command
 
 _TAIL = 1 << 16
-"Bytes at the end of METRICS in which its last line is looked for."
+"Bytes at the end of METRICS_FILE in which its last line is looked for."
 
 
 def killed_by(code: int) -> signal.Signals | None:
-    """Return the signal that ended a process of this exit code, 128 + its number, without a wish to stop; None: none did."""
+    """Return the signal that killed a process of this exit code (128 + the signal's number).
+
+    Returns:
+        None: no signal did, or it was one that asks for a stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP, SIGQUIT).
+    """
     asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     try:
         number = signal.Signals(code - 128)
@@ -39,7 +43,12 @@ def where_it_was(run_dir: Path) -> str:
 
 
 def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
-    """Return what to do next: the command that goes on from the newest checkpoint, without one that which started the run."""
+    """Return what to do next, in words: go on from the newest checkpoint or, without one, start again.
+
+    Args:
+        resume: command that goes on from the newest checkpoint.
+        start: command that started the run.
+    """
     with suppress(OSError):
         if latest(run_dir) is not None:
             return f"go on from there: {resume}"
@@ -47,7 +56,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """Return the step of the last whole line of METRICS; None without one."""
+    """Return the step of the last whole line of METRICS_FILE; None without one."""
     try:
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
@@ -61,7 +70,7 @@ def last_step(run_dir: Path) -> int | None:
 
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """Return a status that says running as what it is where the run is gone: `killed`, with what is known; else as it is."""
+    """Return a status that says `running` as `killed`, with what is known of the end, where its run is gone."""
     if status.get("status") != "running" or at_work(run_dir) is not False:
         return status
     resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
@@ -77,9 +86,12 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
-    """Return what to tell of a run that was killed; written down too, unless a rank that was left has done so.
+    """Return the message about a run that was killed. Write it to run_status.json, too, unless a rank that was left has
+    done so.
 
     Args:
+        number: the signal that killed it.
+        cause: what has likely sent the signal, in words (runtime.oom.likely_cause).
         started: Unix time before the run was started.
         words: script and arguments that started it.
     """

@@ -1,7 +1,8 @@
-"""The lock of a run directory: one live run writes there, and a second one is told which it is. No torch.
+"""The lock of a run directory: only one live run writes there; a second one is refused, and told which run that is. No
+torch.
 
-The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for the
-message, and for file systems whose flock does not exist or does not reach other machines.
+The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for
+the message, and for file systems whose flock does not exist or does not reach other machines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "
 _SETTLE_SECONDS = 0.5
 "How long a record without flock is watched: of two starts at a time the one that wrote first sees the other's."
 _SAME_START = 2.0
-"Seconds by which the start of a process may seem to differ: it is counted from the boot, whose time clocks correct."
+"""Seconds by which two readings of a process's start may differ: it is counted from the boot, whose time a clock
+corrects."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Holder:
     machine: str
     "the boot of its kernel: containers of a machine share it"
     processes: str
-    "the namespace in which its id has a meaning"
+    "the pid namespace, in which its id has a meaning"
     pid: int
     started: float
-    "when the process was, Unix time"
+    "when the process started, Unix time"
     since: float
     "when it took the lock, Unix time"
 
@@ -51,11 +53,11 @@ class Holder:
         )
 
     def is_here(self) -> bool:
-        """Whether its id means a process that this one could see."""
+        """Return whether its id is of this boot and pid namespace, so that this process could see it."""
         return (self.machine, self.processes) == place()[1:]
 
     def lives(self) -> bool:
-        """Whether there is such a process, and not a later one of its id; for one that is here."""
+        """Return whether the process still runs, and its id is not a later one's. Only for a holder that `is_here`."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < _SAME_START
@@ -75,7 +77,7 @@ class RunLock:
         _held.append(self)
 
     def release(self) -> None:
-        """Remove the file and let go. Nothing happens the second time, and in a fork."""
+        """Remove the lock file and let go of the lock. Does nothing the second time, and in a fork."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
@@ -84,7 +86,7 @@ class RunLock:
         self.let_go()
 
     def moved(self, run_dir: Path) -> None:
-        """Hear that the directory has another name now."""
+        """Note that the directory has another name now."""
         self.path = run_dir / LOCK
 
     def let_go(self) -> None:
@@ -109,17 +111,18 @@ def _leave_to_parent() -> None:
         lock.let_go()
 
 
+# A flock belongs to the open file, which a fork shares: a data worker that outlives this process would keep the lock.
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def release_all() -> None:
-    """Release what this process holds, which is about to end without more ado."""
+    """Release every lock of this process, which is about to end without cleaning up."""
     for lock in list(_held):
         lock.release()
 
 
 def take(run_dir: Path) -> RunLock:
-    """Take the lock of a run directory, which is made if need be. What a process that is gone left is taken over.
+    """Take the lock of a run directory, which is made if need be. That of a process that is gone is taken over.
 
     Raises:
         ConfigError: another run holds it, or may: with its process, host and time, and what to do.
@@ -134,6 +137,8 @@ def take(run_dir: Path) -> RunLock:
             continue
         try:
             by_kernel = _flock(lock._descriptor, path)
+            # Between open and flock the holder before may have removed or renamed the file: then this lock guards
+            # nothing.
             if lock._is_at(path):
                 _check_earlier(read_holder(path), by_kernel, path)
                 _write(lock._descriptor, path, by_kernel)
@@ -146,7 +151,7 @@ def take(run_dir: Path) -> RunLock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """What a lock file says; None: nothing that can be read."""
+    """Return the process that a lock file names; None: nothing there can be read."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -163,14 +168,18 @@ def at_work(run_dir: Path) -> bool | None:
 
 
 def refuse_at_work(run_dir: Path) -> None:
-    """Raise ConfigError where a run is at work in a directory: `take` would, later and for certain."""
+    """Refuse a directory in which a run is seen at work. `take` would refuse it too, later and for certain.
+
+    Raises:
+        ConfigError: a run is at work there.
+    """
     if at_work(run_dir):
         raise ConfigError(_refusal(run_dir / LOCK, read_holder(run_dir / LOCK)))
 
 
 def place() -> tuple[str, str, str]:
-    """Where process ids have a meaning: host, boot of its kernel, namespace. Host names alone may be the same on several
-    machines."""
+    """Return where a process id has a meaning: host, boot of its kernel, pid namespace. Host names alone may be the
+    same on several machines."""
     host = socket.gethostname()
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     machine = boot.read_text().strip() if boot.exists() else host
@@ -178,7 +187,11 @@ def place() -> tuple[str, str, str]:
 
 
 def _flock(descriptor: int, path: Path) -> bool:
-    """Whether the kernel has given the lock; False: this file system knows none."""
+    """Take the kernel's lock. Return False where the file system knows none.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -194,16 +207,22 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 
 def _check_earlier(holder: Holder | None, by_kernel: bool, path: Path) -> None:
-    """Raise where the holder that the record names may still be at work."""
+    """Refuse a lock whose recorded holder may still be at work.
+
+    Raises:
+        ConfigError: with the holder and what to do.
+    """
     if holder is None:
         return
     host, machine, _ = place()
+    # On this machine the kernel's lock, or else the process table, knows whether the holder is gone.
     if holder.machine == machine:
         if by_kernel or (holder.is_here() and not holder.lives()):
             return
         raise ConfigError(_refusal(path, holder, sure=holder.is_here()))
     if holder.host == host and holder.started < psutil.boot_time():
         return  # this machine was started again since
+    # Another machine's holder is gone for certain only where no other machine can write to this disk.
     if not (by_kernel and _is_local(path)):
         raise ConfigError(_refusal(path, holder, sure=False))
 
@@ -213,6 +232,7 @@ def _write(descriptor: int, path: Path, by_kernel: bool) -> None:
     text = json.dumps(asdict(Holder(*place(), os.getpid(), started, now))).encode()
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text, 0)
+    # Without flock two starts may write at the same time: after a pause, the record of one of them is left.
     if not by_kernel:
         os.fsync(descriptor)
         time.sleep(_SETTLE_SECONDS)
@@ -221,7 +241,7 @@ def _write(descriptor: int, path: Path, by_kernel: bool) -> None:
 
 
 def _is_local(path: Path) -> bool:
-    """Whether no other machine writes to the file system of a path, as far as is known."""
+    """Return whether no other machine writes to the file system of a path, as far as is known."""
     folder, found = path.resolve(), ("", "")
     for part in psutil.disk_partitions(all=True):
         if folder.is_relative_to(part.mountpoint) and len(part.mountpoint) >= len(found[0]):

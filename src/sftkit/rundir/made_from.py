@@ -1,7 +1,8 @@
-"""What a run was made from, as the file system says: written down when it begins, compared when it is to go on. No torch.
+"""The files that a run was made from, with size and time or hash: written down when it begins, compared when it is
+resumed. No torch.
 
-Only files of this machine; a hub's are named by the recipe. What a start compares by itself with its checkpoint (data, tokenizer,
-template) is apart from the weights, which a run that goes on does not load.
+Only files of this machine count; those of a hub are named by the recipe. Data, tokenizer and template, which a start
+itself compares with its checkpoint, are kept apart from the weights, which a resumed run does not load.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MadeFrom(NamedTuple):
 
 
 def made_from(cfg: Config) -> MadeFrom:
-    """Look at the files that a recipe names, as they are now."""
+    """Return size and time, or hash, of the files that a recipe names, as they are now."""
     training, parent = cfg.model.train_tokenizer, _folder(cfg.model.path)
     sources = (*cfg.data.train, *cfg.data.val, *((training and training.sources) or ()))
     inputs: Stamps = {str(path): _stamp(path) for source in sources for path in _files(Path(source.path))}
@@ -48,7 +49,7 @@ def made_from(cfg: Config) -> MadeFrom:
 
 
 def write_made_from(place: Path, cfg: Config, resumes: bool) -> str | None:
-    """Write down what a start is made from. One that goes on keeps the weights that its run began with.
+    """Write down what a start is made from. A resumed run keeps the record of the weights that it began with.
 
     Args:
         place: where this start writes, in run.dir.
@@ -66,7 +67,7 @@ def write_made_from(place: Path, cfg: Config, resumes: bool) -> str | None:
 
 
 def read_made_from(run_dir: Path) -> MadeFrom | None:
-    """Return what the run of a directory was made from; None: it has not said so."""
+    """Return what the run of a directory was made from; None: it has not written it down."""
     try:
         return MadeFrom(**json.loads((run_dir / MADE_FROM).read_text()))
     except (OSError, ValueError, TypeError):
@@ -74,7 +75,7 @@ def read_made_from(run_dir: Path) -> MadeFrom | None:
 
 
 def weights_changed(cfg: Config, began: MadeFrom, now: MadeFrom) -> str | None:
-    """Say which weights are no longer those that a run began with; None: all are."""
+    """Return a warning that names weights that are no longer those that a run began with; None: all are the same."""
     there, here = began.weights, now.weights
     changed = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
     if not changed:
@@ -88,7 +89,7 @@ def weights_changed(cfg: Config, began: MadeFrom, now: MadeFrom) -> str | None:
 
 
 def _folder(path: str | None) -> Path | None:
-    """The folder of a model or tokenizer; None: a hub's, or none."""
+    """Return the folder of a model or tokenizer, of a run that of its newest checkpoint; None: a hub's, or none."""
     if path is None or not Path(path).is_dir():
         return None
     folder = Path(path)

@@ -1,7 +1,7 @@
-"""Folders that say what is in them: whether their files are still those that a run wrote. No torch.
+"""Check that the files of a folder are still those that a run wrote, by the manifest in it. No torch.
 
-A hash that was computed is kept beside what the file system says of the file, in the cache directory, so that a file is read
-for it once; whoever resumes a run trusts none of these.
+A hash that was computed is kept in the cache directory, beside what the file system says of the file, so that a file is
+read for it once. A resume trusts none of these hashes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ HASH_THREADS = min(8, os.cpu_count() or 1)
 HASHES = "hashes"
 "Folder in the cache directory with a file of hashes for each folder that was verified."
 SETTLED_SECONDS = 2.0
-"A file is as old when its hash is kept: a change within one tick of the clock of a file system would not be seen."
+"""Age from which the hash of a file is kept: a later change within one tick of the file system's clock would not be
+seen."""
 
 Stamp = tuple[int, ...]
 """What the file system says of a file: device, inode, size, times of its content and of its entry in ns."""
@@ -40,7 +41,7 @@ class Entry(NamedTuple):
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file, in hex."""
+    """Return the sha256 of each file, in hex, in the given order."""
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         return list(pool.map(_sha256, paths))
 
@@ -51,7 +52,7 @@ def _sha256(path: Path) -> str:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a step directory, None if every file is there with the size and hash of the manifest.
+    """Return what is wrong with a step directory; None: every file is there with the size and hash of the manifest.
 
     Raises:
         OSError: a file that is there cannot be read, so nothing is known of it.
@@ -67,8 +68,9 @@ def verify(folder: Path) -> str | None:
 
 
 def check_loadable(path: str) -> None:
-    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub name and a
-    folder of another origin are not looked at. Of several processes that ask at a time one reads the files; the others wait.
+    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub name
+    and a folder of another origin are not looked at. Of several processes that ask at a time one reads the files; the
+    others wait.
 
     Optimizer and random states are left out: only a resume loads them, and that verifies all.
 
@@ -97,7 +99,7 @@ def _problem_of_loaded(folder: Path) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | str:
-    """Name -> entry of every file that a manifest lists, or what is wrong with it."""
+    """Return name -> entry of every file that a manifest lists, or a text that says what is wrong with it."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
@@ -106,7 +108,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 
 
 def digest(folder: Path) -> str | None:
-    """Return what stands for the bytes of all files of a step directory: the sha256 of its manifest; None: it has none."""
+    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files; None without
+    one."""
     try:
         return _sha256(folder / MANIFEST)
     except OSError:
@@ -133,7 +136,7 @@ def _other_content(folder: Path, files: Mapping[str, Entry], hashes: Iterable[st
 
 
 def _misplaced(folder: Path, name: str) -> str | None:
-    """A manifest decides what is read, so no name in it may lead out of its folder."""
+    """Return why a name in a manifest leads out of its folder; None: it does not. The manifest decides what is read."""
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
         return f"{folder}/{MANIFEST}: {name!r} leads out of the folder"
@@ -158,7 +161,8 @@ def _what_to_do(folder: Path) -> str:
 
 
 def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
-    """sha256 of the files, from the cache where a file has not changed since; bad ones are kept like good ones."""
+    """Return the sha256 of the files, from the cache where a file has not changed since. Those of damaged files are
+    kept too."""
     paths = [folder / name for name in files]
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
@@ -170,6 +174,8 @@ def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
         computed = dict(zip(unknown, sha256_of(unknown), strict=True))
         found = [computed.get(path) or known[stamp] for path, stamp in zip(paths, stamps, strict=True)]
         if computed:
+            # Kept is what did not change while it was read, and is old enough that a change would have shown in its
+            # times.
             lines = [
                 [*stamp, value]
                 for path, stamp, value in zip(paths, stamps, found, strict=True)
@@ -194,7 +200,7 @@ def _read(kept: Path) -> dict[Stamp, str]:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process of this machine is, as far as the file system can tell."""
+    """Keep other processes of this machine out, as far as the file system can lock."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)

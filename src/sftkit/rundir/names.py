@@ -47,7 +47,7 @@ COMPILE_SUMMARY = "summary.md"
 GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes.py."
 ARCHIVED = ".old-"
-"In the name of a run or step directory that made room for another of its name, before a number: rundir/files.py."
+"In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 
 ATTEMPT = ".attempt"
 "Folder inside a run directory, in which a start writes until it has done a step: rundir/attempt.py."
@@ -69,7 +69,8 @@ EVALUATIONS = "evals"
 FINAL = f"{EVALUATIONS}/final"
 "Folder with what scripts/evaluate.py has found of the last checkpoint."
 RESULTS = "results.json"
-"In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies beside it."
+"""In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies
+beside it."""
 VALIDATION = "validation.json"
 "In a folder that scripts/evaluate.py is given, the losses of its --val: evals/results.py."
 
@@ -113,9 +114,11 @@ WRITTEN_OVER = (
     BEST,
     f"{EVALUATIONS}/{_STEP}*",
 )
-"Glob patterns of what a run writes, or writes over, that is there without one of OF_STEPS: no run has written it."
+"""Glob patterns of what a run writes or writes over. Where they are found without one of OF_STEPS, no run has written
+them."""
 OF_STEPS = (METRICS_FILE, EVALS, SUMMARY, LATEST, f"nonfinite-{_STEP}*", f"spike-{_STEP}*")
-"Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS is there from the first one on."
+"""Glob patterns of what a run has written that has done a step, its checkpoints aside. METRICS_FILE is there from the
+first one on."""
 STEP_DIRS = f"{_STEP}*"
 "Glob pattern of step directories, and of the folders of evaluations in EVALUATIONS."
 UNFINISHED = (f".{_STEP}*.tmp", f".{_STEP}*.del")
@@ -194,7 +197,8 @@ def heartbeat_file(beats: Path, rank: int) -> Path:
 
 
 def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
-    """Return the file with a rank's documents of a step that was left out; None: the pattern of all ranks' files."""
+    """Return the file in which a rank has written the documents of a step that was skipped; rank None: the pattern of
+    all ranks' files."""
     return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
 
 
@@ -255,7 +259,8 @@ def trained_length(folder: Path) -> int | None:
 
 
 def nothing_to_inherit(path: str | None) -> str:
-    """Return what is wrong with a recipe without data.max_length that starts from a path, or anew, and not from a run."""
+    """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run that
+    has one."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 

@@ -1,4 +1,5 @@
-"""run_status.json: how the run stands or ended, for people and requeue scripts; and which rank failed first, and of what."""
+"""Write run_status.json: how the run stands or ended, for people and requeue scripts; which rank failed first, and of
+what."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_di
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96
 "Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
+# What torch.distributed and its backends write when another rank is gone, in lower case.
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 _LOOK_SECONDS = 3.0
 
@@ -51,7 +53,8 @@ class Failure:
 
 @dataclass
 class RunStatus:
-    """Where this process is in the run. `at` is called on the way and costs nothing; files are written at the ends."""
+    """The place of this process in the run. `at` notes it on the way and takes microseconds; files are written when a
+    run begins, fails or ends."""
 
     run_dir: Path
     rank: int
@@ -71,7 +74,7 @@ class RunStatus:
     stepped: bool = False
     "whether this start has done its first step, so that the directory is its own"
     inode: int | None = None
-    "of the directory that was opened: under its name may be an earlier run again; None: not known"
+    "of the directory that was opened; an earlier run may have got its name back since. None: not known"
     heartbeat: int | None = None
     "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody looks"
 
@@ -101,19 +104,24 @@ class RunStatus:
             self.inode = run_dir.stat().st_ino
 
     def is_withdrawn(self) -> bool:
-        """Whether the main rank has left the directory to an earlier run, which this one must not write to."""
+        """Return whether the main rank has left the directory to an earlier run, which this start must not write to."""
         try:
             return not self.stepped and self.inode is not None and self.run_dir.stat().st_ino != self.inode
         except FileNotFoundError:
             return True
 
     def begin(self, environ: Mapping[str, str]) -> None:
-        """The run starts: what an earlier start left is cleared. Main rank."""
+        """Clear what an earlier start left, and write that the run is running. Main rank."""
         shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
         self._write("running", launch=launch_id(environ), failed_save=None)
 
     def save_ended(self, step: int, failure: str | None) -> None:
-        """Note that the newest save has failed, and why; or that one was written after it, None. Main rank."""
+        """Note in run_status.json whether the newest save has failed. Main rank.
+
+        Args:
+            step: of the save.
+            failure: why it failed; None: it was written.
+        """
         failed = None if failure is None else {"step": step, "error": failure}
         before = read_status(self.run_dir)
         with suppress(OSError):  # on a full disk the event is what tells of it
@@ -121,8 +129,8 @@ class RunStatus:
                 _replace(self.run_dir / STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
 
     def end(self, status: Outcome, **more: Any) -> None:
-        """Write how the run ended, once: what a rank finds later, say when it is woken, changes nothing. But a cause takes the
-        place of what was only its symptom."""
+        """Write how the run ended, once: a rank that writes later, say when a signal wakes it, changes nothing. But a
+        cause replaces what was only its symptom."""
         before = read_status(self.run_dir)
         symptoms = [str(failure) for failure in self.failures() if failure.symptom]
         if before.get("status") in (None, "running") or before.get("error") in symptoms:
@@ -149,12 +157,13 @@ class RunStatus:
         _replace(self.run_dir / STATUS, values | more)
 
     def end_of_signal(self, number: int) -> tuple[str, str | None]:
-        """A signal came while there is nothing to save. Often it comes from the launcher, because another rank has ended:
-        then how that one ended is what is written.
+        """Write how a run ends that a signal stops while there is nothing to save. Often the signal comes from the
+        launcher, because another rank has ended: then how that rank ended is written.
 
         Returns:
-            the signal that ends the run: this one, or that of a rank that has written its own down; and what is to be told of
-            a rank that ended without a word, by the first of those that are left, None: nothing.
+            (the name of the signal that ends the run: this one, or that of a rank that has written its own down first;
+            a message about a rank that ended without a word, for the first of the ranks that are left to print, or
+            None)
         """
         name = signal.Signals(number).name
         with suppress(OSError):
@@ -170,19 +179,29 @@ class RunStatus:
         return name, None
 
     def gone(self) -> list[int]:
-        """Ranks of this machine that had ended before a launcher told the others to: it has collected their exit codes,
-        which it does for those that it tells only when this one, too, has ended."""
+        """Return the ranks of this machine that had ended before a launcher told the others to, in order: their process
+        ids are gone, as the launcher has collected their exit codes. Of those that it tells to end it collects them
+        when this rank, too, has ended."""
         return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
     def write_end(self, stopped: bool, number: int | None) -> None:
-        """Training has ended with its checkpoint; `number`: the signal that stopped it, None: the time limit. Main rank."""
+        """Write that training has ended with its checkpoint. Main rank.
+
+        Args:
+            stopped: before its last step.
+            number: the signal that stopped it; None: the time limit, or nothing did.
+        """
         self.stopped_by = number if stopped else None
         outcome: Outcome = "preempted" if stopped else "finished"
         name = None if number is None else signal.Signals(number).name
         self.end("stopped" if number == signal.SIGINT else outcome, signal=name)
 
     def failed(self, error: BaseException | str, symptom: bool = False) -> Failure:
-        """Write this rank's error, once, for the others to find."""
+        """Write this rank's error, the first one only, for the others to find, and return it.
+
+        Args:
+            symptom: it is known to be what another rank's end did to this one.
+        """
         if self.failure is None:
             text = error if isinstance(error, str) else describe(error)
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
@@ -195,14 +214,15 @@ class RunStatus:
         return self.failure
 
     def failures(self) -> list[Failure]:
-        """Of all ranks, causes before symptoms, earliest first."""
+        """Return the failures of all ranks, causes before symptoms, earliest first."""
         found = [Failure(**json.loads(path.read_text())) for path in error_files(self.run_dir)]
         if self.failure is not None and all(failure.rank != self.rank for failure in found):
             found.append(self.failure)  # the disk had no room for it
         return sorted(found, key=lambda failure: (failure.symptom, failure.time))
 
     def first_failure(self) -> Failure | None:
-        """What ended the run. A rank that only lost a connection looks a few seconds for the cause."""
+        """Return what ended the run; None: nothing was written. A rank that only lost a connection looks a few seconds
+        for the cause."""
         end = time.monotonic() + _LOOK_SECONDS
         while not (found := self.failures()) or (found[0].symptom and time.monotonic() < end):
             if time.monotonic() >= end:
@@ -210,6 +230,7 @@ class RunStatus:
             time.sleep(0.1)
         if not found[0].symptom:
             return found[0]
+        # Nobody has written a cause. If exactly one rank has written nothing, it is the one that ended.
         silent = sorted(set(range(self.world_size)) - {failure.rank for failure in found})
         if len(silent) != 1:
             return found[0]
@@ -217,7 +238,7 @@ class RunStatus:
         return Failure(silent[0], found[0].step, found[0].phase, text, found[0].time)
 
     def write_failed(self) -> Failure | None:
-        """run_status.json of a failed run, from what the ranks have written. Returns the first failure."""
+        """Write run_status.json of a failed run, from what the ranks have written, and return the first failure."""
         first = self.first_failure()
         if first is not None:
             with suppress(OSError):
@@ -226,12 +247,12 @@ class RunStatus:
 
 
 def report(error: BaseException, status: RunStatus | None = None, page: Callable[[Path], None] | None = None) -> int:
-    """Write down how the run failed and print it, the cause instead of its symptoms; then the run's page, which shows the
-    error too. Returns the exit code.
+    """Write down how the run failed and print it, the cause instead of its symptoms; then write the run's page, which
+    shows the error too. Return the exit code: 2 for a mistake of the user's, else 1.
 
     Args:
         status: of the run; None: it failed outside of one, or before its directory was opened.
-        page: what writes the page of a run directory; the main rank calls it.
+        page: writes the page of a run directory; the main rank calls it.
     """
     code = _tell(error, status)
     if page is not None and status is not None and status.rank == 0:
@@ -241,6 +262,8 @@ def report(error: BaseException, status: RunStatus | None = None, page: Callable
 
 
 def _tell(error: BaseException, status: RunStatus | None) -> int:
+    """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
+    the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     expected = isinstance(error, ConfigError | DataError | RunError)
     prefix, cause = "", None
@@ -260,19 +283,19 @@ def _tell(error: BaseException, status: RunStatus | None) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The message, with the class of an error that is not made for users."""
+    """Return the message of an error, with its class where the error is not made for users."""
     text = str(error).strip()
     named = isinstance(error, ConfigError | DataError | RunError)
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Whether it says that another rank is gone, and nothing about this one."""
+    """Return whether an error says that another rank is gone, and nothing about this one."""
     return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """run_status.json; empty where there is none that can be read."""
+    """Return the content of run_status.json; empty where there is none that can be read."""
     return read_object(run_dir / STATUS)
 
 
@@ -284,7 +307,9 @@ def stopped_by(run_dir: Path, since: float) -> signal.Signals | None:
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:
-    """The launcher of this process, which stays the same over its restarts; None without torch's elastic launcher."""
+    """Return what names the launcher of this process, the same over its restarts; None without torch's elastic
+    launcher."""
+    # The elastic agent sets it for each process that it starts, and is their parent.
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     launcher = psutil.Process(os.getppid())
@@ -292,7 +317,8 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
 
 
 def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank calls it.
+    """Return train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank
+    calls it.
 
     A run that went on from a checkpoint that was named goes on from its own once it has one.
     """
@@ -311,18 +337,19 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
 
 
 def start_command(argv: list[str]) -> str:
-    """The command that does what these words did again."""
+    """Return the command that starts again what these words started."""
     return invocation(*argv, launcher=True)
 
 
 def resume_command(argv: list[str]) -> str:
-    """The command that continues from its newest checkpoint a run whose script was started with these words."""
+    """Return the command that continues, from its newest checkpoint, a run whose script was started with these
+    words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
     return invocation(*words, "train.resume=auto", launcher=True)
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON as a whole; several ranks may write at a time. On a full disk in place."""
+    """Write JSON to a file as a whole; several ranks may write at a time. On a full disk write in place."""
     text = json.dumps(values, indent=1)
     try:
         replace_shared(path, text)

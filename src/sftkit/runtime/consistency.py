@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def agree(rt: Runtime, what: dict[str, str]) -> None:
-    """Compare named values over all ranks; every rank must call it.
+    """Check that named values are the same on all ranks; every rank must call it.
+
+    Args:
+        what: name -> this rank's value.
 
     Raises:
         ConfigError: on every rank, with each name that differs and who has which value.
@@ -37,7 +40,11 @@ def agree(rt: Runtime, what: dict[str, str]) -> None:
 
 
 def differing_values(values: list[dict[str, str]]) -> list[str]:
-    """A line for each name whose value is not the same on all ranks."""
+    """Return a line for each name whose value is not the same on all ranks.
+
+    Args:
+        values: of each rank, name -> value.
+    """
     lines = []
     for name in sorted(set().union(*values)):
         ranks: dict[str, list[str]] = {}
@@ -50,8 +57,8 @@ def differing_values(values: list[dict[str, str]]) -> list[str]:
 
 
 def neighbours(rt: Runtime) -> dict[int, int]:
-    """Rank -> process id of the ranks that this process can see, so on its machine and in its container; every rank must
-    call it."""
+    """Return rank -> process id of the ranks on this machine and in this container, which this process can see; every
+    rank must call it."""
     here = (place(), os.getpid())
     gathered = [here] * rt.world_size
     if rt.world_size > 1:
@@ -60,7 +67,7 @@ def neighbours(rt: Runtime) -> dict[int, int]:
 
 
 def run_identity(recipe: str) -> dict[str, str]:
-    """What makes the ranks one run before data is read: the resolved recipe, key by key, and the versions."""
+    """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
     try:
         ours = version("sftkit")
     except PackageNotFoundError:  # run from its sources
@@ -69,12 +76,17 @@ def run_identity(recipe: str) -> dict[str, str]:
 
 
 def data_identity(lengths: np.ndarray) -> dict[str, str]:
-    """What the plan of every epoch follows from: number and lengths of the training documents, int64 [D]."""
+    """Return what the plan of every epoch follows from: number and lengths of the training documents.
+
+    Args:
+        lengths: int64 [D], positions of each document.
+    """
     digest = hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()
     return {"training documents": f"{len(lengths):,} (sha256 of their lengths {digest[:16]})"}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return a nested mapping as one: keys joined by dots, values as repr."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": repr(value)}

@@ -41,7 +41,8 @@ _RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_l
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Datasheet bf16 peak of the device, or None: an unknown device has no MFU rather than a guessed one."""
+    """Return the datasheet's dense bf16 FLOP/s of the device; None: an unknown device has no MFU rather than a guessed
+    one."""
     if device.type != "cuda":
         return None
     return peak_flops_by_name(torch.cuda.get_device_name(device))
@@ -49,8 +50,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 @cache
 def peak_flops_by_name(name: str) -> float | None:
-    """The peak of a device of that name; one warning for a name that is not in the table."""
+    """Return the dense bf16 FLOP/s of a device of that name; None, after one warning, for a name that is not in the
+    table."""
     words = re.compile("|".join(rf"(?<![\w]){re.escape(part)}(?![\w])" for part, _ in PEAK_BF16_FLOPS))
+    # A laptop's GPU has the name of a faster desktop card in its own.
     found = None if "Laptop" in name else words.search(name)
     if found is None:
         log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in runtime/hardware.py", name)
@@ -70,34 +73,37 @@ def why_no_gpu() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """'NVIDIA H200', or 'CPU (2 cores)'."""
+    """Return 'NVIDIA H200', or 'CPU (2 cores)'."""
     return (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} ({num_cores()} cores)"
     )
 
 
 def user_cache() -> Path:
-    """This user's folder for what can be computed again."""
+    """Return this user's folder for what can be computed again."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sftkit"
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPUs (hardware threads) that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """GPU: most memory allocated by tensors since the last call; CPU: most resident memory of the process so far."""
+    """Return the peak memory in GiB. GPU: the most that tensors had allocated since the last call; CPU: the most
+    resident memory of the process so far."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
+    # ru_maxrss is in bytes on macOS and in KiB elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def memory_counters(device: torch.device) -> dict[str, float | None]:
-    """mem/reserved_gib, mem/alloc_retries, mem/ooms of the caching allocator of this rank's GPU; None on other devices."""
+    """Return mem/reserved_gib, mem/alloc_retries and mem/ooms of the caching allocator of this rank's GPU; None on
+    other devices."""
     if device.type != "cuda":
         return {"mem/reserved_gib": None, "mem/alloc_retries": None, "mem/ooms": None}
     found = torch.cuda.memory_stats(device)
@@ -109,7 +115,7 @@ def memory_counters(device: torch.device) -> dict[str, float | None]:
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, object]:
-    """Versions, hardware and git state: what someone else needs to repeat the run."""
+    """Return versions, hardware and git state: what someone else needs to repeat the run."""
     # torch's own word has the build in it (2.15.0+cu132); that of its package, on the index, has not.
     packages: dict[str, str | None] = {"torch": str(torch.__version__)}
     for package in ("transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
@@ -131,8 +137,8 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
 
 
 def git_state() -> str | None:
-    """Commit of the working directory's repository, with -dirty for uncommitted changes of anything but `RESULTS`; None
-    outside one."""
+    """Return the commit of the working directory's repository, with -dirty for uncommitted changes of anything but
+    `_RESULTS`; None outside one."""
     try:
         commit = _git("describe", "--always", "--abbrev=12")
         commit.check_returncode()

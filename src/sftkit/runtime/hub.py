@@ -1,5 +1,5 @@
-"""Does the Hugging Face hub answer, and does it, or the cache of this machine, give what a recipe names? Asked once, within
-seconds: its own clients retry for half a minute before a no. No torch."""
+"""Does the Hugging Face hub answer, and does it, or the cache of this machine, have what a recipe names? Asked once,
+within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HubKind = Literal["model", "dataset"]
 
 @cache
 def hub_answers() -> bool:
-    """Whether HF_ENDPOINT answers; never when HF_HUB_OFFLINE is set."""
+    """Return whether HF_ENDPOINT answers; False when HF_HUB_OFFLINE is set."""
     import httpx
     from huggingface_hub import constants
 
@@ -33,7 +33,8 @@ def hub_answers() -> bool:
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
-    """What a call raises, a TimeoutError if it takes too long. In a thread: name resolution knows no timeout."""
+    """Return what a call raises, a TimeoutError if it takes too long; None: nothing. It runs in a thread, as name
+    resolution knows no timeout."""
     ended: list[Exception | None] = []
 
     def work() -> None:
@@ -50,10 +51,11 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def why_not_there(name: str, kind: HubKind, revision: str | None = None) -> str | None:
-    """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody knows.
+    """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody
+    knows.
 
     Raises:
-        ConfigError: the hub has it, and does not give it to whoever asks here.
+        ConfigError: the hub has it, and does not give it to this account.
     """
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id
@@ -79,10 +81,10 @@ def why_not_there(name: str, kind: HubKind, revision: str | None = None) -> str 
 
 
 def _ask(name: str, kind: HubKind, revision: str | None) -> None:
-    """Ask for a repository, and for leave to read it where not everybody has it.
+    """Ask the hub for a repository and, where it is gated, whether this account may read it.
 
     Raises:
-        Exception: what the client raises.
+        Exception: whatever the client raises.
     """
     from huggingface_hub import HfApi
 
@@ -105,7 +107,7 @@ def _not_let_in(name: str, kind: HubKind) -> str:
 
 
 def _whoever_asks() -> str:
-    """To whom the hub shows less than it has."""
+    """Return, in words, who asks: the hub may show that account less than it has."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -125,8 +127,8 @@ def unreachable() -> str:
 
 
 def _is_cached(name: str, kind: HubKind) -> bool:
-    """Whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config, which is fetched alone to
-    know the model's size."""
+    """Return whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config. That
+    one may have been fetched alone, to know the model's size."""
     from huggingface_hub import constants
 
     files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
@@ -142,7 +144,7 @@ def _plain(name: str) -> str:
 
 
 def not_found(name: str, kind: HubKind, why: str, download: str) -> str:
-    """Return the message for a path or hub name that is neither, the more likely of the two first.
+    """Return the message for a name that is neither a path nor one of the hub, the more likely of the two first.
 
     Args:
         why: what why_not_there says.
@@ -156,10 +158,10 @@ def not_found(name: str, kind: HubKind, why: str, download: str) -> str:
 
 
 def find_model(path: str, revision: str | None = None) -> str:
-    """Return what `resolve` does, a folder that is there, or a hub id that can be had.
+    """Return the folder that `resolve` finds, or a hub id that can be loaded.
 
     Raises:
-        ConfigError: neither of them.
+        ConfigError: it is neither of them.
     """
     found = resolve(path)
     if Path(found).is_file():
@@ -172,6 +174,7 @@ def find_model(path: str, revision: str | None = None) -> str:
 
 
 def download_help(path: str) -> str:
+    """Return how to bring a model of the hub to a machine that cannot reach it."""
     return (
         f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in the "
         f"place of {path}"

@@ -10,7 +10,7 @@ from sftkit.runtime.signals import heeded
 HANDLED = "PET_SIGNALS_TO_HANDLE"
 "torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
 GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"In which a launcher says how many processes it has started; the first that is set counts, as for Accelerate."
+"Variables in which a launcher says how many processes it has started; the first that is set counts, as for Accelerate."
 
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -46,7 +46,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:
-    """Check that the launcher's processes are one run, and not so many that each train alone and write over one another.
+    """Check that the launcher's processes form one group: else each would train alone and write over the others' files.
 
     Args:
         processes: in the group that was formed; 1: none was.
@@ -74,8 +74,9 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
 
 
 def check_launcher(environ: Mapping[str, str]) -> str | None:
-    """Return warnings where the launcher was started by hand and would cut a save short, would not start a run again
-    as it was, or has started one process of several; None where there is nothing to say."""
+    """Return warnings about a launcher that was started by hand: it would cut a save short, would not start a run again
+    as it was, or has started one process of several. None: there is nothing to say."""
+    # Not started by torch's elastic launcher, which sets it.
     if "TORCHELASTIC_RUN_ID" not in environ:
         if "MASTER_ADDR" not in environ or any(name in environ for name in GROUP_SIZES):
             return None

@@ -1,4 +1,5 @@
-"""Who ended a process that was killed: what the kernel lets one read of its OOM killer, and what a signal says. No torch."""
+"""Find out who ended a process that was killed, from the signal and from what the kernel shows of its OOM killer. No
+torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class OomKills:
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills:
-    """Count them, for `likely_cause`. `root`: of the file system."""
+    """Count the processes that the kernel's OOM killer has ended so far, for `likely_cause`.
+
+    Args:
+        root: of the file system.
+    """
     machine = _counter(root / "proc/vmstat")
     found = (_counter(file) for file in _group_files(root))
     own = next((count for count in found if count is not None), None)
@@ -42,7 +47,10 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
     """Return what has likely sent a signal that nobody here has sent, in words that promise no more than is known.
 
     Args:
-        before: counted when what was killed was started.
+        number: of the signal.
+        before: the counts when the process that was killed was started.
+        root: of the file system.
+        log: the kernel's.
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
@@ -62,8 +70,12 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
 
 
 def last_kill(log: Path, since: float) -> str | None:
-    """Return the kernel log's last line about a process that was killed for memory, `since` this time.monotonic();
-    None: there is none, or the log cannot be read."""
+    """Return the kernel log's last line about a process that was killed for memory; None: there is none, or the log
+    cannot be read.
+
+    Args:
+        since: lines before this time.monotonic() do not count.
+    """
     found = None
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -72,6 +84,7 @@ def last_kill(log: Path, since: float) -> str | None:
     try:
         while record := os.read(descriptor, 8192):
             for line in record.decode(errors="replace").splitlines():
+                # A record reads "priority,number,microseconds since the boot,...;text".
                 head, _, text = line.partition(";")
                 fields = head.split(",")
                 if "Killed process" in text and len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0:
@@ -84,8 +97,8 @@ def last_kill(log: Path, since: float) -> str | None:
 
 
 def _group_files(root: Path) -> Iterable[Path]:
-    """Files that may count the kills of this process's control group: of version 2, else of version 1. In a container the
-    path that the kernel gives may be the host's, and the group's files lie at the top."""
+    """Yield the files that may count the kills of this process's control group: of version 2, else of version 1. In a
+    container the path that the kernel gives may be the host's, and the group's files lie at the top."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -110,6 +123,6 @@ def _counter(file: Path) -> int | None:
 
 
 def _grown(before: int | None, now: int | None) -> str:
-    """How many more there are, in words; nothing where there are none or it is not known."""
+    """Return how many more there are, in words; empty where there are none or it is not known."""
     count = (now or 0) - (before or 0) if before is not None else 0
     return f"{count} process{'es' * (count > 1)}" if count > 0 else ""

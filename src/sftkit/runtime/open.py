@@ -1,4 +1,4 @@
-"""Open a run directory: the ranks are one run and the only one in it, and what is about to start is written down.
+"""Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
 
 What it writes is in a folder of its own until this start has done a step (rundir/attempt.py).
 """
@@ -32,8 +32,8 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         the folder to write to before `take_place`, inside the directory.
 
     Raises:
-        ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run can
-            begin there.
+        ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run
+            can begin there.
     """
     agree(rt, run_identity(recipe))
     locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
@@ -45,7 +45,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     status.neighbours = neighbours(rt)
     if rt.is_main:
         status.begin(os.environ)
-    rt.barrier()
+    rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
     if rt.is_main:
         replace_text(place / CONFIG, recipe)
@@ -58,8 +58,8 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
 
 
 def take_place(rt: Runtime) -> None:
-    """Make this start, which has done a step, the run of the directory. An earlier run is renamed, never overwritten, unless
-    this one resumes it. Every rank calls it; from here on a signal asks for a stop that saves.
+    """Make this start, which has done a step, the run of the directory. An earlier run is renamed, never overwritten,
+    unless this one resumes it. Every rank calls it; from here on a signal asks for a stop that saves.
 
     Raises:
         ConfigError: the directory cannot be renamed.
@@ -74,8 +74,12 @@ def take_place(rt: Runtime) -> None:
 
 
 def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | str:
-    """Where to write before the first step, and whether this start goes on with the run that is there. A problem is a text,
-    because the other ranks wait for one."""
+    """Lock the directory on the main rank.
+
+    Returns:
+        (where to write before the first step; whether this start goes on with the run that is there), or a problem as
+        text: the other ranks wait for an answer, so nothing is raised.
+    """
     try:
         attempt.put_back(folder)
         rt.lock = lock.take(folder)
@@ -91,7 +95,11 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
 
 
 def _take_place(status: RunStatus, rt: Runtime) -> str | None:
-    """Returns what went wrong: the other ranks wait for an answer."""
+    """Make this start the run of the directory, on the main rank.
+
+    Returns:
+        what went wrong, as the other ranks wait for an answer; None: nothing.
+    """
     folder = status.run_dir.parent
     with rt.leaving:  # a signal that came before this may be about to delete it
         try:
@@ -114,14 +122,14 @@ def _take_place(status: RunStatus, rt: Runtime) -> str | None:
 
 
 def _is_there(status: RunStatus) -> None:
-    """Note that this start is the run of the directory, which has its name again."""
+    """Note that this start is the run of the directory, which has its own name again."""
     if attempt.is_attempt(status):
         status.open(status.run_dir.parent)
     status.stepped = True
 
 
 def _end_of_signal(rt: Runtime, number: int) -> None:
-    """End the process, unless its first step is done by now."""
+    """End the process on a signal, unless its first step is done by now."""
     assert rt.status is not None
     if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
         rt.leaving.release()

@@ -1,4 +1,4 @@
-"""What moves on the last line of a terminal while something takes long, and what is said of it elsewhere. No torch."""
+"""Show on the last line of a terminal what goes on while something takes long; elsewhere print it once. No torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _DAY_SECONDS = 86_400.0
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Tell what takes a while, once for the whole run: on a terminal for as long as it takes, with its seconds; elsewhere in a
-    line of stderr at its beginning."""
+    """Show what is going on that takes a while, once for the whole run: on a terminal for as long as it takes, with its
+    seconds; elsewhere as a line of stderr at its beginning."""
     is_main = os.environ.get("RANK", "0") == "0"
     if not (is_main and terminal().is_interactive):
         if is_main:
@@ -45,8 +45,8 @@ def working(text: str) -> Iterator[None]:
 
 
 class LastLine(Progress):
-    """What is drawn under all other output of this process, by a thread, and leaves nothing. Several stand one above the
-    other. A terminal that is gone stops nothing."""
+    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several stand
+    one above the other. A terminal that is gone stops nothing."""
 
     def __init__(self, *columns: str | ProgressColumn, expand: bool = False) -> None:
         super().__init__(
@@ -55,21 +55,25 @@ class LastLine(Progress):
             transient=True,
             expand=expand,
             refresh_per_second=_REFRESHES,
+            # rich's default of 30 s would forget the evaluations and saves between the steps.
             speed_estimate_period=_DAY_SECONDS,
             redirect_stderr=sys.stderr.isatty(),  # else rich would bring a log file's lines here
         )
 
     def start(self) -> None:
+        """Start to draw."""
         with suppress(OSError, ValueError):
             super().start()
 
     def stop(self) -> None:
+        """Stop drawing and clear the line."""
         with suppress(OSError, ValueError):
             super().stop()
 
 
 class TrainingBar(LastLine):
-    """Steps done, the newest loss and speed, and the time left by the mean step, with all that came between.
+    """A bar with the steps done, the newest loss and speed, and the time left by the mean time of a step, evaluations
+    and saves included.
 
     The loop sets `step` and `newest`, and never waits: the thread that draws reads them.
     """
@@ -88,7 +92,7 @@ class TrainingBar(LastLine):
         self.add_task("", total=total_steps, completed=step)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Bring the line up to date first."""
+        """Yield the line, brought up to date first."""
         for task in self.task_ids:
             self.update(task, completed=self.step, description=self.newest)
         yield from super().get_renderables()

@@ -11,7 +11,8 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's generators, in types that torch.load(weights_only=True) accepts."""
+    """Return the states of Python's, numpy's and torch's generators, in types that torch.load(weights_only=True)
+    takes."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -22,7 +23,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """The inverse of random_state, bit for bit."""
+    """Restore the generators from what `random_state` returned, bit for bit."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -32,5 +33,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def random_key(*numbers: int) -> int:
-    """64 bits that depend on all numbers; the same on every rank and after a resume."""
+    """Return 64 bits that depend on all numbers; the same on every rank and after a resume."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())

@@ -1,5 +1,5 @@
-"""Run a script's main: what went wrong as a message, the process group closed at the end. No torch before main asks for it,
-and nothing else either: from its first line on a Ctrl-C must find somebody who answers it."""
+"""Run a script's main: errors become messages, and the process group is closed at the end. Torch is imported only when
+main asks for it, and nothing before a Ctrl-C has a handler."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from types import ModuleType
 from typing import NoReturn
 
 SPINS = "1000"
-"""How often a waiting thread of GNU's OpenMP, which torch's Linux builds have, looks before it sleeps: tens of
-microseconds instead of the milliseconds of its 300,000. Where cores are free that costs nothing; where they are not, threads would
-take them from the one that they wait for."""
+"""How often a waiting thread of GNU's OpenMP, which torch's Linux builds have, checks for work before it sleeps: tens
+of microseconds, where its default of 300,000 times takes milliseconds. Where cores are free that costs nothing; where
+they are not, waiting threads would take them from the one that they wait for."""
 
 
 def script(main: Callable[[], int | None]) -> None:
-    """Run a script's main: errors as messages, process group closed. What goes wrong in a run is told by its Runtime. What
-    main returns is the exit code; None: 0.
+    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are told by its
+    Runtime.
 
-    Until a run saves what it is told to stop, and whenever a script has nothing to save, a signal ends the process at once,
-    with what it has started: an exception in the middle of an import would end as something else, and as a traceback.
+    A signal ends the process at once, with what it has started, until a run saves before it stops, and whenever a
+    script has nothing to save: an exception in the middle of an import would end as something else, and as a traceback.
 
-    Closed only here, when main's own objects are gone: a DDP model that outlives its process group can deadlock in its
-    destructor, which waits for a gloo thread that waits for the interpreter lock.
+    The group is closed only here, when main's own objects are gone: a DDP model that outlives its process group can
+    deadlock in its destructor, which waits for a gloo thread that waits for the interpreter lock.
+
+    Args:
+        main: returns the exit code; None: 0.
     """
+    # Before anything is imported: torch alone takes seconds, in which a Ctrl-C would end as a traceback.
     signal.signal(signal.SIGINT, lambda number, _frame: _end(number, os._exit))
+    # Whoever has set the policy has chosen how threads wait. OpenMP reads the variable once, when it is loaded with
+    # torch.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from sftkit.rundir.status import report
@@ -63,6 +69,6 @@ def _end(number: int, exit: Callable[[int], NoReturn]) -> NoReturn:
 
 
 def process_group() -> ModuleType | None:
-    """Return torch.distributed where main has loaded it and joined a process group."""
+    """Return torch.distributed where main has loaded it and joined a process group; else None."""
     loaded = sys.modules.get("torch.distributed")
     return loaded if loaded is not None and loaded.is_available() and loaded.is_initialized() else None

@@ -1,4 +1,4 @@
-"""When training ends early: signals and the time limit. One rank wishes it, all ranks agree on the step."""
+"""When training ends early: signals and the time limit. One rank requests the stop, all ranks agree on the step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from sftkit.config.terminal import leave_lost_terminal, say
 from sftkit.rundir.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
-"What asks for a stop; of several that came, the first of these is the reason that is written down."
+"Signals that request a stop. Of several that came, the first in this order is the one that is written down."
 HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"In which torch's elastic launcher tells its ranks what it passes on; it kills those that do not end then."
+"""Variable in which torch's elastic launcher tells its ranks which signals it passes on; ranks that do not end, it
+kills."""
 
 _UNKNOWN_SAVE_SECONDS = 120.0
 _END, _MARK = b"\0", b"\xff"
@@ -31,19 +32,21 @@ _END, _MARK = b"\0", b"\xff"
 
 
 def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
-    """Return those of SIGNALS that this process heeds: under nohup, which has SIGHUP ignored, a terminal may be closed. But a
-    SIGHUP that torch's launcher passes on is heeded."""
+    """Return those of SIGNALS that this process heeds. Under nohup, which has SIGHUP ignored, a terminal may be closed;
+    but a SIGHUP that torch's launcher passes on is heeded."""
     passed_on = "SIGHUP" in environ.get(HANDLED_BY_TORCH, "")
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not passed_on
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 class Deadline:
-    """train.max_minutes: whether another step and the final checkpoint still fit before it."""
+    """Tell, for train.max_minutes, whether another step and the final checkpoint still fit before the limit."""
 
     def __init__(self, max_minutes: float, started: float | None = None, save_seconds: float | None = None) -> None:
-        """
+        """Set the time limit.
+
         Args:
+            max_minutes: from `started` on.
             started: Unix time; None: when this process was started.
             save_seconds: what a checkpoint of this run took before; None: unknown.
         """
@@ -52,24 +55,28 @@ class Deadline:
         self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS) if save_seconds is None else save_seconds
 
     def stepped(self, seconds: float, last_save: Mapping[str, float]) -> None:
-        """A step took so long, and the newest checkpoint (Checkpoints.last_save) so long."""
+        """Note how many seconds a step took, and the newest checkpoint (Checkpoints.last_save)."""
         self._step_seconds.append(seconds)
         self._save_seconds = save_seconds(last_save) or self._save_seconds
 
     def due(self, now: float | None = None) -> bool:
-        """Whether to stop now. Three steps are counted: all ranks read of the wish two steps after it. Before the first
-        checkpoint a tenth of the limit is kept for it, 120 s at most."""
+        """Return whether to stop now. Three steps are counted, as all ranks hear of a stop two steps after it was
+        requested. Before the first checkpoint a tenth of the limit is kept for it, 120 s at most.
+
+        Args:
+            now: Unix time; None: the present one.
+        """
         needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
         return (time.time() if now is None else now) + needed >= self._end
 
 
 def save_seconds(last_save: Mapping[str, float]) -> float | None:
-    """What a checkpoint takes, of Checkpoints.last_save; None: there is none yet."""
+    """Return the seconds that a checkpoint takes, by Checkpoints.last_save; None: there is none yet."""
     return last_save.get("block_seconds", 0.0) + last_save["write_seconds"] if "write_seconds" in last_save else None
 
 
 class Stopping:
-    """This rank's wish to end training.
+    """This rank's request to end training.
 
     Signals are read by a thread, so that they count while the main thread waits in a collective operation.
     """
@@ -84,22 +91,26 @@ class Stopping:
         self._listener: Listener | None = None
 
     def wanted(self) -> bool:
-        """Whether this rank asks for a stop."""
+        """Return whether this rank requests a stop."""
         return self.signal is not None or (self.deadline is not None and self.deadline.due())
 
     def end_at_once(self, end: Callable[[int], None]) -> None:
-        """Until `save_first` a signal ends the process: there is nothing to save, and compilers that it interrupts would
-        fail. `end` is given its number; where it returns, there is something to save by now."""
+        """Have a signal end the process until `save_first`: there is nothing to save, and compilers that it interrupts
+        would fail.
+
+        Args:
+            end: is given the signal's number; where it returns, there is something to save by now.
+        """
         self._at_once = end
         self._listen()
 
     def save_first(self) -> None:
-        """From here on a signal asks for a stop that saves; a second Ctrl-C ends the process."""
+        """Have a signal request a stop that saves, from here on; a second Ctrl-C ends the process."""
         self._at_once = None
         self._listen()
 
     def close(self) -> None:
-        """Give the signals back to what they went to before; of several that listen, the last one first."""
+        """Restore the handlers that were there before. Of several that listen, the last one closes first."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -109,6 +120,7 @@ class Stopping:
         self._listener.take_signals()
 
     def _on_signal(self, number: int) -> None:
+        """Handle a signal, in the thread that reads them."""
         now = time.monotonic()
         if number == signal.SIGHUP:
             leave_lost_terminal()
@@ -136,6 +148,8 @@ class Listener:
         self._caught_up = threading.Event()
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
+        # Python writes a signal's number to this pipe at once; a handler would wait for the main thread's next
+        # bytecode.
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
@@ -144,10 +158,11 @@ class Listener:
 
     @property
     def is_open(self) -> bool:
+        """Return whether the thread reads signals: it does until `close`."""
         return self._writing >= 0
 
     def take_signals(self) -> None:
-        """Have them come here; again after somebody else may have taken them."""
+        """Have signals come here; to be called again after somebody else may have taken them."""
         for number in heeded():
             before = signal.signal(number, lambda _number, _frame: None)
             self._handlers_before.setdefault(number, before)
@@ -182,16 +197,16 @@ class Listener:
 
 
 def _leave_to_parent(listener: Listener | None) -> None:
-    """In a process that was forked off: a data worker's signals are not ours."""
+    """Stop listening in a process that was forked off: a data worker's signals are not ours."""
     if listener is not None and listener.is_open:
         signal.set_wakeup_fd(-1)
 
 
 @contextmanager
 def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
-    """Around torch's elastic launcher: a second signal breaks off its wait for the ranks, and a Ctrl-C comes twice, from
-    the terminal and from whoever passes it on. So only the first one counts; ranks end at a second one. When they have,
-    this process exits with 128 + the signal's number."""
+    """Have torch's elastic launcher, inside, act on the first signal only. A second one would break off its wait for
+    the ranks, and end the ranks, yet a Ctrl-C comes twice: from the terminal and from whoever passes it on. When the
+    ranks have ended, this process exits with 128 + the signal's number."""
     from torch.distributed.elastic.multiprocessing import api
 
     def once(signum: int, frame: FrameType | None) -> None:
@@ -200,6 +215,7 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
+    # Private: the launcher installs this function as the handler of each signal that it takes, and takes no other.
     api._terminate_process_handler = once
     try:
         yield
@@ -209,14 +225,15 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, a signal raises SystemExit, so that what this process has started can be ended first, and its files deleted;
-    outside, runtime/script.py ends it at once."""
+    """Have a signal raise SystemExit inside, so that what this process has started can be ended first, and its files
+    deleted; outside, runtime/script.py ends it at once."""
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         leave_lost_terminal()
         say(f"\n{signal.Signals(signum).name}: ended", error=True)
         sys.exit(128 + signum)
 
+    # Without it the thread of runtime/script.py would read the signal too, and end this process at once.
     listening = signal.set_wakeup_fd(-1)
     before = {number: signal.signal(number, leave) for number in heeded()}
     try:
@@ -227,13 +244,14 @@ def exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+# Held while a child comes into being, so that `end_process` does not miss it.
 _starting = threading.Lock()
 
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Around what starts processes of ours: they hear of no Ctrl-C, not even while they import, and `end_process` sees all
-    of them. A terminal sends it to them too."""
+    """Start processes of ours inside: they hear of no Ctrl-C, which a terminal sends to them too, not even while they
+    import; and `end_process` sees all of them."""
     with _starting:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
         try:
@@ -243,8 +261,8 @@ def starting_processes() -> Iterator[None]:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process and all it started (data workers, tokenizers, compilers), waiting for nothing but those that come into
-    being."""
+    """End this process and all that it has started (data workers, tokenizers, compilers). It waits for nothing but
+    children that are just being started."""
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         try:

@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 10.0
 class Runtime:
     """This process's place in the run.
 
-    Left as a context, it puts back what the run has changed in the process; what goes wrong inside is written down and
+    As a context it puts back, at its end, what the run has changed in the process. An error inside is written down and
     printed, and ends the process.
     """
 
@@ -56,7 +56,7 @@ class Runtime:
     "bf16 | fp32"
     topology: Topology = field(default_factory=Topology)
     stopping: Stopping = field(default_factory=Stopping)
-    "this rank's wish to end early"
+    "this rank's request to end early"
     status: RunStatus | None = None
     "where this rank is in the run; None before its directory is opened"
     page: Callable[[Path], None] | None = None
@@ -123,38 +123,42 @@ class Runtime:
 
     @property
     def rank(self) -> int:
+        """Return this process's number among all of the run, from 0."""
         return self.accelerator.process_index
 
     @property
     def world_size(self) -> int:
+        """Return the number of processes of the run."""
         return self.accelerator.num_processes
 
     @property
     def data_world_size(self) -> int:
-        """Groups of ranks that hold different rows; fewer than ranks in a pipeline and under tensor and context
-        parallelism."""
+        """Return the number of groups of ranks that hold different rows; fewer than ranks in a pipeline and under
+        tensor and context parallelism."""
         return self.world_size // (self.topology.stages * self.topology.parts)
 
     @property
     def data_rank(self) -> int:
-        """Which of these groups this rank belongs to."""
+        """Return which of the `data_world_size` groups this rank belongs to, from 0."""
         return self.rank // self.topology.parts % self.data_world_size
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss of this rank's rows is computed here: not in a stage before the last."""
+        """Return whether the loss of this rank's rows is computed here: not in a stage before the last."""
         return self.rank >= self.world_size - self.world_size // self.topology.stages
 
     @property
     def device(self) -> torch.device:
+        """Return the device that this rank computes on."""
         return self.accelerator.device
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is rank 0, which alone prints and writes what stands once for the run."""
         return self.accelerator.is_main_process
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over ranks."""
+        """Return the elementwise sum over ranks of a tensor of any shape on this rank's device; every rank must ask."""
         if self.world_size == 1:
             return values
         total = values.clone()
@@ -162,13 +166,13 @@ class Runtime:
         return total
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; every rank must ask."""
+        """Return whether the flag is set on any rank; every rank must ask."""
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """What the main rank decides, on every rank; the others do not ask."""
+        """Return on every rank what the main rank decides; `decide` is called there alone. Every rank must ask."""
         if self.world_size == 1:
             return decide()
         box = [decide() if self.is_main else None]
@@ -176,7 +180,7 @@ class Runtime:
         return box[0]  # type: ignore[return-value]
 
     def united(self, names: Sequence[str]) -> list[str]:
-        """The names of all ranks, each once, in the same order on every rank; every rank must ask."""
+        """Return the names of all ranks, each once, in the same order on every rank; every rank must ask."""
         if self.topology.stages == 1:  # ranks have the same ones
             return list(names)
         found: list[Sequence[str]] = [()] * self.world_size
@@ -184,10 +188,11 @@ class Runtime:
         return list(dict.fromkeys(chain.from_iterable(found)))
 
     def barrier(self) -> None:
+        """Wait until every rank is here."""
         self.accelerator.wait_for_everyone()
 
     def main_first(self) -> AbstractContextManager[object]:
-        """The main process does it first (and fills the cache), then the others."""
+        """Return a context that the main process enters alone (and fills the cache), then the others."""
         return self.accelerator.main_process_first()
 
     def say(self, text: str, level: Level | None = None) -> None:
@@ -196,25 +201,30 @@ class Runtime:
             say(text, level=level)
 
     def stop_requested(self) -> bool:
-        """Whether any rank wishes to stop; every rank must ask."""
+        """Return whether any rank requests a stop; every rank must ask."""
         return self.any_rank(self.stopping.wanted())
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if any rank wishes to stop; every rank must ask. For evaluation and generation,
-        whose progress it is for the watchdog."""
+        """Raise Stopped on all ranks if any rank requests a stop; every rank must ask. Evaluation and generation call
+        it on their way, which also tells the watchdog that they go on."""
         if self.status is not None:
             self.status.progress()
         if self.stop_requested():
             raise Stopped
 
     def agreed_signal(self) -> int | None:
-        """The signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
 
 
 def resolve_precision(wanted: str) -> str:
-    """'auto' follows the launcher's mixed_precision, else bf16 on a GPU that has it, else fp32."""
+    """Return "bf16" or "fp32": 'auto' follows the launcher's mixed_precision, else it is bf16 on a GPU that has it,
+    else fp32.
+
+    Raises:
+        ConfigError: the launcher's mixed_precision is neither "no" nor "bf16".
+    """
     if wanted != "auto":
         return wanted
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -229,10 +239,10 @@ def resolve_precision(wanted: str) -> str:
 def start(
     run: RunConfig, train: TrainConfig, dashboard: str | None = None, page: Callable[[Path], None] | None = None
 ) -> Runtime:
-    """Join the process group, seed every generator.
+    """Join the process group, seed every generator, and return the Runtime.
 
-    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compile/contract.py and
-    engine/step.py.
+    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compile/contract.py
+    and engine/step.py.
 
     Args:
         dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.
@@ -241,6 +251,7 @@ def start(
     Raises:
         ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
+    # Before Accelerate looks for the other processes: what is missing would be a wait, or a run of its own for each.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages_of(train))
@@ -250,6 +261,7 @@ def start(
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
+            # Buffers are computed alike on every rank; gradients as views of the buckets need no second copy.
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
@@ -265,7 +277,7 @@ def start(
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
-    """Our own messages as plain lines; warnings only from the libraries that chat at info level."""
+    """Log our own messages as plain lines, and only warnings of the libraries that chat at info level."""
     logging.basicConfig(level=level, handlers=[SayHandler()], format="%(message)s")
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
@@ -274,12 +286,12 @@ def quiet_libraries(level: int = logging.INFO) -> None:
 
 
 def start_device() -> torch.device:
-    """For scripts without a process group: the GPU if there is one, else the CPU."""
+    """Return the device for scripts without a process group: the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Python, numpy, torch CPU and every GPU."""
+    """Seed the generators of Python, numpy, torch on the CPU and every GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -287,8 +299,8 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
-    """Inside, Python's cycle collector runs only when the yielded function, gc.collect, is called: never in the middle of
-    a step, where it would stop one rank and with it all. What exists already is never looked at again."""
+    """Keep Python's cycle collector, inside, from running except when the yielded function, gc.collect, is called: in
+    the middle of a step it would stop one rank, and with it all. Objects that exist already are not examined."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -31,7 +31,7 @@ _IN_LOOP = ("data", "step")
 
 @contextmanager
 def watched(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
-    """Inside, a hang or another rank's failure ends the process, and an error is written down for the other ranks."""
+    """End the process, inside, on a hang or another rank's failure, and write an error down for the other ranks."""
     dog = Watchdog(rt, status, run)
     dog.start()
     try:
@@ -44,7 +44,7 @@ def watched(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
 
 
 class Watchdog:
-    """Looks once a second at what the main thread last noted in `status`."""
+    """A thread that looks once a second at what the main thread last noted in `status`."""
 
     def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
         self._rt, self._status, self._run = rt, status, run
@@ -55,9 +55,11 @@ class Watchdog:
         self._others_failed_at: float | None = None
 
     def start(self) -> None:
+        """Start to watch."""
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread and close this rank's heartbeat."""
         self._stopped.set()
         self._thread.join()
         heartbeat, self._status.heartbeat = self._status.heartbeat, None
@@ -65,7 +67,7 @@ class Watchdog:
             os.close(heartbeat)
 
     def limit(self) -> float:
-        """Seconds that the present phase may take."""
+        """Return the seconds that the present phase may take."""
         status = self._status
         if status.phase not in _IN_LOOP or status.step <= self._first_step:
             return self._run.start_timeout_seconds
@@ -102,8 +104,8 @@ class Watchdog:
             self._flushed = time.monotonic()
 
     def _look_at_others(self) -> None:
-        """Another rank's error or death: this one has some seconds to notice by itself, in a collective that fails. NCCL's
-        do not fail: they wait, and the launcher kills who waits for 30 s."""
+        """End this rank some seconds after another one has failed or died. Before, it may notice by itself, in a
+        collective that fails. NCCL's do not fail: they wait, and the launcher kills who waits for 30 s."""
         own = error_file(self._status.run_dir, self._status.rank)
         told = any(path != own for path in error_files(self._status.run_dir))
         gone = self._status.gone() if self._rt.stopping.signal is not None and not told else []
@@ -118,6 +120,11 @@ class Watchdog:
             self._end()
 
     def _bite(self, idle: float) -> None:
+        """Write down that this rank hangs, where it is and who keeps it waiting, and end the process.
+
+        Args:
+            idle: seconds since its last progress.
+        """
         status = self._status
         stack = main_stack()
         text = f"rank {status.rank} hangs at step {status.step} in phase {status.phase}, last progress {idle:.0f} s ago"
@@ -162,8 +169,8 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
         silent_after: seconds; who was not heard of for so long is stopped or gone, whatever it was last seen at.
 
     Returns:
-        (the ranks that are silent, else those that are behind the others, none if all are at the same place; where every
-        rank is, in words)
+        (the ranks that are silent, else those that are behind the others, none if all are at the same place; where
+        every rank is, in words)
     """
     places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
@@ -184,6 +191,7 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
 
 
 def main_stack() -> str:
-    """Where the main thread is, as Python sees it, innermost call last."""
+    """Return where the main thread is, as Python sees it, innermost call last."""
+    # In spite of its underscore documented by Python, and the only way to another thread's stack.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

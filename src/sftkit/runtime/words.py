@@ -4,5 +4,9 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 row, 2,000 rows. `noun` is one whose plural has an s."""
+    """Return a number with its noun: 1 row, 2,000 rows.
+
+    Args:
+        noun: one whose plural has an s.
+    """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
+    """Start the bench, and return the exit code."""
     from sftkit.experiments.bench import run
 
     return run.main()

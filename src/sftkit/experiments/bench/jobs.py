@@ -1,4 +1,5 @@
-"""From a plan to what the process of each run is told: a recipe that is checked as every recipe is. No torch in this file."""
+"""From a plan to what the process of each run is told: a recipe that is checked as every recipe is. No torch in this
+file."""
 
 from __future__ import annotations
 
@@ -63,12 +64,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where its job.json, log.txt, metrics.jsonl and row.json lie."""
+        """Return where its job.json, log.txt, metrics.jsonl and row.json lie."""
         return Path(self.config.run.dir)
 
 
 def save_job(job: Job) -> Path:
-    """Write job.json into the job's folder, which is made."""
+    """Write job.json into the job's folder, which is made, and return its path."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "job.json"
     path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
@@ -76,15 +77,15 @@ def save_job(job: Job) -> Path:
 
 
 def read_job(path: Path) -> Job:
-    """What `save_job` wrote."""
+    """Return what `save_job` wrote."""
     return TypeAdapter(Job).validate_json(path.read_bytes())
 
 
 def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
-    """The runs of a plan, ablations expanded, settings checked as those of a recipe are; results go under `out`.
+    """Return the runs of a plan: ablations expanded, settings checked as those of a recipe are; results go under `out`.
 
     Args:
-        only: names of the runs wanted; None: all.
+        only: names of the runs to return; None: all.
 
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
@@ -108,14 +109,14 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
 
 
 def _beside(plan: BenchPlan, folder: Path) -> BenchPlan:
-    """The plan with the file of lengths, if it names one, as a path that holds anywhere."""
+    """Return the plan with the file of lengths, if it names one, as a path that holds anywhere."""
     if plan.data.lengths is None:
         return plan
     return replace(plan, data=replace(plan.data, lengths=str((folder / plan.data.lengths).absolute())))
 
 
 def _cap(data: DataPlan) -> int:
-    """Positions of the longest document."""
+    """Return the positions of the longest document."""
     if data.documents is not None:
         return data.documents.cap
     if data.stage is not None:
@@ -125,6 +126,11 @@ def _cap(data: DataPlan) -> int:
 
 
 def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
+    """Resolve a run of the plan.
+
+    Raises:
+        ConfigError: its worker or its settings are wrong.
+    """
     steps = run.steps or plan.steps
     worker = None if run.worker is None else path.parent / run.worker
     if worker is not None and not worker.is_file():
@@ -149,7 +155,11 @@ def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
 
 
 def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
-    """The recipe of a run: the plan's defaults, `set` over them, and what the bench fills in."""
+    """Return the recipe of a run: the plan's defaults, `set` over them, and what the bench fills in.
+
+    Raises:
+        ConfigError: with the places in the plan, not in the recipe that is made of it.
+    """
     flat = dict(_leaves(plan.defaults)) | run.set
     own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in _OWN.items() if key in flat]
     if own:
@@ -167,6 +177,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     sections["model"]["scratch"] = plan.models[run.model]
     for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
         _put(sections, key.split("."), value)
+    # Read as a file, so that it is checked as every recipe is; problems are told where the plan has them.
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(render(sections))
@@ -179,7 +190,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
 
 
 def _sources(data: DataPlan) -> dict[str, Any]:
-    """The sections of a recipe that say what is learned from, and with which tokenizer."""
+    """Return the sections of a recipe that say what is learned from, and with which tokenizer."""
     if data.stage is None:
         return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
     plain = TypeAdapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)
@@ -187,7 +198,7 @@ def _sources(data: DataPlan) -> dict[str, Any]:
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested settings."""
+    """Yield (dotted key, value) of nested settings."""
     for key, item in value.items():
         if isinstance(item, dict) and item:
             yield from _leaves(item, f"{prefix}{key}.")

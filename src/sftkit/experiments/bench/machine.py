@@ -29,7 +29,7 @@ WARM_SECONDS = 0.5
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions and ceilings; a ceiling is None where there is no GPU."""
+    """Return device, driver, versions and ceilings; a ceiling is None where there is no GPU."""
     cuda = device.type == "cuda"
     peak = peak_flops(device)
     return {
@@ -47,7 +47,8 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """bf16 products of two random 8192 x 8192 matrices, the median: constants would take less power and run faster."""
+    """Return the TFLOP/s of bf16 products of two random 8192 x 8192 matrices, the median: constants would take less
+    power and run faster."""
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(_SIDE, _SIDE, device=device, generator=generator).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -55,14 +56,14 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def copy_tb_per_sec(device: torch.device) -> float:
-    """A copy of 4 GiB within the device's memory, bytes read plus bytes written."""
+    """Return the TB/s of a copy of 4 GiB within the device's memory, bytes read plus bytes written."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2.0 * COPY_BYTES / median_seconds(lambda: target.copy_(source)) / 1e12
 
 
 def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
-    """Of one call on the GPU, by CUDA events, after WARM_SECONDS of it."""
+    """Return the median seconds of one call on the GPU, by CUDA events, after WARM_SECONDS of calls."""
     end = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < end:
         work()
@@ -77,7 +78,7 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
 
 
 def driver() -> str | None:
-    """The driver's version, None where nvidia-smi does not say."""
+    """Return the driver's version; None where nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]

@@ -53,8 +53,8 @@ class StageData:
 
 @settings
 class DataPlan:
-    """Synthetic chats, the same documents for every run of the same seed and vocabulary, of sizes that `documents` or `lengths`
-    says; or what `stage` reads. One of the three is given."""
+    """What the runs of a plan learn from. One of the three is given: `documents` or `lengths`, sizes of synthetic
+    chats, the same documents for every run of the same seed and vocabulary; or `stage`, what a stage's script reads."""
 
     row_length: Positive
     "data.row_length of packed runs"
@@ -65,7 +65,8 @@ class DataPlan:
     "what models with an encoder need: a made-up text says nothing of a picture"
     seed: NonNegative = 0
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    "share of each document's positions that are trained, at its end, as an answer is; 1: all tokens; not with `lengths`"
+    """share of each document's positions that are trained, at its end, as an answer is; 1: all tokens; not with
+    `lengths`"""
     zipf: Annotated[float, Field(ge=0.0)] = 1.0
     "tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the vocabulary: what a model can learn of them"
 
@@ -108,13 +109,14 @@ class RunPlan:
 
     @property
     def started(self) -> Processes:
-        """How its processes are started."""
+        """Return how its processes are started."""
         return Processes(count=self.processes, topology=self.topology, parallelism=self.parallelism)
 
 
 @settings
 class Ablations:
-    """Runs that change a little of one run: `of`'s steps, the name `of: label`, and `of` as the baseline."""
+    """Runs that each change a little of one run, `of`: they have its steps, the name `of: label`, and it as their
+    baseline."""
 
     of: str
     each: dict[str, dict[str, Any]]
@@ -137,12 +139,12 @@ class BenchPlan:
 
 
 def slug(name: str) -> str:
-    """A run's name as a folder name."""
+    """Return a run's name as a folder name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
 
 
 def read_plan(path: Path) -> BenchPlan:
-    """The plan file over those that it `extends`, as recipes do.
+    """Read the plan file over those that it `extends`, as recipes do.
 
     Raises:
         ConfigError: unknown or missing keys, values of the wrong kind: all of them, with a suggestion.
@@ -162,7 +164,7 @@ def read_plan(path: Path) -> BenchPlan:
 
 
 def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
-    """What is wrong, in words."""
+    """Return what is wrong, in words."""
     if error["type"] in ("missing", "missing_argument"):
         return "is required"
     if error["type"] == "unexpected_keyword_argument":
@@ -173,7 +175,7 @@ def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
 
 
 def _class_at(keys: Keys) -> Any:
-    """The class whose fields stand at these keys of a plan."""
+    """Return the class whose fields stand at these keys of a plan."""
     inside = {
         "data": DataPlan,
         "documents": DocumentLengths,
@@ -189,7 +191,7 @@ def _class_at(keys: Keys) -> Any:
 
 
 def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
-    """The runs of the plan, then those that its ablations make."""
+    """Return the runs of the plan, then those that its ablations make."""
     runs = list(plan.runs)
     if plan.ablations is None:
         return runs
@@ -210,7 +212,7 @@ def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
 
 
 def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
-    """What is wrong between the parts of a plan: names, references, steps, lengths."""
+    """Yield what is wrong between the parts of a plan: names, references, steps, lengths."""
     names = [run.name for run in runs]
     yield from (f'runs: "{name}" is given {n} times' for name, n in Counter(names).items() if n > 1)
     for folder, n in Counter(slug(name) for name in dict.fromkeys(names)).items():
@@ -243,6 +245,7 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
 
 
 def not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
+    """Yield a problem for each name that no run has."""
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -280,5 +283,5 @@ def read_lengths(path: Path) -> Lengths:
 
 
 def sigma(documents: DocumentLengths) -> float:
-    """The lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
+    """Return the lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
     return math.sqrt(2.0 * math.log(documents.mean / documents.median))

@@ -1,4 +1,5 @@
-"""The processes of a run: one, or several that `accelerate launch` starts in a topology; how they end. No torch in this file."""
+"""The processes of a run: one, or several that `accelerate launch` starts in a topology; how they end. No torch in this
+file."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Processes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the mesh that are named anywhere: those here, else the topology's own; {}: none are."""
+        """Return the sizes of the mesh that are named anywhere: those here, else the topology's own; {}: none are."""
         if self.parallelism is not None:
             return asdict(self.parallelism)
         named = accelerate_config(self.topology).get("parallelism_config", {}) if self.topology else {}
@@ -58,25 +59,25 @@ class Processes:
         return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
 
     def data_ranks(self, train: TrainConfig) -> int:
-        """Groups of processes that train different rows: those of tensor and context parallelism and the stages of a pipeline
-        share theirs."""
+        """Return the number of groups of processes that train different rows: those of tensor and context parallelism
+        and the stages of a pipeline share theirs."""
         stages = stages_of(train) or self.count
         return max(1, self.count // (stages * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
 
 
 def _topologies() -> list[str]:
-    """The topologies that a plan can name."""
+    """Return the topologies that a plan can name."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def accelerate_config(topology: str) -> dict[str, Any]:
-    """The Accelerate config of a topology, as it lies in accelerate_configs."""
+    """Return the Accelerate config of a topology, as it lies in accelerate_configs."""
     config: dict[str, Any] = yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
     return config
 
 
 def wrong_processes(processes: Processes) -> Iterator[str]:
-    """What is wrong with a run's processes, topology and parallelism, each with its key."""
+    """Yield what is wrong with a run's processes, topology and parallelism, each with its key."""
     if processes.topology is None:
         if processes.count > 1:
             yield f"processes: {processes.count} need a topology: one of {', '.join(_topologies())}"
@@ -97,9 +98,9 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
 
 
 def bench_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a run and the environment variables that it needs.
+    """Return the command that starts a run and the environment variables that it needs.
 
-    A launched run's Accelerate config lies beside its job file, with what the run changes of the topology's.
+    A launched run's Accelerate config is written beside its job file, with what the run changes of the topology's.
     """
     words = ["-m", "sftkit.experiments.bench.worker"] if worker is None else [worker]
     if processes.topology is None:
@@ -113,6 +114,7 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
     path = job_file.with_name("accelerate.yaml")
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     launch = Launch(path, processes.count, summary="")
+    # Variables that the user has set stay as they are.
     environment = {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // processes.count)),  # accelerate launch would set 1
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
@@ -123,9 +125,10 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
 
 
 def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
-    """Run a command, its output into `log`; None if it ended well, else how it ended and its last line.
+    """Run a command, its output into `log`. Return how it ended and its last line; None: it ended well.
 
-    It is over when this returns: what it has started is killed with it if the time is up or this process is interrupted.
+    It is over when this returns: what it has started is killed with it if the time is up or this process is
+    interrupted.
     """
     with log.open("w") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
@@ -158,7 +161,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_failure(log: Path, error: str | None) -> str:
-    """Why a launched run failed: the rank that a signal killed, if one was, then the first error.
+    """Return why a launched run failed: the rank that a signal killed, if one was, then the first error.
 
     Args:
         error: what a rank wrote of itself; None: no rank came to that, so the log's first error is taken.

@@ -37,7 +37,7 @@ SEVERAL: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = 
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Machine, speeds, losses against a reference, graphs, failures, notes."""
+    """Return the results as Markdown: machine, speeds, losses against a reference, graphs, failures, notes."""
     rows: list[ResultRow] = results["runs"]
     tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
     parts = [machine_lines(results["machine"]), *tables, failures(rows), notes(rows)]
@@ -45,7 +45,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def machine_lines(machine: dict[str, Any]) -> str:
-    """What the runs ran on and what it reaches without a model."""
+    """Return what the runs ran on and what it reaches without a model."""
     if "device" not in machine:
         return f"Machine: not measured: {machine.get('error', 'unknown')}"
     known = [f"{name} {text}" for name, text in machine["versions"].items() if text]
@@ -61,7 +61,7 @@ def machine_lines(machine: dict[str, Any]) -> str:
 
 
 def speed_table(rows: Sequence[ResultRow]) -> str:
-    """One line per run that succeeded: the median of its timed windows, with the slowest and the fastest."""
+    """Return a line for each run that succeeded: the median of its timed windows, with the slowest and the fastest."""
     good = {row["name"]: row for row in rows if not row["error"]}
     several = SEVERAL if any(gpus(row) > 1 for row in good.values()) else ()
     columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
@@ -70,7 +70,7 @@ def speed_table(rows: Sequence[ResultRow]) -> str:
 
 
 def loss_table(rows: Sequence[ResultRow]) -> str:
-    """Runs against the run that they should train like, over the steps that both logged."""
+    """Return runs against the run that they should train like, over the steps that both logged."""
     good = {row["name"]: row for row in rows if not row["error"]}
     pairs = [(row, good[row["same_loss_as"]]) for row in good.values() if row["same_loss_as"] in good]
     cells = []
@@ -95,7 +95,8 @@ def loss_table(rows: Sequence[ResultRow]) -> str:
 
 
 def graph_table(rows: Sequence[ResultRow]) -> str:
-    """Sizes and collectives of the captured graphs of each run, before and after every pass that changed them."""
+    """Return sizes and collectives of the captured graphs of each run, before and after every pass that changed
+    them."""
     cells = []
     for row in rows:
         known: dict[str, str] = {}
@@ -108,7 +109,8 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
 
 
 def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
-    """Step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not finite."""
+    """Return step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not
+    finite."""
     shared = {
         step: (row["losses"][step], reference["losses"][step]) for step in row["losses"] if step in reference["losses"]
     }
@@ -116,19 +118,19 @@ def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
 
 
 def failures(rows: Sequence[ResultRow]) -> str:
-    """Runs without numbers, and why."""
+    """Return the runs without numbers, and why."""
     lines = [f"- {row['name']}: {' '.join(str(row['error']).split())[:400]}" for row in rows if row["error"]]
     return "Failed:\n\n" + "\n".join(lines) if lines else ""
 
 
 def notes(rows: Sequence[ResultRow]) -> str:
-    """What rows say of themselves."""
+    """Return what rows say of themselves."""
     lines = [f"- {row['name']}: {row['note']}" for row in rows if row.get("note")]
     return "Notes:\n\n" + "\n".join(lines) if lines else ""
 
 
 def line(row: ResultRow) -> str:
-    """One run for the console, as it ends."""
+    """Return one run for the console, as it ends."""
     if row["error"]:
         return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
     return (
@@ -139,55 +141,62 @@ def line(row: ResultRow) -> str:
 
 
 def gpus(row: ResultRow) -> int:
-    """Processes of a run, a GPU each."""
+    """Return the number of processes of a run, a GPU each."""
     return int(row.get("world_size", 1))
 
 
 def topology(row: ResultRow) -> str:
-    """Its name, and the sizes of the mesh that are not 1: `fsdp2 (dp_shard 2, tp 2)`."""
+    """Return the topology's name, and the sizes of the mesh that are not 1: `fsdp2 (dp_shard 2, tp 2)`."""
     mesh = {key.removesuffix("_size"): size for key, size in row.get("mesh", {}).items() if size > 1}
     sizes = ", ".join(f"{key} {size}" for key, size in mesh.items())
     return (row.get("topology") or "-") + (f" ({sizes})" if sizes else "")
 
 
 def middle(values: dict[str, Any] | None) -> float | None:
+    """Return the median of what `spread` returned; None where it is unknown."""
     return None if values is None else float(values["median"])
 
 
 def steps_per_sec(row: ResultRow) -> float | None:
+    """Return optimizer steps per second, by the median window; None where it is unknown."""
     seconds = middle(row.get("step_seconds"))
     return 1.0 / seconds if seconds else None
 
 
 def first_steps(row: ResultRow) -> str:
-    """Seconds from before anything is compiled to the end of the warm-up steps, and how many those are."""
+    """Return the seconds from before anything is compiled to the end of the warm-up steps, and how many steps those
+    are."""
     seconds = row.get("first_steps_seconds")
     return "-" if seconds is None else f"{seconds:.1f} ({row['steps']['warm_up']} steps)"
 
 
 def last_loss(row: ResultRow) -> float | None:
+    """Return the loss of the last logged window, in nats per target token; None without one."""
     return next(reversed(list(row["losses"].values())), None)
 
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Useful tokens/s over those of the baseline."""
+    """Return useful tokens/s over those of the baseline, with the baseline's name."""
     mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
     return f"{mine / its:.2f} x {baseline['name']}" if mine and its and baseline else "-"
 
 
 def speed(values: dict[str, Any] | None) -> str:
+    """Return the median of what `spread` returned, with its extremes."""
     return "-" if values is None else f"{values['median']:,.0f} ({values['min']:,.0f} to {values['max']:,.0f})"
 
 
 def percent(value: float | None) -> str:
+    """Return a share, 0-1, in percent, or a dash for what is unknown."""
     return number(None if value is None else 100.0 * value, "{:.1f} %")
 
 
 def number(value: float | None, form: str) -> str:
-    """The number, or a dash for what is unknown."""
+    """Return the number, or a dash for what is unknown."""
     return "-" if value is None else form.format(value)
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)

@@ -1,4 +1,8 @@
-"""What one run's row of the results holds, from its logged lines; the same for sftkit and for whatever stands beside it."""
+"""What one run's row of the results holds, from its logged lines; the same for sftkit and for whatever stands beside
+it.
+
+The keys of a line of metrics.jsonl are those of docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,19 @@ from sftkit.experiments.bench.plan import Steps
 from sftkit.rundir.names import GRAPHS
 from sftkit.tracking.rows import MetricsLine
 
-"A line of metrics.jsonl; the keys are those of docs/metrics.md."
-
 
 def read_lines(path: Path) -> list[MetricsLine]:
-    """The logged lines of a run."""
+    """Return the logged lines of a run."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _timed(lines: Sequence[MetricsLine], steps: Steps) -> list[MetricsLine]:
-    """The windows after the warm-up steps."""
+    """Return the windows after the warm-up steps."""
     return [line for line in lines if line["step"] > steps.warm_up]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Median, extremes and all windows of a quantity; None where it is unknown."""
+    """Return median, extremes and all windows of a quantity; None where it is unknown."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -38,7 +40,7 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def row_head(job: Job) -> dict[str, Any]:
-    """What a row says of its run whether or not it succeeds."""
+    """Return what a row says of its run whether or not it succeeds."""
     return {
         "name": job.name,
         "model": job.model_name,
@@ -57,7 +59,8 @@ def row_head(job: Job) -> dict[str, Any]:
 
 
 def graphs_of(folder: Path) -> list[dict[str, str]]:
-    """What graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its size, in order."""
+    """Return what graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its
+    size, in order."""
     found = sorted((folder / GRAPHS).glob("*/*.txt"))
     largest = max((path.parent.name for path in found), key=_positions, default=None)
     rows = []
@@ -70,7 +73,7 @@ def graphs_of(folder: Path) -> list[dict[str, str]]:
 
 
 def _positions(shape: str) -> int:
-    """Of a folder that is named for a shape, ROWSxLENGTH."""
+    """Return the positions of a folder that is named for a shape, ROWSxLENGTH."""
     rows, length = shape.split("x")
     return int(rows) * int(length)
 
@@ -81,7 +84,7 @@ def measured(
     world_size: int = 1,
     documents: Callable[[int, int], int] | None = None,
 ) -> dict[str, Any]:
-    """Speed, memory, padding and losses out of the logged lines of a run.
+    """Return speed, memory, padding and losses from the logged lines of a run.
 
     Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window. Tokens/s are
     those of all ranks together, and of one rank on average in tok_per_sec_per_gpu.
@@ -118,7 +121,8 @@ def measured(
 
 
 def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What every rank counted, and for the row the most of it on any rank: one recompile anywhere is a recompile.
+    """Return what every rank counted, and for the row the most of it on any rank: one recompile anywhere is a
+    recompile.
 
     Args:
         ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
@@ -137,7 +141,7 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
-    """What a process of a run does: run it and write its row, which says so if it failed; exit code 1 then.
+    """Run a job in this process and write its row, which says so if the run failed; the exit code is 1 then.
 
     Of several ranks the main one writes the row; one that fails writes in its place, and the first to do so is kept.
     """
@@ -158,7 +162,8 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:
-    """row.json in the run's folder, what the bench reads when the processes have ended; a row that is there stays."""
+    """Write row.json into the run's folder, for the bench to read when the processes have ended; a row that is there
+    stays."""
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))
     try:

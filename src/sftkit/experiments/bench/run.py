@@ -30,7 +30,7 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 
 def main() -> int:
-    """Returns the exit code: 1 if a run failed."""
+    """Run a plan, or print earlier results, as the words say. Return the exit code: 1 if a run failed."""
     words = Parser((__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.bench"))
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
@@ -48,12 +48,16 @@ def main() -> int:
 
 
 def plan_name(plan: Path) -> str:
-    """benchmarks/h200_step/plan.yaml is h200_step, another file its own name."""
+    """Return the name of a plan: benchmarks/h200_step/plan.yaml is h200_step, another file its own name."""
     return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
 
 
 def read_bench_results(path: Path) -> dict[str, Any]:
-    """results.json as `bench` wrote it."""
+    """Return results.json as `bench` wrote it.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -64,7 +68,14 @@ def read_bench_results(path: Path) -> dict[str, Any]:
 
 
 def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any]:
-    """All runs of a plan, one after the other; out/results.json is whole after each of them, out/report.md too."""
+    """Run a plan, one run after the other. out/results.json is whole after each of them, out/report.md too.
+
+    Returns:
+        what results.json holds.
+
+    Raises:
+        ConfigError: the plan is wrong, or `out` holds results already.
+    """
     jobs = read_jobs(plan, out, only)
     if (out / "results.json").exists():
         raise ConfigError(f"--out: {out} holds results already: name another folder")
@@ -91,7 +102,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
 
 
 def _write(out: Path, results: dict[str, Any]) -> None:
-    """results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
+    """Write results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
     for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown(results))):
         temporary = out / f".{name}.tmp"
         temporary.write_text(text)
@@ -99,7 +110,7 @@ def _write(out: Path, results: dict[str, Any]) -> None:
 
 
 def machine(out: Path) -> dict[str, Any]:
-    """The ceilings of this machine, or why they could not be measured."""
+    """Return the ceilings of this machine, or why they could not be measured."""
     path = out / "machine.json"
     command = [sys.executable, "-m", "sftkit.experiments.bench.machine", str(path)]
     ended = run_logged(command, out / "machine.log", {}, MACHINE_TIMEOUT_SECONDS)
@@ -107,7 +118,8 @@ def machine(out: Path) -> dict[str, Any]:
 
 
 def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
-    """A run that others start warm from saves its compiled code in a file, and those load it: compile.cache."""
+    """Return the job with compile.cache where others start warm from it, or it from another: that one saves its
+    compiled code in a file, and the others load it."""
     source = job.warm_from or (job.name if any(other.warm_from == job.name for other in jobs) else None)
     if source is None:
         return job
@@ -116,7 +128,8 @@ def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
 
 
 def _run_job(job: Job, caches: Path) -> dict[str, Any]:
-    """Run one job in a new process with empty caches of its own; its row, which says so if it failed."""
+    """Run one job in a new process with empty caches of its own, and return its row, which says so if the run
+    failed."""
     path = save_job(job)
     cache = caches / slug(job.name)
     cache.mkdir()
@@ -128,6 +141,7 @@ def _run_job(job: Job, caches: Path) -> dict[str, Any]:
         **needed,
         **job.environment,
     }
+    # A process may end badly after its row was written, or without one: then the row says how it ended.
     written, log = job.folder / "row.json", job.folder / "log.txt"
     written.unlink(missing_ok=True)
     ended = run_logged(command, log, environment, job.timeout_seconds)

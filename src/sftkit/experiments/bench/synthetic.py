@@ -19,7 +19,8 @@ from sftkit.ops.attention import plain_implementation
 
 
 def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
-    """Chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal, or of a file.
+    """Return chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal,
+    or of a file.
 
     A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
 
@@ -29,6 +30,7 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     rng = np.random.default_rng(data.seed)
     lengths, targets = _sizes(data, rng)
     offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+    # Tokens by inverse transform sampling: a uniform number is looked up in the cumulated probabilities of the ranks.
     weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
     token_of_rank = rng.permutation(vocab_size).astype(np.int32)
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
@@ -39,7 +41,7 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
 
 
 def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and targets of each document, int64 [D] both."""
+    """Return the positions and targets of each document, int64 [D] both."""
     if data.documents is None:
         assert data.lengths is not None
         return tuple(np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths)))  # type: ignore[return-value]
@@ -56,10 +58,12 @@ def new_model(
     attention: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
-    """Random weights made on the device and rounded to bf16, in fp32 too, so that all runs start from the same ones.
+    """Return a model with random weights, made on the device and rounded to bf16, in fp32 too, so that all runs start
+    from the same ones.
 
     Args:
         fields: of a transformers config, with model_type.
+        precision: "bf16" or "fp32", the dtype of the parameters.
         attention: transformers' attn_implementation; None: its own of this model.
         tokenizer: what special ids and, where fields have none, the vocabulary come from; None: tokens are made up.
 
@@ -82,6 +86,7 @@ def new_model(
         kind_of(config).prepare(model, tokenizer)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
+    # The fp32 weights of the initialisation are no part of the run's peak.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,5 @@
-"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a stage.
+"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a
+stage.
 
 python -m sftkit.experiments.bench.worker JOB.json
 """
@@ -37,12 +38,12 @@ from sftkit.train.assemble import Run, Start, engine_of, lay_out, load_data
 from sftkit.train.loop import train
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
-"Of stages whose script names another one than NextToken."
+"Stage -> its objective, where its script names another one than NextToken."
 
 
 @dataclass(frozen=True)
 class NoCheckpoints:
-    """What train.loop asks of checkpoints, where nothing is saved."""
+    """The checkpoints that train.loop asks for, where nothing is saved."""
 
     run_dir: Path
     resumed_from: Path | None = None
@@ -69,7 +70,8 @@ class NoCheckpoints:
 
 
 class Probe(Tracker):
-    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak, the compiles."""
+    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak memory and the
+    compiler's counters."""
 
     noted: tuple[int, ...] = (1,)
     "steps whose end is noted"
@@ -78,6 +80,7 @@ class Probe(Tracker):
     compile: dict[str, float | None]
 
     def advance(self, step: int) -> None:
+        """Note the time, with nothing left to do on the device, where the end of this step is asked for."""
         super().advance(step)
         if step in self.noted:
             if torch.cuda.is_available():
@@ -85,6 +88,7 @@ class Probe(Tracker):
             self.ended[step] = time.perf_counter()
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
+        """Keep the largest peak and the newest counters of the compiler."""
         super().log_metrics(step, total_steps, values)
         peak = values["mem/peak_gib"]
         if peak is not None:
@@ -93,7 +97,8 @@ class Probe(Tracker):
 
 
 def on_every_rank(probe: Probe) -> list[dict[str, Any]]:
-    """What each rank saw, in order of rank; every rank calls it, and then the main rank has written all its lines."""
+    """Return what each rank saw, in order of rank. Every rank calls it; afterwards the main rank has written all its
+    lines."""
     cuda = torch.cuda.is_available()
     mine = {
         "peak_memory_gib": probe.peak_memory_gib,
@@ -108,7 +113,11 @@ def on_every_rank(probe: Probe) -> list[dict[str, Any]]:
 
 
 def joined(job: Job) -> runtime.Runtime:
-    """The runtime of this process among those that the plan asks for."""
+    """Return the runtime of this process among those that the plan asks for.
+
+    Raises:
+        ConfigError: fewer or more processes have joined.
+    """
     rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
     if rt.world_size != job.processes.count:
         raise ConfigError(
@@ -119,13 +128,14 @@ def joined(job: Job) -> runtime.Runtime:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train as the job says; its row."""
+    """Train as the job says, and return its row."""
     with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
         return measured_run(job, rt)
 
 
 def _tokenizer_of(job: Job, rt: runtime.Runtime) -> PreTrainedTokenizerBase | None:
-    """That of data.stage, trained by the first run of a bench for all of them; None: tokens are made up."""
+    """Return the tokenizer of data.stage, trained by the first run of a bench for all of them; None: tokens are made
+    up."""
     cfg = job.config
     if job.data.stage is None:
         return None
@@ -139,7 +149,8 @@ def batches_of(
     tokenizer: PreTrainedTokenizerBase | None,
     objective: Objective,
 ) -> Batches:
-    """What a job trains on, laid out: synthetic documents, or what a stage's script would read, from the cache if it is there."""
+    """Return what a job trains on, laid out: synthetic documents, or what a stage's script would read, from the cache
+    if it is there."""
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
@@ -153,8 +164,9 @@ def batches_of(
 
 
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
-    """The row of a job in a process that has joined its group."""
+    """Return the row of a job in a process that has joined its group."""
     cfg, stage = job.config, job.data.stage
+    # As train.assemble makes a model, but with random weights and the same ones in every run.
     tokenizer = _tokenizer_of(job, rt)
     orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device, tokenizer=tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
@@ -165,6 +177,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)
     batches = batches_of(job, rt, orig_model, tokenizer, objective)
 
+    # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
     started = time.perf_counter()
     engine = engine_of(cfg, rt, job.folder, orig_model, objective, batches.layout)
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))

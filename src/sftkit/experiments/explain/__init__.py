@@ -1,1 +1,2 @@
-"""What the compiler makes of a model: where it breaks, which module is to blame, which kernels come out. Measured here and now."""
+"""What the compiler makes of a model, measured here and now: where its graph breaks, which module is to blame, which
+kernels come out."""

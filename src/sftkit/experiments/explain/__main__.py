@@ -4,6 +4,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
+    """Explain what the words name, and return the exit code."""
     from sftkit.experiments.explain.flags import parse
 
     args, cfg = parse()  # whatever is wrong with words and recipe is refused here, before torch is imported

@@ -1,5 +1,5 @@
-"""The smallest module that breaks, that is compiled again, or that differs from eager: found from the top down, confirmed from
-the bottom up."""
+"""The smallest module that breaks, that is compiled again, or that differs from eager: found from the top down,
+confirmed from the bottom up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch.utils import _pytree as pytree
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
@@ -36,12 +36,12 @@ class ProbedModule:
 
     @property
     def name(self) -> str:
-        """`layers.0.mlp (GatedMLP)`"""
+        """Return its path and class: `layers.0.mlp (GatedMLP)`."""
         return f"{self.path or 'the whole'} ({type(self.module).__name__})"
 
     @property
     def where(self) -> str:
-        """Where its forward is: FILE:LINE."""
+        """Return where its forward is: FILE:LINE."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -68,30 +68,32 @@ class BisectAnswer:
     steps: tuple[tuple[str, str | None], ...]
     "(module, what was found in it alone), in order"
     confirmed: bool | None
-    "whether the whole is without fault when these modules alone are left out of the graph; None: there is no whole without them"
+    """whether the whole is without fault when these modules alone are left out of the graph; None: there is no whole
+    without them"""
 
 
 def _breaks(part: ProbedModule, backend: str) -> str | None:
-    """The first graph break of one call."""
+    """Return the first graph break of one call; None: there is none."""
     heard = _compiled(part, part.call, None, backend, dynamic=False)
     found = [one for one in heard.breaks() if DISABLED not in one.kind]
     return f"{found[0].kind} at {found[0].file}:{found[0].line}: {found[0].code}" if found else None
 
 
 def recompiles_on_values(part: ProbedModule, backend: str) -> str | None:
-    """The guard that fails when shapes are the same and values differ."""
+    """Return the guard that fails when shapes are the same and values differ; None: none does."""
     return next(iter(_compiled(part, part.call, part.again, backend, dynamic=False).recompiles()), None)
 
 
 def recompiles_on_shapes(part: ProbedModule, backend: str) -> str | None:
-    """The guard that fails at another shape, although sizes are symbols from the start."""
+    """Return the guard that fails at another shape, although sizes are symbols from the start; None: none does."""
     if part.other is None:
         return None
     return next(iter(_compiled(part, part.call, part.other, backend, dynamic=True).recompiles()), None)
 
 
 def differs(part: ProbedModule, backend: str) -> str | None:
-    """The output or gradient that is farther from eager than its dtype explains."""
+    """Return the output or gradient that is farther from eager than its dtype explains; None: none is."""
+    # Dynamo keeps compiled code by Python function, which modules share: each question starts, and leaves, without any.
     torch._dynamo.reset()
     with listening():
         found = difference(part.module, part.call, torch.compile(part.module, backend=backend, dynamic=False))
@@ -108,10 +110,15 @@ QUESTIONS = (
 
 
 def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAnswer:
-    """Ask the whole; then its parts, each compiled by itself, down to those whose own parts are without fault; then the whole
-    again with those left out of the graph."""
+    """Ask the whole; then its parts, each compiled by itself, down to those whose own parts are without fault; then the
+    whole again with those left out of the graph.
+
+    Args:
+        backend: of torch.compile.
+    """
     with subject.around():
         parts = called_modules(subject)
+        # Answers are kept by path, and by what modules that look alike have in common.
         steps: list[tuple[str, str | None]] = []
         answers: dict[Any, str | None] = {}
 
@@ -122,7 +129,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
             return answers.get(part.path, answers[_alike(part)])
 
         def smallest(part: ProbedModule) -> list[tuple[ProbedModule, str]]:
-            """The smallest in a module that has the fault."""
+            """Return the smallest modules inside one that have the fault, each with what was found."""
             children = children_of(part.path, parts)
             # Blocks that look alike are asked once, and one by one where none of those has the fault.
             for known in (True, False):
@@ -135,6 +142,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
         if ask(whole) is None:
             return BisectAnswer(question.name, (), "", tuple(steps), None)
         guilty = sorted(smallest(whole), key=lambda found: len(list(found[0].module.modules())))
+        # The other direction: without them the whole must be without fault.
         modules = tuple(part for part, _ in guilty)
         confirmed = None
         if whole not in modules:
@@ -144,7 +152,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
 
 
 def called_modules(subject: Subject) -> dict[str, ProbedModule]:
-    """The modules that an eager pass calls, by path, with what each was given at its first call."""
+    """Return the modules that an eager pass calls, by path, with what each was given at its first call."""
     calls = [subject.call, subject.again, *([subject.other] if subject.other else [])]
     seen: list[dict[str, ModuleCall]] = [_inputs(subject.module, call) for call in calls]
     other = seen[2] if subject.other else {}
@@ -155,7 +163,7 @@ def called_modules(subject: Subject) -> dict[str, ProbedModule]:
 
 
 def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
-    """Path -> arguments of the first call of each module, copied: some are changed in place later."""
+    """Return path -> arguments of the first call of each module, copied: some are changed in place later."""
     found: dict[str, ModuleCall] = {}
 
     def hook(path: str) -> Callable[..., None]:
@@ -175,7 +183,7 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
 
 
 def children_of(path: str, parts: dict[str, ProbedModule]) -> list[ProbedModule]:
-    """The nearest modules inside one that were called: a list of modules is none."""
+    """Return the nearest modules inside one that were called: a list of modules is none."""
     inside = [name for name in parts if name != path and (not path or name.startswith(f"{path}."))]
     return [
         parts[name] for name in inside if not any(name.startswith(f"{other}.") for other in inside if other != name)
@@ -184,7 +192,7 @@ def children_of(path: str, parts: dict[str, ProbedModule]) -> list[ProbedModule]
 
 @contextmanager
 def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
-    """Inside, these modules run as plain Python in a graph around them."""
+    """Run these modules, inside, as plain Python in a graph around them."""
     with ExitStack() as stack:
         for part in parts:
             part.module.forward = torch.compiler.disable(part.module.forward)  # type: ignore[method-assign]
@@ -193,8 +201,13 @@ def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
 
 
 def _compiled(part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, dynamic: bool) -> Heard:
-    """What is heard while a module, compiled by itself, is called: of recompiles those of the second call. In the first, code
-    that several modules share is compiled once for each of them."""
+    """Return what is heard while a module, compiled by itself, is called: of recompiles those of the second call. In
+    the first, code that several modules share is compiled once for each of them.
+
+    Args:
+        second: None: one call only.
+        dynamic: sizes are symbols from the start.
+    """
     torch._dynamo.reset()
     with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
         compiled = torch.compile(part.module, backend=backend, dynamic=dynamic)
@@ -207,7 +220,7 @@ def _compiled(part: ProbedModule, first: ModuleCall, second: ModuleCall | None, 
 
 
 def _alike(part: ProbedModule) -> tuple[Any, ...]:
-    """What modules have in common that run the same code on the same shapes."""
+    """Return what modules have in common that run the same code on the same shapes."""
     tensors = pytree.tree_leaves((part.call.args, part.call.kwargs))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor))
     return type(part.module), repr(part.module), shapes

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch._dynamo.exc import TorchDynamoException
+import torch._dynamo  # private: explain has no public name
+from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
 
 from sftkit.experiments.explain.cases import remedy_of
 from sftkit.experiments.explain.heard import Break, listening, read_message
@@ -42,11 +42,12 @@ class Breaks:
 
     seen: tuple[Seen, ...]
     recompiles: tuple[str, ...]
-    """of the first call (code that several modules share, once for each), of one with other values of the same shapes, and of
-    one with another shape: `other values: forward (FILE:LINE): the guards that failed`"""
+    """of the first call (code that several modules share, once for each), of one with other values of the same shapes,
+    and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`"""
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up, seen_by."""
+        """Return a row for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up,
+        seen_by."""
         by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
         for seen in self.seen:
             for one in seen.breaks:
@@ -56,6 +57,7 @@ class Breaks:
 
 def breaks_of(subject: Subject) -> Breaks:
     """Compile the whole module and call it, once for each instrument; no code is generated (backend eager)."""
+    # Each instrument starts without compiled code: what Dynamo has once compiled, it does not trace again.
     with listening():  # what they log is heard below
         explained, full = _explained(subject), _first_error(subject)
     calls = [("the first call", subject.call), ("other values", subject.again)]
@@ -75,7 +77,7 @@ def breaks_of(subject: Subject) -> Breaks:
 
 
 def _explained(subject: Subject) -> Seen:
-    """By torch._dynamo.explain, which resets Dynamo before and after."""
+    """Ask torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
     breaks = [
@@ -91,7 +93,7 @@ def _explained(subject: Subject) -> Seen:
 
 
 def _first_error(subject: Subject) -> Seen:
-    """By fullgraph=True, which raises at the first break."""
+    """Ask fullgraph=True, which raises at the first break."""
     torch._dynamo.reset()
     try:
         with subject.around():
@@ -106,7 +108,7 @@ def _first_error(subject: Subject) -> Seen:
 
 
 def _row(found: list[tuple[str, Break]], first: bool) -> dict[str, Any]:
-    """What the instruments say of one place: that of the most words, the others' kinds beside it."""
+    """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
     best = max((one for _, one in found), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     best = replace(best, given_up=any(one.given_up for _, one in found))
     return {

@@ -1,5 +1,5 @@
-"""What breaks graphs, each as a function that does and as one that computes the same and does not. The labs run them all, and
-the remedies that are shown for a user's break are theirs."""
+"""Code that breaks graphs: each case is a function that breaks one, and a function that computes the same and does not.
+The labs run all of them, and the remedies that are shown for a user's break are theirs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ class GraphBreakCase:
 
 
 def branch(x: Tensor) -> Tensor:
+    """Choose in Python by a tensor's value."""
     if x.sum() > 0:
         return x * 2
     return x
 
 
 def branchless(x: Tensor) -> Tensor:
+    """Compute both sides and choose with torch.where."""
     return torch.where(x.sum() > 0, x * 2, x)
 
 
@@ -44,24 +46,29 @@ def _item(x: Tensor) -> Tensor:
 
 
 def no_item(x: Tensor) -> Tensor:
+    """Divide by a 0-dim tensor."""
     return x / x.max()
 
 
 def selected(x: Tensor) -> Tensor:
+    """Make a tensor whose shape depends on values."""
     return x[x > 0].sum()
 
 
 def masked(x: Tensor) -> Tensor:
+    """Keep the shape, with zeros in the place of what is left out."""
     return torch.where(x > 0, x, 0.0).sum()
 
 
 def printed(x: Tensor) -> Tensor:
+    """Print between two operators."""
     y = x * 2
     print("", end="")
     return y + 1
 
 
 def silent(x: Tensor) -> Tensor:
+    """Compute the same as `printed`, `_timed`, `marked` and `_written` without acting on the world."""
     return x * 2 + 1
 
 
@@ -73,19 +80,24 @@ def _timed(x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def by_hand(x: Tensor) -> Tensor:
+    """Stay out of the graph."""
     return x * 2
 
 
 def disabled(x: Tensor) -> Tensor:
+    """Call a function that stays out of the graph."""
     return by_hand(x + 1) + 1
 
 
 def enabled(x: Tensor) -> Tensor:
+    """Compute the same as `disabled` in one graph."""
     return (x + 1) * 2 + 1
 
 
 def marked(x: Tensor) -> Tensor:
+    """Break the graph by Dynamo's own call."""
     y = x * 2
+    # Private: the call that this case is about.
     torch._dynamo.graph_break()
     return y + 1
 
@@ -158,20 +170,22 @@ GRAPH_BREAK_CASES = (
 
 
 class LossByValue(nn.Module):
-    """The loss function is chosen in Python inside `forward`, by a number that is computed there."""
+    """A loss function that is chosen in Python inside `forward`, by a number that is computed there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(16, 4)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss, 0-dim, of x [B, 16] and target [B, 4]."""
         out = self.net(x)
         loss = F.l1_loss if (out - target).abs().max() > 1.0 else F.mse_loss
         return loss(out, target)
 
 
 class LossByName(nn.Module):
-    """Chosen by an attribute: Python is asked while the graph is captured, so there is no break, and a guard on the name."""
+    """A loss function that is chosen by an attribute: Python is asked while the graph is captured, so there is no
+    break, and a guard on the name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,21 +193,24 @@ class LossByName(nn.Module):
         self.kind = "mse"
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss, 0-dim, of x [B, 16] and target [B, 4]."""
         out = self.net(x)
         loss = F.l1_loss if self.kind == "l1" else F.mse_loss
         return loss(out, target)
 
 
 class LossByTensor(LossByValue):
-    """Both are computed and one is taken: one graph, whatever the values."""
+    """Both losses are computed and one is taken: one graph, whatever the values."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss, 0-dim, of x [B, 16] and target [B, 4]."""
         out = self.net(x)
         far = (out - target).abs().max() > 1.0
         return torch.where(far, F.l1_loss(out, target), F.mse_loss(out, target))
 
 
 def remedy_of(found: Break) -> str:
-    """What to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if anything."""
+    """Return what to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if
+    anything."""
     ours = [case.remedy for case in GRAPH_BREAK_CASES if found.kind.startswith(case.kinds)]
     return ". ".join(ours or (hint.rstrip(".") for hint in found.hints))

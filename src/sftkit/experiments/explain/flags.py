@@ -25,8 +25,8 @@ found is written as a page, explain.html, and as explain.json. Exit code 1: a gr
 
 
 def parse() -> tuple[Namespace, Config | None]:
-    """The words of the command line, and the recipe that they name; None: they name none. Prints problems of the words and
-    exits with code 2 if there are any.
+    """Return the words of the command line, and the recipe that they name; None: they name none. Prints problems of the
+    words and exits with code 2 if there are any.
 
     Raises:
         ConfigError: the recipe is wrong, or there is no such file.
@@ -59,12 +59,12 @@ def parse() -> tuple[Namespace, Config | None]:
 
 
 def is_file(subject: str | None) -> bool:
-    """Whether the words name a function in a file."""
+    """Return whether the words name a function in a file."""
     return subject is not None and ".py:" in subject
 
 
 def file_of(subject: str) -> Path:
-    """The file of FILE.py:FUNCTION, absolute.
+    """Return the file of FILE.py:FUNCTION, absolute.
 
     Raises:
         ConfigError: there is none.
@@ -76,13 +76,13 @@ def file_of(subject: str) -> Path:
 
 
 def folder_of(args: Namespace) -> Path:
-    """Where the result goes: --out, or a new folder named after recipe and time."""
+    """Return where the result goes: --out, or a new folder named after recipe and time."""
     words = Path((args.subject or "labs").replace(".py:", "/")).with_suffix("").parts
     return args.out or Path("runs/explain") / f"{'-'.join(words[-2:])}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _number(word: str) -> int:
-    """A whole number from 1 on."""
+    """Return a whole number from 1 on."""
     if not word.isdecimal() or not int(word):
         raise argparse.ArgumentTypeError(f"{word}: how many blocks? Take 1 or more")
     return int(word)

@@ -1,5 +1,5 @@
-"""What torch's own logs say while something runs: graph breaks, recompiles and performance hints, as with
-TORCH_LOGS=graph_breaks,recompiles,perf_hints, but kept instead of printed; and how to read a message of Dynamo's."""
+"""Keep what torch's own logs say while something runs: graph breaks, recompiles and performance hints, as with
+TORCH_LOGS=graph_breaks,recompiles,perf_hints, but not printed; and read a message of Dynamo's."""
 
 from __future__ import annotations
 
@@ -45,49 +45,52 @@ class Break:
 
     @property
     def code(self) -> str:
-        """The line of the source."""
+        """Return the line of the source."""
         return linecache.getline(self.file, self.line).strip()
 
     @property
     def place(self) -> tuple[str, int]:
+        """Return (file, line)."""
         return self.file, self.line
 
 
 class Heard(logging.Handler):
-    """Keeps the records of TORCH_LOGS, by the name of the log."""
+    """A handler that keeps the records of TORCH_LOGS, by the name of the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.messages: dict[str, list[str]] = {name: [] for name in TORCH_LOGS}
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record of one of TORCH_LOGS."""
         if (name := artifact(record)) in self.messages:
             self.messages[name].append(record.getMessage())
 
     def is_theirs(self, record: logging.LogRecord) -> bool:
-        """Whether the record goes to the terminal as ever."""
+        """Return whether the record goes to the terminal as ever."""
         return artifact(record) not in self.messages
 
     def breaks(self) -> list[Break]:
-        """Graph breaks, each place and reason once: the log names one again in every graph that is made anew."""
+        """Return the graph breaks, each place and reason once: the log names one again in every graph that is made
+        anew."""
         found: dict[tuple[str, int, str], Break] = {}
         for one in map(read_message, self.messages["graph_breaks"]):
             found.setdefault((*one.place, one.kind), one)
         return list(found.values())
 
     def recompiles(self) -> list[str]:
-        """`forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""
+        """Return `forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""
         return [recompile_of(text) for text in self.messages["recompiles"]]
 
 
 def artifact(record: logging.LogRecord) -> str:
-    """The name by which TORCH_LOGS turns a record on."""
+    """Return the name by which TORCH_LOGS turns a record on; empty: none does."""
     return getattr(logging.getLogger(record.name), "artifact_name", None) or ""
 
 
 @contextmanager
 def listening() -> Iterator[Heard]:
-    """Inside, the logs are kept. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
+    """Keep the logs inside. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
@@ -104,11 +107,12 @@ def listening() -> Iterator[Heard]:
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:
-    """A message of Dynamo's, from a log, an exception or a reason of `torch._dynamo.explain`.
+    """Read a message of Dynamo's, from a log, an exception or a reason of `torch._dynamo.explain`.
 
     Args:
         file, line: the place, where the message does not have it.
     """
+    # The place is in the log's own head, else in the user's part of the stack, whose last line is the innermost.
     first = re.match(r"Graph break(?: \([^)]*\))? in user code at (.*):(\d+)\n(?:Graph Break Reason: )?", text)
     if first:
         file, line, text = first[1], int(first[2]), text[first.end() :]
@@ -116,6 +120,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     body, _, user = text.partition("\nfrom user code:")
     if user and (places := _LAST_PLACE.findall(user)):
         file, line = places[-1][0], int(places[-1][1])
+    # A break inside a break is wrapped in lines of its own: the innermost says why.
     given_up = GIVEN_UP in body
     while wrapper := _WRAPPER.match(body.lstrip()):
         body = body.lstrip()[wrapper.end() :]
@@ -123,6 +128,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     kind = body.partition("\n")[0].strip() or "unknown"
     if kind.startswith("generic_jump"):
         kind = DATA_DEPENDENT
+    # Explanation and hints each reach to the next heading, an empty line or the end.
     explanation = re.search(
         r"^ *Explanation: (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", body, re.M | re.S
     )
@@ -139,7 +145,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
 
 
 def recompile_of(text: str) -> str:
-    """What a record of the log `recompiles` says: the function, its place, the guards that failed."""
+    """Return what a record of the log `recompiles` says: the function, its place, the guards that failed."""
     function = re.search(r"Recompiling function (\S+) in (.*):(\d+)", text)
     guards = [guard.partition(" # ")[0].strip() for guard in re.findall(r"^\s*- \d+/\d+: (.*)$", text, re.M)]
     where = f"{function[1]} ({function[2]}:{function[3]})" if function else "?"

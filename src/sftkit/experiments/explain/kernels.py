@@ -1,4 +1,5 @@
-"""The three stages on a model: captured graphs, their operators, the kernels that come out, and where a step's time goes."""
+"""The three stages on a model: captured graphs, their operators, the kernels that come out, and where a step's time
+goes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import utils as dynamo_utils
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
 from sftkit.compile.debug import compiler_logs
@@ -29,21 +30,24 @@ CALLS = 5
 
 
 def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any]:
-    """A training step (forward and backward pass) in eager and compiled by Inductor, on this machine.
+    """Measure a training step (forward and backward pass) in eager and compiled by Inductor, on this machine.
 
     Args:
         cfg: the recipe, whose compile.scope, mode and dynamic are taken; None: the module is compiled whole.
         out: the compiler's logs go to out/compile, see docs/compile.md.
     """
+    # Eager first, while nothing is compiled: a first step warms up, then operators are counted, then it is profiled.
     step, device = module_step(subject), next(subject.module.parameters()).device
     with working("a step in eager"):
         step()
         counted, eager = dispatched(step), profiled(step, device, {})
+    # Compiled the same way as a run of the recipe, with the compiler's own logs kept.
     asked = cfg.compile if cfg else CompileConfig()
     compile = replace(asked, enabled=True, backend="inductor", debug=("graphs", "output_code", "perf_hints"))
     with working("Inductor writes kernels"), compiled(subject, compile, out) as watch:
         step()
     graphs = json.loads((compile_dir(out, 0).parent / SUMMARY).read_text())["graphs"]
+    # The logs say from which operators a kernel came, which on a CPU decides its kind.
     origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
     with working("a step compiled"):
         fast = profiled(step, device, origins)
@@ -72,7 +76,7 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
 
 
 def eagerly(step: Step) -> Step:
-    """A step of compiled modules by the Python of the model."""
+    """Return a step of compiled modules run by the Python of the model."""
 
     def run() -> None:
         with run_eagerly():
@@ -86,11 +90,12 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
     """Compile in place as a run of the recipe does; what is run inside is compiled and logged.
 
     Yields:
-        filled at the end with what CompileWatch.counts says
+        counters that are filled at the end with what CompileWatch.counts says
     """
     counts: dict[str, float] = {}
     torch._dynamo.reset()
-    dynamo_utils.clear_compilation_metrics()  # of what was captured before: the summary lists all that are known
+    # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
+    dynamo_utils.clear_compilation_metrics()
     if subject.trained is None:
         subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
     else:
@@ -105,7 +110,8 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
 
 
 def module_step(subject: Subject) -> Step:
-    """A forward and backward pass; of a recipe with its objective, else from the sum of what the module returns."""
+    """Return a forward and backward pass; of a recipe with its objective, else from the sum of what the module
+    returns."""
 
     def trained() -> None:
         assert subject.trained is not None

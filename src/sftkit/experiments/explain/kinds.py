@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 MATRIX, ATTENTION, ELEMENTWISE, REDUCTION = "matrix products", "attention", "elementwise", "reductions"
 COPIES, COMMUNICATION, IDLE = "copies and lookups", "communication", "idle"
 KERNEL_KINDS = (MATRIX, ATTENTION, ELEMENTWISE, REDUCTION, COPIES, COMMUNICATION, IDLE)
-"""Of a step's time. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the dispatcher and guards."""
+"""Kinds into which a step's time is split. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the
+dispatcher and guards."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -47,12 +48,12 @@ _DEVICE = (
 
 
 def kind_of_kernel(name: str) -> str:
-    """Of a kernel on a GPU."""
+    """Return the kind of a kernel on a GPU."""
     return next((kind for kind, pattern in _DEVICE if re.search(pattern, name)), ELEMENTWISE)
 
 
 def kind_of_operator(name: str, origins: Mapping[str, Sequence[str]]) -> str | None:
-    """Of an event on a CPU; None: it computes nothing, but holds or arranges what does.
+    """Return the kind of an event on a CPU; None: it computes nothing, but holds or arranges what does.
 
     Args:
         origins: generated kernel -> the ATen operators that it came from.
@@ -78,6 +79,6 @@ def kind_of_operator(name: str, origins: Mapping[str, Sequence[str]]) -> str | N
 
 
 def _plain(operator: str) -> str:
-    """`aten._softmax_backward_data` as softmax, `mul_` as mul."""
+    """Return the operator's plain name: `aten._softmax_backward_data` as softmax, `mul_` as mul."""
     operator = operator.rpartition(".")[2] if operator.startswith("aten.") else operator
     return re.sub(r"_backward(?:_data|_input|_weight)?$", "", operator).strip("_")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +25,7 @@ from sftkit.runtime.progress import working
 
 
 def labs(device: torch.device, out: Path) -> dict[str, Any]:
-    """All of them."""
+    """Run all labs and return what each found."""
     with working("what breaks graphs"):
         found: dict[str, Any] = {"breaks": what_breaks(), "loss": chosen_losses(), "dispatch": dispatch_trace(device)}
     with working("linear + softmax by Inductor"):
@@ -36,7 +36,7 @@ def labs(device: torch.device, out: Path) -> dict[str, Any]:
 
 
 def what_breaks() -> list[dict[str, Any]]:
-    """Breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
+    """Return the breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
     rows = []
     for case in GRAPH_BREAK_CASES:
         broken, mended = captured_graphs(case.broken), captured_graphs(case.mended)
@@ -54,7 +54,7 @@ def what_breaks() -> list[dict[str, Any]]:
 
 
 def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any, ...]]) -> dict[str, Any]:
-    """Graphs, breaks with their reasons, and recompiles of some calls; the graphs are run by Python.
+    """Return graphs, breaks with their reasons, and recompiles of some calls; the graphs are run by Python.
 
     Args:
         calls: each makes the arguments of one; none: a single call with a tensor [4, 8].
@@ -65,6 +65,7 @@ def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any
         graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
         return graph.forward
 
+    # Dynamo keeps compiled code by Python function: each case starts without any, and leaves none.
     torch._dynamo.reset()
     with listening() as heard:
         compiled = torch.compile(function, backend=backend)
@@ -76,7 +77,7 @@ def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any
 
 
 def chosen_losses() -> list[dict[str, Any]]:
-    """A loss function chosen in `forward`, in three ways: two calls, of which the second takes the other one."""
+    """Compare three ways to choose a loss function in `forward`: two calls, of which the second takes the other one."""
     near = torch.zeros(8, 16), torch.zeros(8, 4)
     far = torch.zeros(8, 16), torch.full((8, 4), 9.0)
     rows = []
@@ -96,9 +97,10 @@ def chosen_losses() -> list[dict[str, Any]]:
 
 
 def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
-    """Each call that a linear layer makes through the dispatcher, with its depth, and the dispatch keys of its input that have a
-    kernel of their own for it: the first of them runs."""
+    """Return each call that a linear layer makes through the dispatcher, with its depth, and the dispatch keys of its
+    input that have a kernel of their own for it: the first of them runs."""
     layer, x = nn.Linear(8, 4).to(device), torch.randn(2, 3, 8, device=device, requires_grad=True)
+    # Once without the profiler: a first call may do more than later ones.
     layer(x)
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         layer(x)
@@ -120,8 +122,8 @@ def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
 
 
 def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
-    """The kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and one of its
-    own."""
+    """Return the kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and
+    one of its own."""
     layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
     compile = CompileConfig(debug=("output_code",))
     torch._dynamo.reset()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config
-from torch.utils import _pytree as pytree
+import torch._inductor.config  # private: fallback_random has no public name
+from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.experiments.explain.subject import ModuleCall
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Dtype -> most of |compiled - eager| / |eager| (norms of whole tensors) that rounding explains: about 1,000 units of the last
-place in fp32, 6 in bf16, where a fused kernel rounds once and eager after each operator."""
+"""Dtype -> most of |compiled - eager| / |eager| (norms of whole tensors) that rounding explains: about 1,000 units of
+the last place in fp32, 6 in bf16, where a fused kernel rounds once and eager after each operator."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class LargestDifference:
 
     @property
     def allowed(self) -> float:
+        """Return the relative difference that rounding explains in this dtype; 0.0 for whole numbers."""
         return ALLOWED.get(self.dtype, 0.0)
 
     @property
     def beyond(self) -> bool:
+        """Return whether it is more than is allowed; NaN is."""
         return not self.relative <= self.allowed
 
     def __str__(self) -> str:
@@ -39,8 +41,9 @@ class LargestDifference:
 
 
 def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[..., Any]) -> LargestDifference:
-    """Run a module both ways on the same inputs and random numbers, forward and backward. A gradient that compiled code does
-    not give is as far away as can be; a module that returns no tensor does not differ."""
+    """Run a module both ways on the same inputs and random numbers, forward and backward, and return the largest
+    difference. A gradient that compiled code does not give is as far away as can be; a module that returns no tensor
+    does not differ."""
     eager = _values(module, module, call)
     with torch._inductor.config.patch(fallback_random=True):  # else Inductor draws other random numbers than eager
         other = _values(module, compiled, call)
@@ -56,7 +59,7 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
 
 
 def _values(module: torch.nn.Module, function: Callable[..., Any], call: ModuleCall) -> dict[str, torch.Tensor]:
-    """Outputs and, where there are any, gradients of a sum of them with fixed signs, by name."""
+    """Return outputs and, where there are any, gradients of a sum of them with fixed signs, by name."""
     torch.manual_seed(0)
     args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
     outputs = function(*args, **kwargs)
@@ -83,12 +86,14 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum in fp32 with signs that no symmetry of a model cancels."""
+    """Return a sum in fp32, 0-dim, with signs that no symmetry of a model cancels."""
     flat = tensor.float().flatten()
     return (flat * torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float32))).sum()
 
 
 def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return |value - reference| / |reference|, norms of whole tensors; infinite where shapes differ, or where one
+    alone is not finite."""
     if value.shape != reference.shape:
         return float("inf")
     a, b = value.double(), reference.double()

@@ -25,7 +25,7 @@ _BUSY = (
 
 
 def render(result: dict[str, Any]) -> str:
-    """The whole page, from explain.json."""
+    """Return the whole page, from explain.json."""
     title = f"{result['name']} · what the compiler makes of it"
     facts = [el("li", el("b", result["device"])), el("li", f"torch {result['torch']}")]
     facts += [el("li", "shapes ", el("b", ", ".join(result["shapes"])))] if result.get("shapes") else []
@@ -110,13 +110,13 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
 
 
 def _others(row: dict[str, Any]) -> list[Html]:
-    """Which others are at fault, and which were not asked because they look like one that is."""
+    """Return which others are at fault, and which were not asked because they look like one that is."""
     told = (("and", row["others"]), ("not asked, as they look like it:", row["alike"]))
     return [el("span", el("br"), f"{words} {', '.join(names)}") for words, names in told if names]
 
 
 def _tree(row: dict[str, Any]) -> list[Html]:
-    """What was asked, and the script, both folded."""
+    """Return what was asked, and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
     title = f"{row['title']}: {counted(len(asked), 'module')} asked"
     parts = [el("details", el("summary", title), table(["module, compiled by itself", "found"], asked, text=(1,)))]
@@ -126,6 +126,8 @@ def _tree(row: dict[str, Any]) -> list[Html]:
 
 
 def time(found: dict[str, Any]) -> Html:
+    """Return the section on where a step's time goes."""
+    # The same step both ways, as bars of milliseconds by kind of work.
     profiles, counts = found["profiles"], found["counts"]
     rows = [
         Bar(
@@ -143,6 +145,7 @@ def time(found: dict[str, Any]) -> Html:
         [kind, *(f"{profiles[way]['shares'].get(kind, 0.0):.1%}" for way in ("eager", "compiled"))] for kind in used
     ]
     most = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in profiles["compiled"]["top"]]
+    # From Python to the device: what eager dispatches, what of it computes, what each way launches.
     funnel = [
         Bar("operators dispatched in eager", [("operators", counts["dispatches"], 1)], show(counts["dispatches"])),
         Bar(
@@ -174,6 +177,7 @@ def time(found: dict[str, Any]) -> Html:
 
 
 def stages(found: dict[str, Any]) -> Html:
+    """Return the section on graphs, ATen operators and kernels."""
     rows, kernels = [], []
     for graph in found["graphs"]:
         made = graph["kernels"] or []
@@ -204,6 +208,7 @@ def stages(found: dict[str, Any]) -> Html:
 
 
 def _labs(found: dict[str, Any]) -> list[Html]:
+    # When compiling helps, beside what is claimed.
     pays = found["pays"]
     compared = [
         Bar(
@@ -227,6 +232,7 @@ def _labs(found: dict[str, Any]) -> list[Html]:
         for row in pays["rows"]
     ]
     heads = ["code", "claimed", "eager (ms)", "compiled (ms)", "times as fast", "first call (s)", "pays after calls"]
+    # One table for each of the other labs.
     kernels = [
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in found["softmax"]["kernels"]
     ]

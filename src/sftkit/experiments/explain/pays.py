@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo  # private: graph_break has no public name
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,12 +17,12 @@ from sftkit.experiments.explain.profile import alternately, finish
 from sftkit.runtime.hardware import device_name
 
 CALLS, LEAST_SECONDS = 10, 0.3
-"Of each timing at least: calls, and seconds that they take together."
+"Each timing has at least so many calls, which take at least so many seconds together."
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the tensors, by what the device takes some milliseconds for."""
+    """Sizes of the tensors: such that the device takes some milliseconds."""
 
     elements: int
     side: int
@@ -46,19 +46,22 @@ class CodeKind:
     low: float
     high: float
     make: Callable[[Sizes, torch.device], Callable[[], object]]
-    """-> what is called; compiled inside by torch.compile"""
+    """makes a function of a compiler, which returns the call to be timed; the compiler is torch.compile or changes
+    nothing"""
 
 
 def chain(x: Tensor) -> Tensor:
-    """Ten elementwise operators: eager reads and writes memory for each, a fused kernel once."""
+    """Compute ten elementwise operators, on a tensor of any shape: eager reads and writes memory for each, a fused
+    kernel once."""
     y = x * 1.5 + 0.5
     y = F.silu(y) * y.sigmoid()
     return (y.tanh() + y.square()) * 0.5 - y.abs()
 
 
 def chain_with_breaks(x: Tensor) -> Tensor:
-    """The same in pieces."""
+    """Compute the same in four graphs."""
     y = x * 1.5 + 0.5
+    # Private: breaks the graph and does nothing else.
     torch._dynamo.graph_break()
     y = F.silu(y) * y.sigmoid()
     torch._dynamo.graph_break()
@@ -78,6 +81,7 @@ class Block(nn.Module):
         self.gate_up, self.down = nn.Linear(hidden, 6 * hidden, bias=False), nn.Linear(3 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output [B, T, H]."""
         rows, length, hidden = x.shape
         q, k, v = self.qkv(self.norms[0](x)).view(rows, length, 3 * self.heads, -1).transpose(1, 2).chunk(3, 1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -128,8 +132,8 @@ CODE_KINDS = (
 
 
 def measured(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
-    """A row for each kind: milliseconds in eager and compiled, of the quickest of some calls in turn, their ratio, what
-    was claimed, and which of the two is larger."""
+    """Return a row for each kind: milliseconds in eager and compiled, of the quickest of some calls in turn, their
+    ratio, what was claimed, and which of the two is larger."""
     sizes = SIZES[device.type]
     kind = str(sizes.dtype).removeprefix("torch.")
     machine = f"{device_name(device)}, {kind}, torch {torch.__version__}"

@@ -36,7 +36,7 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], label: str, styles: Sequence[tuple[str, int]] = ()) -> Html:
-    """A figure; each part says what it is when pointed at.
+    """Return a figure; each part says what it is when pointed at.
 
     Args:
         label: what a screen reader says.

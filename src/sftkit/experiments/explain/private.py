@@ -1,4 +1,4 @@
-"""What is used of torch that it does not promise to keep, beside Dynamo's own names, with an error that says so if it is gone."""
+"""Use what torch does not promise to keep, beside Dynamo's own names, with an error that says so if it is gone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ TRIED = "2.13"
 
 
 def _needed(owner: Any, name: str, where: str) -> Any:
+    """Return a private attribute of torch.
+
+    Raises:
+        ConfigError: this torch has none of that name.
+    """
     found = getattr(owner, name, None)
     if found is None:
         raise ConfigError(
@@ -26,29 +31,31 @@ def _needed(owner: Any, name: str, where: str) -> Any:
 
 
 def quiet_profiler() -> None:
-    """Without a GPU, whose profiler's errors are wanted: leave out the two lines that Kineto prints for each profile as of torch
-    2.13 (USDT: profiler_start). Read when the first one begins."""
+    """Leave out the two lines that Kineto prints for each profile as of torch 2.13 (USDT: profiler_start). Only without
+    a GPU, whose profiler's errors are wanted. Kineto reads the variable when the first profile begins."""
     if not torch.cuda.is_available():
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def kernels_in_profile() -> AbstractContextManager[None]:
-    """Inside, generated C++ is made with a mark around each kernel, so that a profile on a CPU shows them by name."""
+    """Have generated C++ marked, inside, around each kernel, so that a profile on a CPU shows them by name."""
     _needed(torch._inductor.config, "cpp", "torch._inductor.config")
+    # The value may be None or False, which _needed would take for a missing name.
     if not hasattr(torch._inductor.config.cpp, "enable_kernel_profile"):
         _needed(torch._inductor.config.cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
+    # A patch of Inductor's settings, undone when the context is left.
     return torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
 
 
 def dispatch_keys(tensor: torch.Tensor) -> list[str]:
-    """The dispatch keys of a tensor, the first that is asked for a kernel first."""
+    """Return the dispatch keys of a tensor, the first that is asked for a kernel first."""
     keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
     return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for a dispatch key, or
-    for the alias that AutogradCPU and its kin have in common."""
+    """Return whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for
+    a dispatch key, or for the alias that AutogradCPU and its kin have in common."""
     known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")  # some overloads are known to Python alone
     asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
     space, _, name = operator.partition("::")

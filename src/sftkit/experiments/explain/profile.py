@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # private: the only view of every call of an operator
 
 from sftkit.experiments.explain.kinds import IDLE, KERNEL_KINDS, kind_of_kernel, kind_of_operator
 
 PROFILED_STEPS = 3
 TOP = 12
+"Kernels or operators that are listed."
 _BUSY = 1.5
+"From this median over quickest on, other work has taken much of the time."
 
 Step = Callable[[], object]
 Origins = Mapping[str, Sequence[str]]
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what reaches the kernels of a backend: each call of an operator, forward and backward."""
+    """A mode that counts what reaches the kernels of a backend: each call of an operator, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Dispatched(TorchDispatchMode):
 
 
 def dispatched(step: Step) -> Dispatched:
-    """Run an eager step and count."""
+    """Run an eager step and count its operators."""
     with Dispatched() as counted:
         step()
     return counted
@@ -54,18 +56,21 @@ class Timing:
 
     @property
     def busy(self) -> bool:
-        """Whether other work took much of the time, so that ratios say little."""
+        """Return whether other work took much of the time, so that ratios say little."""
         return self.median > _BUSY * self.quickest
 
 
 def alternately(
     eager: Step, compiled: Step, device: torch.device, calls: int, least_seconds: float = 0.0
 ) -> list[Timing]:
-    """Time two ways of the same in turn, so that what else the machine does disturbs both alike; the first two of each do not
-    count.
+    """Time two ways of the same in turn, so that what else the machine does disturbs both alike; the first two of each
+    do not count.
 
     Args:
         calls, least_seconds: of each way at least.
+
+    Returns:
+        of the eager and of the compiled way.
     """
     found: tuple[list[float], list[float]] = [], []
     while len(found[0]) < calls + 2 or min(map(sum, found)) < least_seconds:
@@ -87,8 +92,8 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
     """Profile some steps of something that was run before.
 
     Returns:
-        shares of a step's time under the profiler by kind, which add up to 1;
-        launches of a step; top: the kernels, or operators, that take most.
+        shares of a step's time under the profiler by kind, which add up to 1; launches of a step; top: the kernels, or
+        operators, that take most.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
@@ -103,16 +108,17 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
 
 
 def _on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
-    """(name, kind, start, end) of each kernel and copy of a GPU, in microseconds."""
+    """Return (name, kind, start, end) of each kernel and copy of a GPU, in microseconds."""
     return [
         (event.name, kind_of_kernel(event.name), event.time_range.start, event.time_range.end)
         for event in events
+        # Annotations of the user are shown on the device too, around the kernels that they name.
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
 
 
 def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, float, float]]:
-    """The same of a CPU: the outermost operators and kernels that compute, with all inside them."""
+    """Return the same of a CPU: the outermost operators and kernels that compute, with all inside them."""
 
     def inside(event: Any) -> bool:
         parent = event.cpu_parent
@@ -130,8 +136,13 @@ def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, flo
 
 
 def shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
-    """Of the wall time (microseconds) by kind, largest kinds of work as KINDS has them; what overlaps counts where it began
-    first, and what is covered by nothing is idle."""
+    """Return the shares of the wall time by kind, 0-1, in the order of KERNEL_KINDS. What overlaps counts where it
+    began first, and what is covered by nothing is idle.
+
+    Args:
+        work: (name, kind, start, end) in microseconds.
+        wall: microseconds of all steps.
+    """
     spent: dict[str, float] = defaultdict(float)
     reached = float("-inf")
     for _, kind, start, end in sorted(work, key=lambda one: one[2]):
@@ -143,7 +154,7 @@ def shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[s
 
 
 def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
-    """name, kind, launches and milliseconds of a step of those that take most."""
+    """Return name, kind, launches and milliseconds of a step of those that take most."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, start, end in work:
         found[name, kind].append(end - start)

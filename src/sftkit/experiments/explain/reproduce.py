@@ -1,4 +1,5 @@
-"""A fault as a script of its own: the module, its inputs, and what shows the fault. Nothing of a run is needed to run it."""
+"""Write a fault as a script of its own: the module, its inputs, and what shows the fault. Nothing of a run is needed to
+run it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.experiments.bench.processes import run_logged
 from sftkit.experiments.explain.bisect import BisectAnswer, ProbedModule
@@ -147,9 +148,14 @@ def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str,
 
 
 def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title: str, backend: str) -> str:
-    """The script of one module."""
+    """Return the script of one module.
+
+    Raises:
+        NotWritable: an argument has no text.
+    """
     second = {"values": part.again, "shapes": part.other}.get(finding.question)
     values = (part.call.args, part.call.kwargs, second)
+    # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
     imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
     attention = ""
     if any(line.startswith("from sftkit.ops.attention ") for line in imports):
@@ -179,7 +185,7 @@ def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title
 
 
 def written(value: Any) -> str:
-    """A value as Python that makes it again.
+    """Return a value as Python that makes it again.
 
     Raises:
         NotWritable: an object of a kind that no constructor here makes.
@@ -202,7 +208,8 @@ def written(value: Any) -> str:
 
 
 def _tensor(value: torch.Tensor) -> str:
-    """By value if that is short, else drawn between its smallest and largest value; booleans always by value."""
+    """Return a tensor by value if that is short, else drawn between its smallest and largest value; booleans always by
+    value."""
     plain = value.detach().cpu().contiguous()
     kind = str(plain.dtype)
     shape = "".join(f", {size}" for size in plain.shape)
@@ -219,7 +226,7 @@ def _tensor(value: torch.Tensor) -> str:
 
 
 def _kinds(values: Any) -> set[type]:
-    """The named tuples in arguments: their classes are imported."""
+    """Return the named tuples in arguments: their classes are imported."""
     if isinstance(values, ModuleCall):
         return _kinds((values.args, values.kwargs))
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""From the flags to explain.json, explain.html and the scripts beside them."""
+"""Go from the flags to explain.json, explain.html and the scripts beside them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA, PAGE = "explain.json", "explain.html"
 
 
 def run(args: Namespace, cfg: Config | None) -> int:
-    """Do what the flags ask for; the exit code: 1 where a graph breaks or a module is found guilty.
+    """Do what the flags ask for, and return the exit code: 1 where a graph breaks or a module is found guilty.
 
     Args:
         cfg: the recipe; None: what is looked at has none.
@@ -63,7 +63,7 @@ def run(args: Namespace, cfg: Config | None) -> int:
 
 @contextmanager
 def subject_of(args: Namespace, cfg: Config | None) -> Iterator[Subject]:
-    """The subject that the words name."""
+    """Yield the subject that the words name."""
     if cfg is None:
         quiet_libraries()
         yield of_file(args.subject, start_device())
@@ -73,20 +73,22 @@ def subject_of(args: Namespace, cfg: Config | None) -> Iterator[Subject]:
 
 
 def _facts(name: str, device: torch.device) -> dict[str, Any]:
-    """What was looked at, and on what."""
+    """Return what was looked at, and on what."""
     return {"name": name, "device": device_name(device), "torch": torch.__version__}
 
 
 def device_of(subject: Subject) -> torch.device:
+    """Return the device of the module's parameters; the CPU without any."""
     return next((p.device for p in subject.module.parameters()), torch.device("cpu"))
 
 
 def shapes_of(subject: Subject) -> list[str]:
+    """Return the shapes of the calls, in words."""
     return [call.shape for call in (subject.call, subject.other) if call]
 
 
 def broken(subject: Subject) -> dict[str, Any]:
-    """The section on breaks."""
+    """Return the section on breaks."""
     with working("capturing graphs"):
         found = breaks_of(subject)
     return {
@@ -97,8 +99,8 @@ def broken(subject: Subject) -> dict[str, Any]:
 
 
 def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
-    """The section on the smallest modules at fault; differences are looked for with the recipe's backend, all else without
-    generated code."""
+    """Return the section on the smallest modules at fault; differences are looked for with the recipe's backend, all
+    else without generated code."""
     rows = []
     for question in QUESTIONS:
         used = backend if question.name == "differs" else "eager"
@@ -132,7 +134,7 @@ def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]
 
 
 def _finish(result: dict[str, Any], out: Path) -> int:
-    """Write the result as data and as a page, and tell it."""
+    """Write the result as data and as a page, print it, and return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     replace_shared(out / DATA, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     replace_shared(out / PAGE, visible(render(result)))

@@ -1,4 +1,5 @@
-"""What is explained: a module with calls of it. The decoder of a recipe's model, or what a function of the user's returns."""
+"""What is explained: a module with calls of it. The decoder of a recipe's model, or what a function of the user's
+returns."""
 
 from __future__ import annotations
 
@@ -85,14 +86,14 @@ class Subject:
     "what of the model is not looked at, in words; None: nothing"
 
     def run(self, call: ModuleCall) -> Any:
-        """What the module returns, as it is: compiled in place or eager."""
+        """Return what the module returns, as it is: compiled in place or eager."""
         with self.around():
             return self.module(*call.args, **call.kwargs)
 
 
 def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
-    """The decoder of a recipe's model with random weights, and batches of the recipe's shape with random tokens: neither
-    weights nor data are read.
+    """Return the decoder of a recipe's model with random weights, and batches of the recipe's shape with random tokens:
+    neither weights nor data are read.
 
     Args:
         layers: the first so many blocks only; None: all.
@@ -100,6 +101,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     Raises:
         ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
     """
+    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents.
     config = config_of(cfg, layers)
     orig_model = _new_model(config, cfg, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
@@ -109,6 +111,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     layout = make_layout(cfg.data, length, cfg.train, 1, _lengths(length), encoded=encodes)
     backend = choose_backend(cfg, orig_model, layout, rt).backend
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
+    # Three batches: as the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
     batches = [
         batch_of(layout, orig_model, rows, row_length, seed=None),
@@ -130,7 +133,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
 
 
 def _beside(orig_model: PreTrainedModel) -> str | None:
-    """That of a model with an encoder the decoder alone is looked at."""
+    """Return what of a model with an encoder is not looked at: the decoder alone is. None: there is no encoder."""
     found = encoder(orig_model)
     if found is None:
         return None
@@ -141,7 +144,7 @@ def _beside(orig_model: PreTrainedModel) -> str | None:
 
 
 def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
-    """The config of a recipe's model, cut to the first blocks.
+    """Return the config of a recipe's model, cut to the first blocks.
 
     Raises:
         ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
@@ -158,13 +161,19 @@ def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
 
 
 def _new_config(model: ModelConfig) -> PretrainedConfig:
-    """A tokenizer that is still to be trained has so many tokens; which of them end a text decides no graph."""
+    """Return the config of a new model. A tokenizer that is still to be trained has so many tokens; which of them end a
+    text decides no graph."""
     training = model.train_tokenizer
     tokenizer: Any = Tokens(training.vocab_size) if training else load_tokenizer(model)
     return scratch_config(dict(model.scratch or {}), tokenizer)
 
 
 def _config_there(model: ModelConfig) -> PretrainedConfig:
+    """Return the config of a model that is here or on the hub.
+
+    Raises:
+        ConfigError: it is not there, or is not as transformers wants it.
+    """
     path = resolve(model.path or "")
     try:
         return trained_part(AutoConfig.from_pretrained(path, **load_options(path, model)))
@@ -173,7 +182,7 @@ def _config_there(model: ModelConfig) -> PretrainedConfig:
 
 
 def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
-    """The model of a config with random weights in the run's precision, on the device, in training."""
+    """Return the model of a config with random weights in the run's precision, on the device, in training."""
     torch.manual_seed(cfg.run.seed)
     orig_model = kind_of(config).auto_class.from_config(
         config, trust_remote_code=cfg.model.trust_remote_code, **_options(config, cfg, rt.precision)
@@ -188,7 +197,7 @@ def _options(config: PretrainedConfig, cfg: Config, precision: str) -> dict[str,
 
 
 def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length: int, seed: int | None) -> Batch:
-    """A batch [rows, row_length] of random tokens, with noise for an encoder.
+    """Return a batch [rows, row_length] of random tokens, with noise for an encoder.
 
     Args:
         seed: None: the warm-up's, with the longest documents; else other tokens, in documents of other lengths.
@@ -208,12 +217,12 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
 
 
 def other_length(layout: Layout, row_length: int) -> int:
-    """Of rows: three quarters, a multiple of 8 where there is room."""
+    """Return another length of rows: three quarters, a multiple of 8 where there is room."""
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
 
 
 def of_file(words: str, device: torch.device) -> Subject:
-    """What a function in a file returns: (module, args) or (module, args, args of another shape).
+    """Return what a function in a file returns: (module, args) or (module, args, args of another shape).
 
     Args:
         words: FILE.py:FUNCTION; the function takes no arguments.
@@ -235,6 +244,7 @@ def of_file(words: str, device: torch.device) -> Subject:
         raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
     module = made[0].to(device)
     call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    # The whole file goes into the reproduction, as text in a string, and is executed there.
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
         f'import types\n\nSOURCE = """\\\n{text}"""\n'
@@ -246,13 +256,13 @@ def of_file(words: str, device: torch.device) -> Subject:
 
 
 def _lengths(max_length: int) -> np.ndarray:
-    """Of made-up documents, which decide the slots and buckets that a recipe leaves to its data: from an eighth to all of
-    max_length."""
+    """Return the lengths of made-up documents, int64 [64], which decide the slots and buckets that a recipe leaves to
+    its data: from an eighth to all of max_length."""
     return np.linspace(max(max_length // 8, 1), max_length, 64).astype(np.int64)
 
 
 def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
-    """The decoder's, beside what the encoder, where there is one, has made of noise."""
+    """Return the call of the decoder, with what the encoder, where there is one, has made of noise."""
     rows, columns = batch.shape
     with torch.no_grad(), dense_kernels() if model.backend == "sdpa" else nullcontext():
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
@@ -260,7 +270,8 @@ def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
 
 
 def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) -> str:
-    """Python that makes the same decoder from its config: by itself, or of code that comes with the model from its folder."""
+    """Return Python that makes the same decoder from its config: by itself, or of code that comes with the model from
+    its folder."""
     cut = config.get_text_config().num_hidden_layers
     if cfg.model.trust_remote_code and cfg.model.path:
         path = str(Path(resolve(cfg.model.path)).absolute())
@@ -288,6 +299,7 @@ def _inside(orig_model: PreTrainedModel, levels: int) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
+    # torch.utils._pytree is private: how torch.compile itself walks arguments.
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -297,8 +309,9 @@ def _shapes(args: Any) -> str:
 
 
 def _other_values(call: ModuleCall) -> ModuleCall:
-    """The same shapes: floats turned round and scaled, whole numbers as they are."""
+    """Return a call of the same shapes: floats reversed along the first axis and scaled, whole numbers as they are."""
 
+    # Whole numbers may be indices, for which not every value is allowed.
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 

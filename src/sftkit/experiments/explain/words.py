@@ -1,4 +1,4 @@
-"""What was found, as lines for a terminal."""
+"""Lines for a terminal that say what was found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sftkit.runtime.words import counted
 
 
 def lines_of(result: dict[str, Any]) -> Iterator[str]:
-    """The whole result."""
+    """Yield the whole result, line by line."""
     yield f"{result['name']} on {result['device']}, torch {result['torch']}"
     if result.get("beside"):
         yield result["beside"]
@@ -25,7 +25,8 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
 
 
 def wrapped(line: str, width: int) -> Iterator[str]:
-    """The line in so many columns, what follows the first indented; words, so paths and commands too, stay whole."""
+    """Yield a line in so many columns, what follows the first indented; words, so paths and commands too, stay
+    whole."""
     indent = " " * (len(line) - len(line.lstrip(" ")) + 4)
     parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     yield from parts or [""]

@@ -4,6 +4,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
+    """Start the measurement, and return the exit code."""
     from sftkit.experiments.patterns import run
 
     return run.main()

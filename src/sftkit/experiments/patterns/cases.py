@@ -20,7 +20,7 @@ MODEL: dict[str, Any] = {
 }
 "Layers and heads that two and four ranks divide, in two stages on each of four ranks too."
 ROWS, ROW_LENGTH = 4, 128
-"Of an optimizer step, over all ranks; a micro-batch is one row."
+"Rows of an optimizer step, over all ranks, and their positions; a micro-batch is one row."
 TRAINED_STEPS = 2
 _WIDTH = 4
 "Bytes of an element: weights, gradients and activations are fp32."
@@ -41,11 +41,12 @@ class TopologyCase:
 
     @property
     def processes(self) -> int:
+        """Return how many processes it takes."""
         return self.topology.world_size
 
     @property
     def key(self) -> str:
-        """Its name among all cases: `2 ddp`."""
+        """Return its name among all cases: `2 ddp`."""
         return f"{self.processes} {self.name}"
 
 

@@ -1,6 +1,8 @@
-"""Cases of cases.py on the ranks of this process group, through the engine that training has; the main rank writes what came out.
+"""Run cases of cases.py on the ranks of this process group, through the engine that training has; the main rank writes
+what came out.
 
-python -m sftkit.experiments.patterns.measure OUT.json CASE ...      started by run.py, with a launcher where there are several ranks
+python -m sftkit.experiments.patterns.measure OUT.json CASE ...      started by run.py, with a launcher for several
+ranks
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LEARNING_RATE = 1e-2
 
 
 def recipe(case: TopologyCase, folder: Path) -> Config:
-    """The settings of a case; eager, so that each operation is seen."""
+    """Return the settings of a case; eager, so that each operation is seen."""
     return Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(scratch=MODEL, tokenizer="synthetic"),
@@ -58,7 +60,8 @@ def recipe(case: TopologyCase, folder: Path) -> Config:
 
 
 def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
-    """What this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes of its stages."""
+    """Return what this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes of its
+    stages."""
     rt.topology = case.topology
     cfg = recipe(case, folder)
     plan = DataPlan(
@@ -66,6 +69,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     )
     objective = NextToken(cfg.loss)
     losses, norms, passes = [], [], list[TimelinePass]()
+    # From the making of the model on, so that the bytes alive are all of this case's.
     with recording() as recorder:
         orig_model = new_model(MODEL, cfg.run.seed, rt.precision, rt.device)
         batches = lay_out(cfg, rt, synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2, 0, objective)
@@ -100,16 +104,18 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
 
 @contextmanager
 def _lean() -> Iterator[None]:
-    """Inside, sharded ranks keep as little as they do on a GPU without room for more."""
+    """Have sharded ranks keep, inside, as little as they do on a GPU without room for more."""
+    # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose.
     with mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:]):
         yield
 
 
 def _gradients_at_update(optimizer: Any, orig_model: torch.nn.Module) -> list[int]:
-    """A list that each update adds the bytes of this rank's gradients to."""
+    """Return a list to which each update of the optimizer adds the bytes of this rank's gradients."""
     found: list[int] = []
     update: Callable[..., None] = optimizer.update
 
+    # Just before the update the gradients of all micro-batches are there.
     def noted(*args: Any) -> None:
         found.append(_size(local(p.grad) for p in orig_model.parameters() if p.grad is not None))
         update(*args)
@@ -123,7 +129,7 @@ def _size(tensors: Iterator[torch.Tensor]) -> int:
 
 
 def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[TimelinePass]:
-    """The passes of one more step."""
+    """Return the passes of one more step."""
     with timed_passes(stages_per_process) as passes:
         for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
             dist.barrier()
@@ -132,7 +138,7 @@ def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[Timel
 
 
 def main(out: str, *keys: str) -> None:
-    """All cases of these keys, one after the other."""
+    """Measure all cases of these keys, one after the other, and write the file after each."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1, precision="fp32"))
     found: dict[str, Any] = {"environment": environment(rt.device, rt.world_size), "cases": {}}
     for key in keys:

@@ -1,4 +1,5 @@
-"""The arithmetic of launch/layouts.py worked for published models, and beside what was measured on GPUs. No torch in this file."""
+"""The arithmetic of launch/layouts.py applied to published models, and beside what was measured on GPUs. No torch in
+this file."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
 
 
 def shape(name: str) -> Shape:
-    """The sizes of one of MODELS."""
+    """Return the sizes of one of MODELS."""
     found = shape_of_fields(LLAMA | MODELS[name])
     assert found is not None
     return found
@@ -48,12 +49,12 @@ def shape(name: str) -> Shape:
 
 @cache
 def worked(name: str, gpus: int) -> list[OnPaper]:
-    """Every layout of a model that fits these GPUs."""
+    """Return every layout of a model that fits these GPUs."""
     return ways(shape(name), Machines(gpus), _ROWS[gpus], _ROW_LENGTH, MICRO)
 
 
 def chosen() -> Table:
-    """What is taken for each model and number of GPUs, with what it takes."""
+    """Return a table of what is taken for each model and number of GPUs, with what it takes."""
     cells = []
     for name in MODELS:
         for gpus in _ROWS:
@@ -84,7 +85,7 @@ def _sharding(s: EstimateInputs) -> str:
 
 
 def families() -> Table:
-    """The best of each pattern: speed and memory."""
+    """Return a table of the best layout of each pattern: speed and memory."""
     cells = []
     for name in MODELS:
         for gpus in _ROWS:
@@ -101,7 +102,7 @@ def families() -> Table:
 
 
 def _sizes(way: OnPaper) -> str:
-    """Sizes of the mesh that a reader could not know."""
+    """Return the sizes of the mesh that a reader could not know."""
     t = way.setup.topology
     named = {"tp": t.tensor, "cp": t.context, "pp": t.stages, "copies": t.replicas if t.sharded else 1}
     sizes = ", ".join(f"{key} {size}" for key, size in named.items() if size > 1)
@@ -109,7 +110,8 @@ def _sizes(way: OnPaper) -> str:
 
 
 def beside_measured(benchmarks: Path) -> Table:
-    """Layouts measured on H200s of one machine, and what the arithmetic says of them from the speed of one GPU."""
+    """Return a table of layouts measured on H200s of one machine, and what the arithmetic says of them from the speed
+    of one GPU."""
     models = read_plan(benchmarks / "h200_step" / "plan.yaml").models
     rows = [
         row
@@ -130,7 +132,7 @@ def beside_measured(benchmarks: Path) -> Table:
 
 
 def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: float) -> OnPaper:
-    """A run of benchmarks/h200_multi on paper: 8 rows of 16,384 positions a step, one a micro-batch."""
+    """Return a run of benchmarks/h200_multi on paper: 8 rows of 16,384 positions a step, one a micro-batch."""
     mesh, gpus = row["mesh"], row["world_size"]
     parts = {"tensor": mesh.get("tp_size", 1), "context": mesh.get("cp_size", 1)}
     replicas, sharded = mesh.get("dp_replicate_size", 1), row["topology"] == "fsdp2"
@@ -148,7 +150,7 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
 
 
 def per_pattern() -> Table:
-    """What a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
+    """Return a table of what a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
     cells = []
     for label, topology in (
         ("ddp", Topology(replicas=8)),
@@ -169,7 +171,8 @@ def per_pattern() -> Table:
 
 
 def slow_links() -> Table:
-    """The best of each pattern for 8B on eight machines with one GPU each, by the speed of the network."""
+    """Return a table of the best of each pattern for 8B on eight machines with one GPU each, by the speed of the
+    network."""
     cells = []
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
@@ -191,7 +194,8 @@ TITAN_8B = (6667, 6514)
 
 
 def published() -> Table:
-    """What others have published of H100s with 400 Gb/s of network each, and what is said here of the same."""
+    """Return a table of what others have published of H100s with 400 Gb/s of network each, and what is said here of the
+    same."""
     few, many = TITAN_8B
     return ["model", "GPUs", "layout", "published", "here, on paper"], [
         [
@@ -241,7 +245,7 @@ def _at(name: str, gpus: int) -> str:
 
 
 def titan_on_paper() -> OnPaper:
-    """torchtitan's 8B on 128 GPUs, from the speed that it has on 8."""
+    """Return torchtitan's 8B on 128 GPUs on paper, from the speed that it has on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
     layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
     setup = EstimateInputs(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"], True, False, topology=topology)

@@ -12,13 +12,17 @@ from torch.distributed.pipelining import PipelineStage
 from sftkit.experiments.patterns.timeline import TimelinePass
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
-"""A process's share of a micro-batch takes so long, what it computes and a pause: longer than the processes of this small model
-need, which share the cores of one machine. So the schedule alone says who waits."""
+"""Seconds that a process's share of a micro-batch takes, its computing and a pause together: longer than the processes
+of this small model need, which share the cores of one machine. So the schedule alone decides who waits."""
 
 
 @contextmanager
 def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
-    """Inside, passes of this process's stages take equally long, and are noted."""
+    """Have passes of this process's stages, inside, take equally long, and note them.
+
+    Yields:
+        the passes so far, in the order in which they ended.
+    """
     noted: list[TimelinePass] = []
     plain = {name: getattr(PipelineStage, name) for name in ("forward_one_chunk", "backward_one_chunk")}
 
@@ -41,6 +45,7 @@ def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
 
         return timed
 
+    # A stage has no hooks around its passes: its methods are replaced on the class, and put back.
     PipelineStage.forward_one_chunk = around("forward_one_chunk", FORWARD_SECONDS)  # type: ignore[method-assign]
     PipelineStage.backward_one_chunk = around("backward_one_chunk", BACKWARD_SECONDS)  # type: ignore[method-assign]
     try:

@@ -1,8 +1,9 @@
-"""What a rank holds in memory and exchanges with others, seen from outside: every operation of torch passes a dispatch mode.
+"""What a rank holds in memory and exchanges with others, seen from outside: every operation of torch passes a dispatch
+mode.
 
-One mode sees the collectives of DDP's reducer, of FSDP2, of DTensors (functional ones) and what a pipeline sends alike, and every
-tensor that is made. Counted bytes are those of the whole tensor that the ranks of a group end with or begin with; `sent` is what a
-ring makes of it on each rank.
+One mode sees the collectives of DDP's reducer, of FSDP2, of DTensors (functional ones) and what a pipeline sends alike,
+and every tensor that is made. Counted bytes are those of the whole tensor that the ranks of a group end with or begin
+with; `sent` is what a ring makes of it on each rank.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 WITHOUT_BYTES = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 "The other end of a send, and what moves nothing."
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"Of the operators of collectives: in place (DDP, FSDP2, send), functional (DTensor), and these with a backward pass."
 OURS = "sftkit"
 "Of the operators of ops.gather_rows, inside which no mode looks."
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """Inside, what is exchanged and what is alive. Not for compiled code, which dispatches nothing."""
+    """A mode that records, inside, what is exchanged and what is alive. Not for compiled code, which dispatches
+    nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class TrafficRecorder(TorchDispatchMode):
         self.most_alive = self.alive
 
     def exchanged(self) -> list[dict[str, Any]]:
-        """Calls since `begin_step` by kind and group, as plain data."""
+        """Return the calls since `begin_step` by kind and group, as plain data."""
         found = []
         for (kind, ranks), sizes in sorted(self.calls.items()):
             sent = sum(sizes) * ring_share(kind, len(ranks))
@@ -76,6 +79,7 @@ class TrafficRecorder(TorchDispatchMode):
         if func.namespace in NAMESPACES or (func.namespace == OURS and name in _KINDS):
             self._count(name, args, out)
         for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+            # _cdata, the address of torch's own object, is private; data_ptr would change when a storage is resized.
             storage = tensor.untyped_storage()
             if storage._cdata not in self._sizes and not _among(storage, args):
                 self.resized(storage, storage.nbytes())
@@ -89,7 +93,7 @@ class TrafficRecorder(TorchDispatchMode):
         self.calls[kind, _ranks(args)].append(size)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Note a storage that is new, or has another size."""
+        """Note a storage that is new, or has another size in bytes."""
         key = storage._cdata
         if key not in self._sizes:
             self._there[key] = weakref.KeyedRef(storage, self._freed, key)
@@ -104,7 +108,8 @@ class TrafficRecorder(TorchDispatchMode):
 
 @contextmanager
 def recording() -> Iterator[TrafficRecorder]:
-    """A Recorder at work; FSDP2 frees and takes memory of gathered weights by the size of their storage, which is no operation."""
+    """Yield a TrafficRecorder at work. FSDP2 frees and takes the memory of gathered weights by the size of their
+    storage, which is no operation."""
     recorder, resize = TrafficRecorder(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -112,6 +117,7 @@ def recording() -> Iterator[TrafficRecorder]:
         recorder.resized(storage, size)
         return found
 
+    # Replaced on the class, as no dispatch mode sees it; put back at the end.
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment]
     try:
         with recorder:
@@ -121,7 +127,7 @@ def recording() -> Iterator[TrafficRecorder]:
 
 
 class Saved:
-    """Bytes of what forward passes keep for their backward passes, weights left out."""
+    """The bytes of what forward passes keep for their backward passes, weights left out."""
 
     def __init__(self) -> None:
         self._users: dict[int, int] = defaultdict(int)
@@ -129,7 +135,7 @@ class Saved:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, what is saved is counted until it is let go; the most of it is noted anew."""
+        """Count, inside, what is saved until it is freed, and note the most of it anew."""
         self.most_alive = self.alive
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
             yield
@@ -137,6 +143,8 @@ class Saved:
     def _pack(self, tensor: torch.Tensor) -> _Kept:
         storage = local(tensor).untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        # _base is private: a view of a weight (a transposed one, say) names the weight there, and takes no memory of
+        # its own.
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return _Kept(tensor, lambda: None)
         self.alive += 0 if self._users[key] else size
@@ -160,7 +168,7 @@ class _Kept:
 
 
 def _among(storage: torch.UntypedStorage, args: Any) -> bool:
-    """Whether an argument has this memory: what comes out is a view of it, or it itself."""
+    """Return whether an argument has this memory: then what comes out is a view of it, or it itself."""
     if isinstance(args, torch.Tensor):
         return args.untyped_storage()._cdata == storage._cdata
     return isinstance(args, list | tuple) and any(_among(storage, arg) for arg in args)
@@ -173,10 +181,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """The ranks of the group among the arguments of a collective: an object, or a name where it is a functional one."""
+    """Return the ranks of the group among the arguments of a collective: an object, or a name where it is a functional
+    one."""
     for arg in reversed(args):
+        # Private, but what the functional collectives themselves resolve a group's name with.
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
             return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))  # type: ignore[arg-type]
+        # A ScriptObject tells its class by _type alone.
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     raise AssertionError("a collective without a group")

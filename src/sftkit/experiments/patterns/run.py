@@ -23,12 +23,13 @@ from sftkit.experiments.patterns.tables import terminal
 from sftkit.runtime.signals import exit_on_signals, starting_processes
 
 _TIMEOUT_SECONDS = 3600
-"Of all layouts of one number of processes."
+"That all layouts of one number of processes may take together."
+# One thread each: processes that share the cores must not wait for each other's threads.
 _ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def main() -> int:
-    """Returns the exit code: 1 if some could not be measured."""
+    """Measure, or show earlier numbers, as the words say. Return the exit code: 1 if some could not be measured."""
     words = Parser(
         (__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.patterns")
     )
@@ -89,7 +90,7 @@ def read_pattern_results(file: Path) -> dict[str, Any]:
 
 
 def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """(what the processes wrote, why they failed) of layouts of the same number of processes."""
+    """Return (what the processes wrote, why they failed or None) of layouts of the same number of processes."""
     (processes,) = {case.processes for case in cases}
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []

@@ -17,18 +17,18 @@ PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 p
 
 
 def measured_cases(results: Results) -> list[TopologyCase]:
-    """The cases of which there are numbers."""
+    """Return the cases of which there are numbers."""
     return [case for case in TOPOLOGY_CASES if case.key in results["cases"]]
 
 
 def loss_difference(results: Results, key: str) -> float:
-    """The most that a loss of a case differs from that of one process, in nats."""
+    """Return the most that a loss of a case differs from that of one process, in nats."""
     (own, *_), (alone, *_) = results["cases"][key], results["cases"]["1 one process"]
     return max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True))
 
 
 def holds(results: Results) -> Table:
-    """KiB on the rank that has most of it, and the losses beside those of one process."""
+    """Return a table of KiB on the rank that has most of it, and the losses beside those of one process."""
     cells = []
     for case in measured_cases(results):
         ranks = results["cases"][case.key]
@@ -39,7 +39,7 @@ def holds(results: Results) -> Table:
 
 
 def exchanges(results: Results) -> Table:
-    """Calls and KiB of whole tensors in a step, on the rank that sends most, and what it sends."""
+    """Return a table of calls and KiB of whole tensors in a step, on the rank that sends most, and what it sends."""
     cells = []
     for case in measured_cases(results):
         if case.processes == 1:
@@ -55,12 +55,12 @@ def exchanges(results: Results) -> Table:
 
 
 def sent(exchanged: Sequence[dict[str, Any]]) -> float:
-    """Bytes that a rank sends in a step."""
+    """Return the bytes that a rank sends in a step."""
     return float(sum(each["sent"] for each in exchanged))
 
 
 def bubbles(results: Results) -> Table:
-    """How long ranks of a pipeline wait, and by the formula."""
+    """Return a table of how long ranks of a pipeline wait, and by the formula."""
     cells = []
     for case in measured_cases(results):
         if case.schedule is None:
@@ -76,7 +76,8 @@ def bubbles(results: Results) -> Table:
 
 
 def timeline_pictures(results: Results) -> str:
-    """When the ranks of some pipelines compute: a digit is the micro-batch whose forward pass it is, its letter the backward pass."""
+    """Return when the ranks of some pipelines compute: a digit is the micro-batch of a forward pass, a letter that of a
+    backward pass."""
     parts = []
     for case in measured_cases(results):
         if case.key in PICTURED:
@@ -86,19 +87,19 @@ def timeline_pictures(results: Results) -> str:
 
 
 def machine(results: Results) -> str:
-    """What it was measured on."""
+    """Return what it was measured on."""
     found = results["environment"]
     packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "transformers"))
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
 
 
 def markdown(found: Table) -> str:
-    """The table for a page."""
+    """Return the table for a page."""
     return table(*found)
 
 
 def terminal(results: Results) -> str:
-    """All tables, at most 80 columns wide."""
+    """Return all tables, at most 80 columns wide."""
     config = [f"  {case.processes}  {case.name:<16}{case.config}" for case in measured_cases(results)]
     parts = [
         "What each layout is, of accelerate_configs/ (pp: with train.engine=pipeline):\n" + "\n".join(config),
@@ -113,7 +114,7 @@ def terminal(results: Results) -> str:
 
 
 def _plain(found: Table) -> str:
-    """The table in columns: names left, numbers right."""
+    """Return the table in columns: names left, numbers right."""
     header, cells = found
     widths = [max(len(row[i]) for row in (header, *cells)) for i in range(len(header))]
     lines = []

@@ -1,4 +1,5 @@
-"""The runs that a validation compares: eager and compiled, each layout, one process and several. No torch in this file."""
+"""The runs that a validation compares: eager and compiled, each layout, one process and several. No torch in this
+file."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ REFERENCE = [
     *("train.engine=reference", "train.precision=fp32", "train.memory=speed", f"optim.name={DEFAULT}"),
     *("attention.backend=auto", "model.gradient_checkpointing=false"),
 ]
-"What makes a run the reference: each document alone, plain fp32."
+"Settings of the reference run: each document alone, plain fp32."
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What is asked for."""
+    """What a validation is asked to compare."""
 
     recipe: str
     script: str
@@ -63,11 +64,12 @@ class ValidationRun:
 
     @property
     def name(self) -> str:
+        """Return its name for people: `packed, 1 process, eager`."""
         return f"{self.layout}, {self.processes} process{'es' * (self.processes > 1)}, {self.kind}"
 
 
 def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
-    """Refuse what cannot be judged.
+    """Refuse a plan that cannot be judged.
 
     Raises:
         ConfigError: all problems, one a line.
@@ -99,8 +101,8 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
 def cases(
     plan: ValidationPlan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path
 ) -> list[ValidationRun]:
-    """For each layout and number of processes an eager and a compiled run; with the fewest also a second eager seed, and the
-    reference engine where it has the recipe's optimizer."""
+    """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
+    seed, and the reference engine where it has the recipe's optimizer."""
     found = []
     for layout in plan.layouts:
         for count in plan.processes:
@@ -120,15 +122,15 @@ def cases(
 
 
 def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> bool:
-    """Whether the reference engine computes what the recipe's optimizer does, which only differs in how it stores, and whether
-    a GPU has room for its fp32 weights, gradients and moments."""
+    """Return whether the reference engine computes what the recipe's optimizer does, which only differs in how it
+    stores, and whether a GPU has room for its fp32 weights, gradients and moments."""
     known = cfg.optim.name == "auto" or cfg.optim.name in AS_ADAMW
     needed = replica.parameters * OPTIMIZERS[DEFAULT].training_width("fp32") if replica else 0
     return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
 def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
-    """How so many processes are started here: as `make` does on a machine with so many GPUs."""
+    """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
     if hardware.gpus or count == 1:
         return choose(replace(hardware, gpus=count if hardware.gpus else 0), cfg.train.global_batch_size, {}, replica)
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // count)), "ACCELERATE_USE_CPU": "true"}
@@ -136,8 +138,8 @@ def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | No
 
 
 def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
-    """Empty compiler caches of its own, so that the first compile is one, but the user's cache of the hub; the first GPUs of
-    those that are visible."""
+    """Return the environment variables of a run: compiler caches of its own, empty, so that the first compile is one,
+    but the user's cache of the hub; and the first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
     return {
@@ -154,7 +156,7 @@ def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
 
 
 def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
-    """What a case changes of the recipe, after the user's own changes."""
+    """Return what a case changes of the recipe, after the user's own changes."""
     other_layout = (
         [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []
     )
@@ -185,7 +187,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
 
 
 def shown(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as a person would type it: `accelerate launch` for our own start of it."""
+    """Return the command as a person would type it: `accelerate launch` for our own start of it."""
     start = words.index("--config_file")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     prefix = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""

@@ -18,8 +18,8 @@ SPEED_COLUMNS = (
 
 
 def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
-    """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Returns what the person should
-    be told, None without a dashboard.
+    """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Return what the person
+    should be told; None without a dashboard.
 
     Args:
         out: the folder of the result, which also takes what is kept offline.
@@ -59,8 +59,8 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
 
 
 def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what stands for the validation: criteria by verdict, and the speed-up of the first layout on the fewest
-    processes."""
+    """Return the numbers that stand for the validation: criteria by verdict, and the speed-up of the first layout on
+    the fewest processes."""
     states = [verdict["ok"] for verdict in verdicts]
     counts = {"passed": states.count(True), "failed": states.count(False), "not_checked": states.count(None)}
     found = {f"validate/{name}": count for name, count in counts.items()}

@@ -13,7 +13,7 @@ from sftkit.experiments.validate.cases import ValidationPlan
 
 
 def parse(description: str | None) -> Namespace:
-    """The words of the command line. Prints problems and exits with code 2 if there are any."""
+    """Return the words of the command line. Prints problems and exits with code 2 if there are any."""
     parser = Parser(description)
     parser.add_argument("recipe", nargs="?", type=path_or_id, help="YAML of the stage that is trained")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
@@ -44,7 +44,7 @@ def parse(description: str | None) -> Namespace:
 
 
 def plan_of(args: Namespace) -> ValidationPlan:
-    """What the flags ask for.
+    """Return the plan that the flags ask for.
 
     Raises:
         ConfigError: the recipe, or a setting behind it, is wrong.
@@ -65,6 +65,6 @@ def plan_of(args: Namespace) -> ValidationPlan:
 
 
 def folder_of(args: Namespace) -> Path:
-    """Where the result goes: --out, or a new folder named after recipe and time."""
+    """Return where the result goes: --out, or a new folder named after recipe and time."""
     name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
     return args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -12,6 +12,7 @@ from sftkit.experiments.validate.measure import Measured, spread
 from sftkit.reports.pays import Pays, pays
 from sftkit.rundir.names import latest
 
+# What the criteria allow; docs/validate.md gives each in words.
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1
@@ -36,7 +37,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trio:
-    """The runs of one layout and number of processes."""
+    """The runs of one layout and number of processes that are judged together: eager, compiled, and what they are held
+    to."""
 
     layout: str
     processes: int
@@ -45,20 +47,20 @@ class Trio:
     other_seed: Measured
     "of the fewest processes that were run"
     reference: Measured | None
-    """what the losses are compared with: the reference engine, each document alone in plain fp32, on the fewest processes;
-    None: it was not run, and the eager run stands in"""
+    """what the losses are compared with: the reference engine, each document alone in plain fp32, on the fewest
+    processes; None: it was not run, and the eager run stands in"""
     logits: Mapping[str, Any]
     "what loading the compiled run's checkpoint in another process gave: a row of proof.json's form"
     warm_up: int
 
     @property
     def plain(self) -> tuple[str, Measured]:
-        """(name, run) of the other side of the losses."""
+        """Return (name, run) of the run that the compiled run's losses are compared with."""
         return ("eager", self.eager) if self.reference is None else ("reference", self.reference)
 
 
 def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
-    """The runs that are compared, layout by layout, the fewest processes first."""
+    """Return the runs that are compared, layout by layout, the fewest processes first."""
     plan = result["plan"]
     found = []
     for layout in plan["layouts"]:
@@ -91,7 +93,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 
 def judge(trio: Trio) -> list[Verdict]:
-    """All criteria; a run that did not finish fails those that need it."""
+    """Return the verdicts on all criteria; a run that did not finish fails those that need it."""
     verdicts = [trio_verdict(trio, "runs finish on all ranks", *_finished(trio))]
     failed = [run.error for run in (trio.eager, trio.compiled, trio.other_seed) if run.error]
     for name, check, wanted in CRITERIA:
@@ -104,11 +106,16 @@ def judge(trio: Trio) -> list[Verdict]:
 
 
 def trio_verdict(trio: Trio, criterion: str, ok: bool | None, found: str, wanted: str) -> Verdict:
+    """Return a verdict on this trio."""
     return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
 
 
 def _finished(trio: Trio) -> tuple[bool, str, str]:
-    """Every process joined, agreed, ended well, and no rank reported an error."""
+    """Check that every process joined, agreed and ended well, and that no rank reported an error.
+
+    Returns:
+        (ok, what was found, what is wanted)
+    """
     wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
     for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
         if run.error:
@@ -121,29 +128,35 @@ def _finished(trio: Trio) -> tuple[bool, str, str]:
 
 
 def constant_shapes(trio: Trio) -> tuple[bool, str]:
+    """Check, in the compiled run's proof, that all batches had declared shapes. Return (ok, what was found), as every
+    criterion does."""
     row = trio.compiled.proof_row("Only declared shapes")
     return bool(row and row["ok"]), f"{row['found']} (declared {row['expected']})" if row else "no proof.json"
 
 
 def compiled_model(trio: Trio) -> tuple[bool, str]:
+    """Check that the compiled run has compiled graphs, and the eager run none."""
     graphs, eager = trio.compiled.last("compile/graphs"), trio.eager.last("compile/graphs")
     ok = bool(trio.compiled.summary.get("compiled") and graphs and not trio.eager.summary.get("compiled") and not eager)
     return ok, f"{graphs or 0:.0f} graphs compiled, {eager or 0:.0f} in the baseline"
 
 
 def recompiles_in_training(trio: Trio) -> tuple[bool, str]:
+    """Check that nothing was compiled again after the warm-up, by the proof and by the logged counter."""
     row = trio.compiled.proof_row("No recompiles after the warm-up")
     count = trio.compiled.last("compile/recompiles")
     return count == 0 and bool(row and row["ok"]), row["found"] if row and not row["ok"] else f"{count or 0:.0f}"
 
 
 def recompiles_in_evaluation(trio: Trio) -> tuple[bool, str]:
+    """Check, in the compiled run's proof, that evaluations compile nothing."""
     row = trio.compiled.proof_row("Evaluation compiles nothing")
     return bool(row and row["ok"]), row["found"] if row else "no proof.json"
 
 
 def proof_passes(trio: Trio) -> tuple[bool, str]:
-    """What the runs checked of themselves, but for what was not checked; the failed rows by name."""
+    """Check that nothing failed that the runs checked of themselves; what was not checked does not count. Failed rows
+    by name."""
     failed, missing, count = [], [], 0
     for kind, run in (("eager", trio.eager), ("compiled", trio.compiled)):
         rows = run.proof.get("rows", [])
@@ -154,11 +167,12 @@ def proof_passes(trio: Trio) -> tuple[bool, str]:
 
 
 def speedup(trio: Trio) -> float:
-    """Median useful tokens/s of the compiled run over that of the baseline."""
+    """Return the median useful tokens/s of the compiled run over that of the eager run."""
     return median(trio.compiled.speeds(trio.warm_up)) / median(trio.eager.speeds(trio.warm_up))
 
 
 def faster(trio: Trio) -> tuple[bool, str]:
+    """Check that the compiled run is faster by SPEEDUP."""
     ratio = speedup(trio)
     eager, compiled = (spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
     found, time = f"{ratio:.2f}: {compiled} against {eager} tokens/s", in_time(trio)
@@ -166,8 +180,8 @@ def faster(trio: Trio) -> tuple[bool, str]:
 
 
 def in_time(trio: Trio) -> Pays | None:
-    """What the ratio means in time, from the medians of the windows and what the warm-up of the compiled step takes longer
-    than the eager one's, which holds the same checks; None where a run failed or logged no seconds."""
+    """Return what the ratio means in time, from the medians of the windows and what the warm-up of the compiled step
+    takes longer than the eager one's, which holds the same checks; None where a run failed or logged no seconds."""
     eager, compiled = (run.step_seconds(trio.warm_up) for run in (trio.eager, trio.compiled))
     spent = trio.compiled.summary.get("warm_up_seconds")
     if trio.eager.error or trio.compiled.error or not eager or not compiled or spent is None:
@@ -177,12 +191,14 @@ def in_time(trio: Trio) -> Pays | None:
 
 
 def first_compile(trio: Trio) -> tuple[bool, str]:
+    """Check that the warm-up, from empty caches, takes COMPILE_SECONDS at most."""
     seconds = trio.compiled.summary["warm_up_seconds"]
     inside = trio.compiled.last("compile/seconds") or 0.0
     return seconds <= COMPILE_SECONDS, f"{seconds:.1f} s, {inside:.1f} s of them in the compiler"
 
 
 def memory(trio: Trio) -> tuple[bool, str]:
+    """Check that the compiled run's peak is at most MEMORY times the eager run's."""
     eager, compiled = trio.eager.most("mem/peak_gib"), trio.compiled.most("mem/peak_gib")
     if not eager or not compiled:
         return False, "not measured"
@@ -190,6 +206,7 @@ def memory(trio: Trio) -> tuple[bool, str]:
 
 
 def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
+    """Check that the last losses are close to each other."""
     name, plain = trio.plain
     if plain.error:
         return False, f"not measured: {name}: {plain.error}"
@@ -203,6 +220,8 @@ def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
 
 
 def loss_within_noise(trio: Trio) -> tuple[bool, str]:
+    """Check that the losses of the compiled run are no further from the plain ones than those of two eager seeds from
+    each other."""
     name, plain = trio.plain
     if plain.error:
         return False, f"not measured: {name}: {plain.error}"
@@ -216,12 +235,13 @@ def loss_within_noise(trio: Trio) -> tuple[bool, str]:
 
 
 def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """The relative difference at each step; none unless both have the same steps."""
+    """Return the relative difference at each step; none unless both have the same steps."""
     return [abs(b[step] - a[step]) / abs(a[step]) for step in a] if a.keys() == b.keys() else []
 
 
 def _evaluations(trio: Trio) -> tuple[bool, str]:
-    """Validation losses within the difference of two seeds; task scores within the baseline's 95 % interval."""
+    """Check that validation losses are within the difference of two seeds, and task scores within the eager run's 95 %
+    interval."""
     values = {name: value for name, value in trio.eager.evals.items() if name.startswith("val/") and value is not None}
     wanted = {name: around(value, name, trio) for name, value in values.items()}
     got = dict(trio.compiled.evals)
@@ -234,7 +254,11 @@ def _evaluations(trio: Trio) -> tuple[bool, str]:
 def within_tolerance(
     wanted: Mapping[str, tuple[float, float, float]], got: Mapping[str, float | None]
 ) -> tuple[bool, str]:
-    """Whether each value, by its name, is within (the expected one, the lowest, the highest), and what was found."""
+    """Return whether each value, by its name, is within its bounds, and what was found.
+
+    Args:
+        wanted: name -> (the expected value, the lowest, the highest).
+    """
     problems, shown = [], []
     for name, (value, low, high) in wanted.items():
         found = got.get(name)
@@ -246,7 +270,8 @@ def within_tolerance(
 
 
 def around(value: float, name: str, trio: Trio) -> tuple[float, float, float]:
-    """(a validation loss, the lowest and highest that the compiled run's may be): as far apart as the two baseline seeds."""
+    """Return (a validation loss, the lowest, the highest that the compiled run's may be): as far off as the two eager
+    seeds are apart."""
     first, other = trio.eager.evals.get(name), trio.other_seed.evals.get(name)
     seeds = abs(other - first) if first is not None and other is not None else 0.0
     room = max(seeds, EVALUATION * abs(value))
@@ -254,6 +279,7 @@ def around(value: float, name: str, trio: Trio) -> tuple[float, float, float]:
 
 
 def checkpoint_logits(trio: Trio) -> tuple[bool, str]:
+    """Check that the checkpoint gave the same logits in another process."""
     return bool(trio.logits.get("ok")), str(trio.logits.get("found", "not run"))
 
 
@@ -278,7 +304,7 @@ CRITERIA = (
 
 
 def scaling(trios: list[Trio]) -> Iterator[Verdict]:
-    """Whether compiling pays on several processes as it does on the fewest."""
+    """Yield verdicts on whether compiling pays on several processes as it does on the fewest."""
     first = trios[0]
     for trio in trios[1:]:
         wanted = f"{SCALING} of the ratio on {first.processes} or more"
@@ -291,5 +317,5 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
 
 
 def step_folder(run: Path) -> Path | None:
-    """The checkpoint that a run's LATEST names."""
+    """Return the checkpoint that a run's LATEST names."""
     return latest(run)

@@ -55,7 +55,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "val": (dict,),
     "tasks": (dict,),
 }
-"Every name of an entry, all of them needed; docs/validate.md says what they hold."
+"Name -> its types in JSON. An entry has all of these names and no others; docs/validate.md says what they hold."
 _PACKAGES = ("torch", "transformers", "accelerate")
 _TASK = ("metric", "value", "low", "high")
 _MACHINE_PATH = re.compile(r"""(?:^|file://|[\s=\[{(:,'"])(?:~[\w-]*/|/[^/\s]|\.\./)""")
@@ -114,7 +114,7 @@ def read_ledger(path: Path) -> list[tuple[int, LedgerEntry]]:
 
 
 def problem_of(entry: Any) -> str | None:
-    """What keeps a value from being an entry; None: nothing."""
+    """Return what keeps a value from being an entry; None: nothing."""
     if not isinstance(entry, dict):
         return "no JSON object"
     for words, names in (("it lacks", _KINDS.keys() - entry.keys()), ("unknown:", entry.keys() - _KINDS.keys())):
@@ -139,7 +139,8 @@ def problem_of(entry: Any) -> str | None:
 
 
 def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdict:
-    """The compiled run's evaluation against that of the newest entry of the same key; not checked where there is none."""
+    """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked where there is
+    none."""
     if trio.eager.error or trio.compiled.error or trio.other_seed.error:
         return trio_verdict(trio, CRITERION, False, "not measured: a run failed", _WANTED)
     key, started = key_of(trio, result), result.get("started")
@@ -156,7 +157,8 @@ def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdi
 
 
 def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:
-    """Validation losses within the difference of two seeds or 0.5 %, tasks within the entry's 95 % interval."""
+    """Return whether validation losses are within the difference of two seeds or 0.5 %, and tasks within the entry's 95
+    % interval; and what was found."""
     wanted = {name: around(value, name, trio) for name, value in entry["val"].items()}
     got = dict(trio.compiled.evals)
     for name, task in entry["tasks"].items():
@@ -166,7 +168,7 @@ def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:
 
 
 def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
-    """What an entry must have in common with a trio to be compared with it."""
+    """Return what an entry must have in common with a trio to be compared with it."""
     plan, device = result["plan"], str(trio.compiled.environment.get("device", "unknown"))
     # The last of two words for a setting counts; their order says nothing else.
     overrides = dict(word.partition("=")[::2] for word in plan["overrides"])
@@ -182,11 +184,12 @@ def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
 
 
 def same(entry: LedgerEntry, key: LedgerEntry) -> bool:
+    """Return whether an entry has this key."""
     return all(entry[name] == key[name] for name in KEY)
 
 
 def in_repository(path: str) -> str:
-    """A path as seen from here, where it leads to something below."""
+    """Return a path as seen from here, where it leads to something below."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 
@@ -195,11 +198,12 @@ def in_repository(path: str) -> str:
 
 
 def record(result: Mapping[str, Any], path: Path) -> str:
-    """Append a validation that passed, an entry for each layout and number of processes. Returns what was done, in words.
+    """Append a validation that passed, an entry for each layout and number of processes. Return what was done, in
+    words.
 
     Raises:
-        ConfigError: a path of this machine or a secret would be in it, its runs are of several commits, it lacks something, or
-            the file cannot be written.
+        ConfigError: a path of this machine or a secret would be in it, its runs are of several commits, it lacks
+            something, or the file cannot be written.
     """
     failed = [f"{v['criterion']} ({v['layout']}, {v['processes']})" for v in result["verdicts"] if v["ok"] is False]
     if failed:
@@ -210,6 +214,7 @@ def record(result: Mapping[str, Any], path: Path) -> str:
     for entry in found:
         if problem := problem_of(entry):
             raise ConfigError(f"--record: {entry['layout']}, {entry['processes']} processes: {problem}")
+    # Read anew: another validation may have written to it since this one began.
     known = read_ledger(path)
     new = [e for e in found if not any(same(old, e) and old["date"] == e["date"] for _, old in known)]
     if not new:
@@ -225,7 +230,7 @@ def record(result: Mapping[str, Any], path: Path) -> str:
 
 
 def check_one_commit(result: Mapping[str, Any]) -> None:
-    """Refuse runs between which the checkout was changed: no commit would be the entry's.
+    """Refuse runs of several commits, between which the checkout was changed: an entry has one commit.
 
     Raises:
         ConfigError: the commits.
@@ -240,7 +245,7 @@ def check_one_commit(result: Mapping[str, Any]) -> None:
 
 
 def entry_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
-    """What is kept of a trio."""
+    """Return what is kept of a trio."""
     environment, commit = trio.compiled.environment, trio.compiled.environment.get("git")
     eager, compiled = (median(run.speeds(trio.warm_up)) for run in (trio.eager, trio.compiled))
     return {
@@ -260,7 +265,7 @@ def entry_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
 
 
 def seed_of(trio: Trio, result: Mapping[str, Any]) -> int | None:
-    """The seed that the compiled run was started with, which its command names."""
+    """Return the seed that the compiled run was started with, which its command names."""
     wanted = (trio.layout, trio.processes, "compiled")
     command = next(r["command"] for r in result["runs"] if (r["layout"], r["processes"], r["kind"]) == wanted)
     seeds = re.findall(r"\brun\.seed=(\d+)", command)
@@ -268,12 +273,12 @@ def seed_of(trio: Trio, result: Mapping[str, Any]) -> int | None:
 
 
 def tasks_of(trio: Trio) -> dict[str, LedgerEntry]:
-    """Task -> metric, value and its 95 % interval."""
+    """Return task -> metric, value and its 95 % interval."""
     return {row["task"]: {name: row[name] for name in _TASK} for row in trio.compiled.results}
 
 
 def key_words(plan: Mapping[str, Any]) -> list[str]:
-    """The words of a plan that an entry holds."""
+    """Return the words of a plan that an entry holds."""
     return [in_repository(plan["recipe"]), in_repository(plan["script"]), *plan["overrides"]]
 
 

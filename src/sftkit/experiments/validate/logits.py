@@ -16,7 +16,11 @@ from sftkit.train.proof import verify_checkpoint
 
 
 def main(run: Path, out: Path) -> None:
-    """Write the row that says what came out."""
+    """Write the row that says whether the checkpoint's logits are those that the run recorded.
+
+    Raises:
+        FileNotFoundError: the run has no checkpoint.
+    """
     folder, recorded = step_folder(run), json.loads((run / PROOF).read_text())["logits"]
     if folder is None:
         raise FileNotFoundError(f"{run} has no LATEST: no checkpoint was written")

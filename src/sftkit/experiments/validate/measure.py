@@ -1,4 +1,4 @@
-"""What a run's files say, for the judge. Reads files only."""
+"""Read what a run's files say, for the judge. Only files are read."""
 
 from __future__ import annotations
 
@@ -43,36 +43,40 @@ class Measured:
     rank_errors: list[str]
 
     def timed(self, warm_up: int) -> list[MetricsLine]:
-        """The windows after so many steps."""
+        """Return the windows after so many steps."""
         return [line for line in self.lines if line["step"] > warm_up]
 
     def speeds(self, warm_up: int) -> list[float]:
-        """Useful tokens/s of each timed window."""
+        """Return the useful tokens/s of each timed window."""
         return [line["perf/tok_per_sec"] for line in self.timed(warm_up)]
 
     def step_seconds(self, warm_up: int) -> list[float]:
-        """Seconds per step of each timed window."""
+        """Return the seconds per step of each timed window."""
         return [found for line in self.timed(warm_up) if (found := line.get("perf/step_seconds")) is not None]
 
     def losses(self, warm_up: int) -> dict[int, float]:
-        """Step -> training loss of the window that ends there, after the warm-up."""
+        """Return step -> training loss of the window that ends there, after the warm-up, in nats per target token."""
         return {line["step"]: line["train/loss"] for line in self.timed(warm_up) if line["train/loss"] is not None}
 
     def last(self, name: str) -> float | None:
-        """The last logged value."""
+        """Return the last logged value."""
         return self.lines[-1].get(name) if self.lines else None
 
     def most(self, name: str) -> float | None:
-        """The largest logged value."""
+        """Return the largest logged value."""
         return max((line[name] for line in self.lines if line.get(name) is not None), default=None)
 
     def proof_row(self, name: str) -> dict[str, Any] | None:
-        """A row of proof.json by its name."""
+        """Return a row of proof.json by its name."""
         return next((row for row in self.proof.get("rows", []) if row["name"] == name), None)
 
 
 def measure(folder: Path, error: str | None) -> Measured:
-    """Read what a run left in its folder; `error`: how its process ended, if not well."""
+    """Read what a run left in its folder.
+
+    Args:
+        error: how its process ended; None: well.
+    """
     evals = rows(folder / EVALS)
     return Measured(
         error=error,
@@ -88,13 +92,13 @@ def measure(folder: Path, error: str | None) -> Measured:
 
 
 def last_results(folder: Path) -> list[dict[str, Any]]:
-    """results.json of the newest evaluation; [] where no task was run."""
+    """Return results.json of the newest evaluation; [] where no task was run."""
     newest = max(folder.glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
     return json.loads(newest.read_text()) if newest else []
 
 
 def rows(path: Path) -> list[MetricsLine]:
-    """The whole lines of a JSON-lines file."""
+    """Return the whole lines of a JSON-lines file."""
     found = []
     for line in path.read_text().split("\n") if path.exists() else ():
         try:
@@ -105,7 +109,7 @@ def rows(path: Path) -> list[MetricsLine]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """Median, and the extremes in brackets."""
+    """Return the median, and the extremes in brackets."""
     if not values:
         return "-"
     return f"{format(median(values), form)} ({format(min(values), form)} to {format(max(values), form)})"

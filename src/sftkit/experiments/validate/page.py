@@ -37,7 +37,7 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px
 
 
 def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(heading, verdicts) of each layout and number of processes."""
+    """Yield (heading, verdicts) of each layout and number of processes."""
     keys = dict.fromkeys((v["layout"], v["processes"]) for v in result["verdicts"])
     for layout, processes in keys:
         rows = [v for v in result["verdicts"] if (v["layout"], v["processes"]) == (layout, processes)]
@@ -45,18 +45,19 @@ def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
 
 
 def mark(ok: bool | None) -> str:
+    """Return the word for a verdict."""
     return {True: "PASS", False: "FAIL", None: "not checked"}[ok]
 
 
 def headline(result: dict[str, Any]) -> str:
-    """How many criteria passed."""
+    """Return how many criteria passed."""
     states = [verdict["ok"] for verdict in result["verdicts"]]
     unknown = f", {states.count(None)} not checked" if None in states else ""
     return f"{mark(result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
 
 
 def _facts(result: dict[str, Any]) -> list[str]:
-    """Hardware, versions and how it was measured."""
+    """Return hardware, versions and how it was measured."""
     env, plan = result["environment"], result["plan"]
     versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
     return [
@@ -71,7 +72,7 @@ RUN_COLUMNS = ("run", "tokens/s", "step p50 (s)", "MFU", "peak GiB", "last loss"
 
 
 def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
-    """A run in the table; a dash for what is not known."""
+    """Return a run in the table; a dash for what is not known."""
     measured = Measured(**run["measured"])
     if measured.error:
         return [run["name"], measured.error, *["-"] * (len(RUN_COLUMNS) - 2)]
@@ -96,7 +97,7 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     lines = ["# Does compiling pay?", "", f"**{headline(result)}**", "", *(f"- {fact}" for fact in _facts(result))]
     for heading, rows in groups(result):
         cells = ([mark(v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
@@ -115,7 +116,7 @@ def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
 
 
 def html(result: dict[str, Any]) -> str:
-    """The page; nothing in it is loaded from anywhere."""
+    """Return the page; nothing in it is loaded from anywhere."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",

@@ -27,7 +27,11 @@ LOGITS_TIMEOUT_SECONDS = 600
 
 
 def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
-    """All runs, in processes of their own, judged, also by what the ledger has; out/validation.json, .md and .html.
+    """Run all cases in processes of their own and judge them, also by what the ledger has; write out/validation.json,
+    .md and .html.
+
+    Returns:
+        what validation.json holds.
 
     Raises:
         ConfigError: what is wrong with the recipe or the plan, before anything is run.
@@ -69,7 +73,7 @@ def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
 
 
 def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, Any]:
-    """The result with its verdicts."""
+    """Return the result with its verdicts."""
     layouts = trios(result)
     found = [asdict(verdict) for verdict in verdicts(result, layouts, ledger)]
     environment: dict[str, Any] = next(
@@ -80,7 +84,7 @@ def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, An
 
 
 def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The result as JSON, Markdown and a page."""
+    """Write the result as JSON, Markdown and a page."""
     for name, text in (
         ("validation.json", json.dumps(result, indent=1)),
         ("validation.md", markdown(result)),
@@ -91,10 +95,11 @@ def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
-    """One training run; of a compiled one also the check of its checkpoint."""
+    """Run one training, and of a compiled one also the check of its checkpoint."""
     case.folder.parent.mkdir(parents=True, exist_ok=True)
     log = case.folder.with_suffix(".log")
     ended = run_logged(list(case.command), log, dict(case.environment), plan.timeout_seconds)
+    # Of several ranks the launcher's own last line says little: the first failing rank does.
     if ended and ended.startswith("ended"):
         ended = first_failure(log, None) if case.processes > 1 else ended
     measured = measure(case.folder, ended)
@@ -110,7 +115,7 @@ def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
 
 
 def logits_row(case: ValidationRun) -> dict[str, Any]:
-    """What loading the case's checkpoint with plain transformers in another process gives."""
+    """Return what loading the case's checkpoint with plain transformers in another process gives."""
     out = case.folder.with_name(case.folder.name + "-logits.json")
     words = [sys.executable, "-m", "sftkit.experiments.validate.logits", str(case.folder), str(out)]
     ended = run_logged(words, out.with_suffix(".log"), {}, LOGITS_TIMEOUT_SECONDS)
@@ -118,7 +123,7 @@ def logits_row(case: ValidationRun) -> dict[str, Any]:
 
 
 def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
-    """Every criterion of every layout and number of processes that was run."""
+    """Return the verdicts on every criterion of every layout and number of processes that was run."""
     found = []
     for of_layout in layouts:
         for trio in of_layout:
@@ -129,13 +134,13 @@ def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger |
 
 
 def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:
-    """What each tokens/s ratio means in time, as data; none of runs that failed."""
+    """Return what each tokens/s ratio means in time, as data; none of runs that failed."""
     every = ((trio, in_time(trio)) for of_layout in layouts for trio in of_layout)
     return [{"layout": t.layout, "processes": t.processes, **asdict(time)} for t, time in every if time is not None]
 
 
 def run_line(run: dict[str, Any], warm_up: int) -> str:
-    """A run on the console."""
+    """Return a run as a line for the console."""
     measured = Measured(**run["measured"])
     if measured.error:
         return f"{run['name']}: FAILED: {measured.error}"
