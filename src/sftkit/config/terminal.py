@@ -64,8 +64,8 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
 
 
 def leave_lost_terminal() -> None:
-    """Let what goes to a terminal that was closed go nowhere. Every write to it fails, in libraries too, and with text that
-    it did not take Python ends with code 120."""
+    """Point stdout and stderr at /dev/null where their terminal was closed. Every write to such a terminal fails, in
+    libraries too, and Python ends with code 120 if text is left that it could not write."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -80,10 +80,12 @@ class SayHandler(logging.Handler):
     """Log records through `say`, on stderr as it is when they come: what moves on a terminal takes its place meanwhile."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the formatted record, in the colour of its level."""
         try:
             level: Level | None = (
                 "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else None
             )
             say(self.format(record), error=True, level=level)
+        # as logging.Handler asks: an error in logging must not end the program
         except Exception:
             self.handleError(record)
