@@ -24,7 +24,7 @@ Stream = Callable[[list[Message]], Iterator[str]]
 
 HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
 MOST_LINES = 1000
-"Of the history."
+"The most lines of the history."
 SAVED = "chat.jsonl"
 EXITS = ("exit", "quit", "bye")
 HELP = f"""\
@@ -44,7 +44,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def asked(self, text: str) -> list[Message]:
-        """All messages, and a question behind them."""
+        """Return all messages, with a question after them."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, {"role": "user", "content": text}]
 
@@ -97,7 +97,7 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
 
 
 def _command(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with / says; return what to tell."""
+    """Execute a line that begins with /, and return what to print."""
     name, _, rest = line[1:].partition(" ")
     if name == "help":
         return HELP
@@ -128,7 +128,7 @@ def _save(conversation: Conversation, path: str) -> str:
 
 
 def _ask() -> str | None:
-    """The next question, lines that go on joined; None: there is none."""
+    """Return the next question, with continued lines joined; None at the end of input."""
     lines, prompt = [], "> "
     if sys.stdin.isatty():
         say("")
