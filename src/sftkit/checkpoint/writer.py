@@ -44,7 +44,7 @@ from sftkit.runtime.start import Runtime
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLOWEST = timedelta(hours=2)
-"How long ranks wait for the slowest one."
+"How long ranks wait for the slowest writer."
 
 
 class SaveEnd(NamedTuple):

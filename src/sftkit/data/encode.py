@@ -68,6 +68,7 @@ def encode(
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: bool) -> BatchEncoding:
+    """Tokenize a text in one call, without special tokens of the tokenizer's own."""
     return tokenizer(
         text,
         add_special_tokens=False,
@@ -79,6 +80,7 @@ def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: b
 
 
 def _arrays(encoded: BatchEncoding) -> Encoded:
+    """Return the tokens as arrays."""
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(offsets[:, 1])
     # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
@@ -87,6 +89,6 @@ def _arrays(encoded: BatchEncoding) -> Encoded:
 
 
 def _borders(encoded: BatchEncoding) -> list[int]:
-    """Tokens with which a word of the tokenizer begins, but for the first."""
+    """Return the indices of the tokens with which a word of the tokenizer begins, without the first."""
     words = np.asarray([-1 if word is None else word for word in encoded.word_ids(0)])
     return (np.flatnonzero(words[1:] != words[:-1]) + 1).tolist()

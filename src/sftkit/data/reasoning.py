@@ -13,7 +13,7 @@ Thinking = Literal["auto", "learn_empty", "off"]
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning before an answer, as a field or written into its content; empty without one."""
+    """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -46,7 +46,7 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
 
 
 def check_reasoning(messages: list[Message], where: str) -> None:
-    """Every answer has one reasoning at most, as text.
+    """Refuse an answer with several reasonings, or one that is not text.
 
     Raises:
         DataError: it has several, or something else in one of the fields.

@@ -146,7 +146,8 @@ def empty_pass(orig_model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as transformers does it: eagerly, with masks and caches, no dropout, no gradients."""
+    """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
+    no dropout, no gradients."""
     was_training = orig_model.training
     orig_model.eval()
     try:

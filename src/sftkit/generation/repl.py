@@ -143,7 +143,8 @@ def _ask() -> str | None:
 
 @contextmanager
 def _editing() -> Iterator[None]:
-    """Inside, `input` edits lines, and remembers those of earlier times too; where Python has readline, on a terminal."""
+    """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
+    readline, on a terminal."""
     try:
         import readline
     except ImportError:
@@ -166,8 +167,8 @@ def _editing() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Inside, a Ctrl-C is a KeyboardInterrupt and other signals end by SystemExit: line editing, which changes the terminal, puts
-    it back. A script's own way would end the process at once."""
+    """Make Ctrl-C a KeyboardInterrupt and other signals a SystemExit inside the block, so that line editing, which
+    changes the terminal, puts it back. A script's own way would end the process at once."""
     with exit_on_signals():
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
