@@ -128,6 +128,7 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
+        # a process alone: torch warns that it may not be meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -192,6 +193,7 @@ def load_states(
     _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
+        # each rank reads by itself (no_dist): torch warns that it may not be meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)

@@ -17,6 +17,7 @@ def load(source: SourceConfig) -> Any:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
+    # for the whole process: lines of our own say what takes long
     datasets.disable_progress_bars()
     if hub_answers():
         return _load_dataset(source)

@@ -302,6 +302,7 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 def _csv(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a CSV file with a header line."""
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        # global in csv, whose own limit is 128 KiB a field
         csv.field_size_limit(LONGEST_RECORD)
         reader = csv.DictReader(iter(lambda: _csv_line(text), ""))
         for row in reader:

@@ -35,6 +35,7 @@ def main() -> None:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "")
         os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
+        # not sys.exit: nothing of Python's own shutdown is needed here, or may write to stderr
         os._exit(125)
 
 

@@ -56,6 +56,7 @@ def serve(channel: Channel) -> None:
     # python -S leaves these out, and programs use them
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
     module = types.ModuleType("solution")
+    # dataclasses look the module of a class up here
     sys.modules["solution"] = module
     operations = OPERATIONS | {"run": partial(run, module), "name": partial(name_of, module)}
     objects = Objects()
