@@ -1,5 +1,5 @@
-"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background, verified
-by a manifest, renamed when complete; and the way back from one into a live run."""
+"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background,
+verified by a manifest, renamed when complete; and the way back from one into a live run."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
 
-        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`: what
-        was there stays, training goes on and the next save tries again.
+        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`:
+        what was there stays, training goes on and the next save tries again.
 
         Args:
             state: JSON values that `resume` gives back.

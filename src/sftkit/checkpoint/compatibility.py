@@ -144,13 +144,15 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
     """Compare the resolved recipes of the checkpoint and of this run.
 
     Args:
-        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them (train.resume_changes).
+        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them
+            (train.resume_changes).
 
     Returns:
         lines to print about what changed.
 
     Raises:
-        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a recipe.
+        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a
+            recipe.
     """
     _check_keys(allowed)
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))

@@ -1,7 +1,7 @@
 """Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
 
-torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes
-and nothing else, so that no code in a checkpoint ever runs.
+torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own
+classes and nothing else, so that no code in a checkpoint ever runs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class HostShard(NamedTuple):
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to host memory, where later updates of `tensor` do not reach it.
 
-    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed of
-    the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
+    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed
+    of the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
     """
     source = tensor.detach()
     if not source.is_cuda:

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as safetensors files of transformers, from a copy in host memory; shards are gathered one by one."""
+"""Weights of a checkpoint as transformers' safetensors files, from a copy in host memory, gathered tensor by tensor."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 
     A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
     ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
-    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the vocabulary
-    is left out. Stages of a pipeline each write files of their own.
+    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the
+    vocabulary is left out. Stages of a pipeline each write files of their own.
     """
     tensors, cut = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)

@@ -1,7 +1,7 @@
 """The background half of a save: a thread on every rank writes a snapshot; all of it is published, or nothing.
 
-The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a full
-disk no file could carry the message that it is full.
+The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a
+full disk no file could carry the message that it is full.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Snapshot:
 
     step: int
     state: str
-    "JSON text: of values, training could still change a list"
+    "JSON text: training could still change a list in the values"
     weights: WeightSnapshot
     states: dict[str, HostShard]
     rng: dict[str, Any]

@@ -1,5 +1,5 @@
-"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit init`
-made, or wherever the package is installed. No torch."""
+"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit
+init` made, or wherever the package is installed. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch: it takes a second."""
+"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch, so it is fast."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be made.
-No torch."""
+"""Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be
+made. No torch."""
 
 from __future__ import annotations
 

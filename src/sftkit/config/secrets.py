@@ -1,5 +1,5 @@
-"""What looks like a secret, by the prefixes that its provider documents or by the name before it: settings are saved and
-logged, so none may hold one. Names, paths and commits in paths look like none of them."""
+"""What looks like a secret, by the prefixes that its provider documents or by the name before it: settings are saved
+and logged, so none may hold one. Names, paths and commits in paths look like none of them."""
 
 from __future__ import annotations
 

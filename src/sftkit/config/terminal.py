@@ -1,5 +1,5 @@
-"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings and
-errors in colour where a person watches."""
+"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings
+and errors in colour where a person watches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _STEERING = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators and
-    characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
+    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators
+    and characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -55,7 +55,8 @@ def writable(text: str, encoding: str | None) -> str:
 
 
 def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
-    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set (no-color.org)."""
+    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set
+    (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
@@ -77,7 +78,7 @@ def leave_lost_terminal() -> None:
 
 
 class SayHandler(logging.Handler):
-    """Log records through `say`, on stderr as it is when they come: what moves on a terminal takes its place meanwhile."""
+    """Prints log records with `say`. sys.stderr is looked up each time: a progress bar may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the formatted record, in the colour of its level."""

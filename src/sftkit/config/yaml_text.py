@@ -1,4 +1,4 @@
-"""YAML text to trees of values that remember where they came from: YAML 1.2 scalars, and no more than a recipe may hold."""
+"""YAML text to trees of values that know where they came from: YAML 1.2 scalars, within the limits of a recipe."""
 
 from __future__ import annotations
 

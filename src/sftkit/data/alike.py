@@ -1,8 +1,8 @@
 """Answers of a conversation that are found by what others like them have around them.
 
-To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles, fields and
-the place of the last question, so answers that are alike in those are rendered alike: a few of them are looked at by rendering,
-the others are found by what those have before and after them, as long as that is there.
+To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
+fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+looked at by rendering, the others are found by what those have before and after them, as long as that is there.
 """
 
 from __future__ import annotations

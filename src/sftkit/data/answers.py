@@ -1,10 +1,10 @@
 """Which characters of a rendered conversation are answers as a server would have been asked for them.
 
-An answer is learned where the text before it is what the chat template makes of the messages before it, generation prompt
-included: then each of its tokens is one that the model itself will have to write. What a generation prompt supplies, such as
-a closed thinking block, is context. Where a template renders an answer otherwise once it is history (Qwen3 leaves its
-reasoning out), the answer is context only; split by answers, each stands at the end of a document of its own, in exactly the
-context in which it would be asked.
+An answer is learned where the text before it is what the chat template makes of the messages before it, generation
+prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
+supplies, such as a closed thinking block, is context. Where a template renders an answer otherwise once it is history
+(Qwen3 leaves its reasoning out), the answer is context only; split by answers, each stands at the end of a document of
+its own, in exactly the context in which it would be asked.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Finder:
             among: the answers to look for.
 
         Raises:
-            DataError: the template refuses the conversation, leaves out something that would be learned, or makes another
-                prompt for the last answer than it then renders.
+            DataError: the template refuses the conversation, leaves out something that would be learned, or makes
+                another prompt for the last answer than it then renders.
         """
         self._args = self._arguments(last)
         wanted = sorted(k for k in among if k <= last)
@@ -120,8 +120,8 @@ class Finder:
         """Render the messages up to an answer for a document of which all is learned but marked answers; the text of
         every answer must be there.
 
-        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the conversation
-        begins with has none.
+        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the
+        conversation begins with has none.
 
         Raises:
             DataError: the template refuses the conversation or leaves out something that would be learned.
@@ -177,8 +177,8 @@ class Finder:
     def reasoned(self, last: int, found: Collection[int]) -> set[int]:
         """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
 
-        The conversation is rendered with other texts in place of the reasonings, since their own words may stand anywhere.
-        For the answers in `found` this was checked before.
+        The conversation is rendered with other texts in place of the reasonings, since their own words may stand
+        anywhere. For the answers in `found` this was checked before.
         """
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(found):

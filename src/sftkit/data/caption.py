@@ -1,4 +1,4 @@
-"""What is said of something that an encoder reads, to tokens: captions of pictures, or answers to texts. All of it is learned."""
+"""Captions of pictures, or answers to texts, that an encoder reads, to tokens. All of them are targets."""
 
 from __future__ import annotations
 

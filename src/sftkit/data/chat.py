@@ -57,8 +57,8 @@ def tokenize(
     Args:
         targets: assistant: every answer; last_turn: those after the last user message; all: every token but the first.
         thinking: see answers.Finder.
-        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their own;
-            of a conversation that is learned whole, those whose reasoning is left out there.
+        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their
+            own; of a conversation that is learned whole, those whose reasoning is left out there.
 
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
@@ -299,8 +299,8 @@ def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: En
     what follows the last one of the prompt decides.
 
     Args:
-        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special tokens
-            around that place is encoded here.
+        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special
+            tokens around that place is encoded here.
         specials: where they are in the text, ascending.
     """
     before = bisect_right(specials, cut, key=lambda span: span[1])

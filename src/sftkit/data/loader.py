@@ -193,7 +193,7 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Whoever still holds it ends its workers; left to the end of Python, that one waits for them, who heed no signal.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they ignore signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:

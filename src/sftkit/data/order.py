@@ -1,5 +1,6 @@
-"""Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the middle of
-which batch size or seed was changed. A pure function of lengths, layout and stretches, so that resuming is an index."""
+"""Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the
+middle of which batch size or seed was changed. A pure function of lengths, layout and stretches, so that resuming is an
+index."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sftkit.data.pack import GlobalBatch, Layout, Stretch, plan_epoch
 
 
 def with_stretch(earlier: Sequence[Stretch], step: int, layout: Layout, seed: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a run that goes on at `step`; a new one only where batches are made otherwise from there on.
+    """Return the stretches of a run that goes on at `step`; a new one only where batches are made otherwise from there
+    on.
 
     Args:
         earlier: the stretches before `step`, of the checkpoint that is resumed; empty: one stretch from the beginning.
@@ -23,7 +25,8 @@ def with_stretch(earlier: Sequence[Stretch], step: int, layout: Layout, seed: in
 
 
 class Order:
-    """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs begin."""
+    """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs
+    begin."""
 
     def __init__(self, lengths: np.ndarray, layout: Layout, stretches: Sequence[Stretch]) -> None:
         """

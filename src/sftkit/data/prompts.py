@@ -1,4 +1,5 @@
-"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers' prompts."""
+"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers'
+prompts."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def check_reasoning(messages: list[Message], where: str) -> None:
 def template_arguments(
     template: Template, messages: list[Message], k: int, args: Mapping[str, Any] | None, thinking: Thinking
 ) -> dict[str, Any]:
-    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning, and
-    off elsewhere, unless the recipe or the record says otherwise."""
+    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
+    and off elsewhere, unless the recipe or the record says otherwise."""
     result, name = dict(args or {}), template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":
         last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)

@@ -1,4 +1,5 @@
-"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it has not."""
+"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it
+has not."""
 
 from __future__ import annotations
 

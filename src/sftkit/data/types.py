@@ -11,7 +11,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it shows."""
+    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it
+    shows."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -55,9 +56,9 @@ class Tokenized:
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
     why: str = ""
-    "of a row that was dropped: what is so in this one"
+    "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
-    "what is odd in it although it is learned from: reason -> where, and what"
+    "what is odd in it, although it is learned from: reason -> where, and what"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may share."""
+    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may
+    share."""
 
     arrays: Mapping[str, np.ndarray]
     "by argument name, [I, ...], memory-mapped where they are large"

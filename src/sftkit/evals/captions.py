@@ -1,4 +1,5 @@
-"""Texts that a model with an encoder writes, compared with what was said: of held-out pictures, or texts, of data.val."""
+"""Texts that a model with an encoder writes, compared with what was said: of held-out pictures, or texts, of
+data.val."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def evaluate(
     """Return (exact_match with every text, and token_f1, over the first `max_examples` documents of each source; the
     first `samples` texts); every rank calls it.
 
-    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of the
-    reference's tokens that the other has as well, as often; its mean over documents.
+    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
+    the reference's tokens that the other has as well, as often; its mean over documents.
     """
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()

@@ -63,8 +63,8 @@ def load_validation(
     """Return (documents of each source, their layout). Targets are the answers of conversations, and all of plain text.
 
     Documents are made like those that the checkpoint was trained on, by the settings TRAINED_WITH of its run; if its
-    recipe names no data.targets, targets are the answers, also after mid-training. If the checkpoint does not say how long
-    documents are, they have as many tokens as the model reads, up to VALIDATION_LENGTH.
+    recipe names no data.targets, targets are the answers, also after mid-training. If the checkpoint does not say how
+    long documents are, they have as many tokens as the model reads, up to VALIDATION_LENGTH.
 
     Args:
         paths: like data.val.N.path, with [split] after it if that is not train.

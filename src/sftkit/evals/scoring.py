@@ -178,8 +178,8 @@ def score(
 ) -> list[Likelihoods]:
     """Return the log-likelihoods of the continuations of each example; every rank calls it and has all of them.
 
-    Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin with
-    is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
+    Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin
+    with is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
 
     Args:
         encoded: what `encode_continuation` returned for the examples, if it was called before.

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from sftkit.runtime.start import Runtime
 
 MOST_POSITIONS = 32_768
-"Positions that a batch reads at once, padding included."
+"The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 
@@ -32,12 +32,12 @@ class PromptBatch:
 
 
 class Turn(NamedTuple):
-    """What this rank does while every other rank does the same."""
+    """One round of batches over the ranks: what this rank computes in it."""
 
     batch: PromptBatch | None
     "None: fewer batches are left than ranks"
     new_prefix: bool
-    "some rank computes a prefix in this turn"
+    "some rank computes a new prefix in this round"
 
 
 def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
@@ -86,7 +86,8 @@ def plan(
     Args:
         lengths: tokens of each row after its prefix. targets: positions of each row that have logits.
         new_tokens: what is written after each row, at most.
-        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is alone.
+        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is
+            alone.
         most_cached: limit of the positions whose keys and values are kept: prefix, padded rows and what is written.
     """
     order: dict[Prefix, int] = {}

@@ -40,9 +40,9 @@ def generate(
 ) -> list[Answer]:
     """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
 
-    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. The tokens that
-    all prompts of a group begin with are computed once. Batches follow from the arguments, not from the number of ranks;
-    if the model is sharded, all ranks run equally many passes.
+    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. The tokens
+    that all prompts of a group begin with are computed once. Batches follow from the arguments, not from the number of
+    ranks; if the model is sharded, all ranks run equally many passes.
 
     Args:
         prompts: token ids of each.

@@ -17,7 +17,7 @@ from sftkit.ops.attention_choice import head_sizes
 from sftkit.parallel.tensor import whole_rows
 
 MOST_BYTES = 8 * 2**30
-"Keys and values of a batch. The same on every device, so that batches and with them results are the same everywhere."
+"The most bytes of keys and values of a batch. The same on every device, so batches and results are the same."
 
 
 def most_cached(orig_model: PreTrainedModel) -> int | None:
@@ -36,7 +36,8 @@ def most_cached(orig_model: PreTrainedModel) -> int | None:
 
 
 class FixedLayer(DynamicLayer):
-    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a copy.
+    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a
+    copy.
 
     Layers with a sliding window keep everything too: transformers' masks apply the window.
     """
@@ -115,7 +116,8 @@ class SharedPrefix:
         """Compute the keys and values of the prefix, unless they are those at hand.
 
         Args:
-            in_step: other ranks may compute a prefix now, and gather weights for it: run a pass even if it is not needed.
+            in_step: other ranks may compute a prefix now, and gather weights for it: run a pass even if it is not
+                needed.
         """
         if ids and ids != self.ids:
             cache = new_cache(self._orig_model, len(ids))

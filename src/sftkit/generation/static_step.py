@@ -1,7 +1,8 @@
 """One step of decoding whose shapes and addresses stay the same, so that a GPU replays it without the host.
 
-An eager step launches some hundreds of kernels, which takes longer than computing them. A CUDA graph of the same kernels is
-recorded in the time of a step and needs no compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
+An eager step launches some hundreds of kernels, which takes longer than computing them. A CUDA graph of the same
+kernels is recorded in the time of a step and needs no compiler
+(https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class StaticStep:
         """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is
         recorded on the default one.
 
-        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own it.
+        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own
+        it.
         """
         stream = _side_stream(self._tokens.device)
         if not self._warm:

@@ -64,7 +64,7 @@ class Run:
 
     cfg: Config
     stage: str
-    "by which a run is found among others: base, mid or sft"
+    "name by which a run is found among others: base, mid, sft or caption"
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
@@ -97,12 +97,12 @@ class Data:
 
 @contextmanager
 def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
-    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put back,
-    and an error is written down and told.
+    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put
+    back, and an error is written down and told.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is not
-            whole.
+        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is
+            not whole.
     """
     # before the process group is made, which reads them; a value that the user has set stays
     for name, value in environment(cfg.graph.passes).items():
@@ -119,8 +119,8 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     """Load the model of the recipe, and find how long its documents may be.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an option of
-            the compiler that this torch does not have, which is looked for first.
+        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
+            option of the compiler that this torch does not have, which is looked for first.
     """
     cfg, rt = run.cfg, run.rt
     # What the recipe alone decides is refused first, before weights are loaded.

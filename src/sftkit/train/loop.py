@@ -307,7 +307,8 @@ def _logged(
 
 
 def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
-    """Evaluate; return (metrics, samples, stopped). If a stop was requested meanwhile, metrics and samples are empty."""
+    """Evaluate; return (metrics, samples, stopped). If a stop was requested meanwhile, metrics and samples are
+    empty."""
     try:
         return *evaluate(step), False
     except Stopped:

@@ -15,7 +15,7 @@ from sftkit.tracking.tracker import Tracker
 
 
 class Saves(Protocol):
-    """What the loop calls; checkpoint.checkpoint.Checkpoints is it where anything is kept."""
+    """What the loop calls: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests one that keeps nothing."""
 
     @property
     def run_dir(self) -> Path:

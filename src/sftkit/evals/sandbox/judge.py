@@ -1,7 +1,7 @@
 """The judge's process: runs the tests, which call the program through a pipe, and says what became of it.
 
-It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt here,
-or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
+It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt
+here, or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Program:
         """Return what the program's process answers; what its code raises is raised here, as an error
         of Python's own classes.
 
-        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an error.
+        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an
+        error.
         """
         exchange = RequestAndReply(self._number_of, self._object_of)
         request = exchange.pack(operation, *values)
@@ -151,7 +152,8 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 
 
 def _run(job: dict[str, Any], program: Program) -> None:
-    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is raised."""
+    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
+    raised."""
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["given"], "given", "exec"), names)
     program.ask("run", job["program"])

@@ -1,8 +1,8 @@
 """Builds the walls of the sandbox around this process, then starts judge and program inside; started by `programs`.
 
-Four processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the judge, and
-with its end the kernel ends all that the program started; the judge runs the tests; the program is a child of the judge.
-A wall that cannot be built is an error on stderr, before any code of a model runs.
+Four processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the judge,
+and with its end the kernel ends all that the program started; the judge runs the tests; the program is a child of the
+judge. A wall that cannot be built is an error on stderr, before any code of a model runs.
 """
 
 from __future__ import annotations

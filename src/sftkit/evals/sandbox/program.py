@@ -1,7 +1,7 @@
 """The program's process: runs what a model wrote, then does what the tests ask of it, one request at a time.
 
-All that is here may be changed by the program. It holds no test, no expected value and no descriptor of the verdict: what it
-can say is what its functions return or raise.
+All that is here may be changed by the program. It holds no test, no expected value and no descriptor of the verdict:
+what it can say is what its functions return or raise.
 """
 
 from __future__ import annotations

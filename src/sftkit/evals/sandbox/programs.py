@@ -1,7 +1,7 @@
 """Runs programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
 
-Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do not.
-Where they cannot be had, nothing is run: there is no weaker mode.
+Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do
+not. Where they cannot be had, nothing is run: there is no weaker mode.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class SandboxError(Exception):
 def run(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
-    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard library
-    is all there is to import. The tests call its functions in its process, with copies of plain data (numbers, texts, lists,
-    tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too. What is not plain data
-    is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox does not work here.
+    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard
+    library is all there is to import. The tests call its functions in its process, with copies of plain data (numbers,
+    texts, lists, tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too.
+    What is not plain data is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox
+    does not work here.
     """
     for left in reversed(range(STARTS)):
         try:

@@ -154,7 +154,8 @@ def filter_of(machine: str) -> bytes:
 
 
 def install_filter() -> None:
-    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot be."""
+    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot
+    be."""
     code = filter_of(os.uname().machine)
     libc = ctypes.CDLL(None, use_errno=True)
     steps = ctypes.create_string_buffer(code, len(code))
