@@ -1,5 +1,5 @@
-"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background, verified
-by a manifest, renamed when complete; and the way back from one into a live run."""
+"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background,
+verified by a manifest, renamed when complete; and the way back from one into a live run."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class Checkpoints:
 
     @property
     def last_save(self) -> dict[str, float]:
-        """block_seconds of the last save; write_seconds and bytes of the last one that was published."""
+        """Return block_seconds of the last save, and write_seconds and bytes of the last one that was published."""
         blocked = {} if self._block_seconds is None else {"block_seconds": self._block_seconds}
         return {**blocked, **self._writer.figures}
 
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
 
-        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`: what
-        was there stays, training goes on and the next save tries again.
+        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`:
+        what was there stays, training goes on and the next save tries again.
 
         Args:
             state: JSON values that `resume` gives back.
@@ -118,11 +118,12 @@ class Checkpoints:
         self._writer.finish()
 
     def ended_saves(self) -> list[SaveEnd]:
-        """How the saves ended that have ended since this was last asked."""
+        """Return how saves ended, of those that ended since the last call."""
         return [self._writer.ended.get() for _ in range(self._writer.ended.qsize())]
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Hear what an evaluation found: the checkpoint of that step is kept if it is the best so far (checkpoint.best)."""
+        """Take the metrics of an evaluation: the checkpoint of that step is kept if it is the best
+        so far (checkpoint.best)."""
         metric = self.config.best
         value = values.get(metric) if metric else None
         if metric and values and metric not in values and self.rt.is_main:
@@ -132,7 +133,8 @@ class Checkpoints:
 
     @torch.no_grad()
     def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
-        """Shards are gathered here, in the main thread: the background has no part in training's process group."""
+        """Copy what this rank writes to host memory. Shards are gathered here, in the main thread: the background
+        thread has no part in training's process group."""
         rank, world_size = self.rt.rank, self.rt.world_size
         problem = None
         if self.rt.is_main and not self._small_files:
@@ -140,16 +142,19 @@ class Checkpoints:
                 self._small_files = self._unchanging_files(being_written(step_dir(self.run_dir, step), "small"))
             except Exception as error:  # a full disk is no OSError in what is written in Rust
                 problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
+        # saved with the checkpoint: generate pads batches with it
         generation = self.orig_model.generation_config
         if generation is not None:
             generation.pad_token_id = self.tokenizer.pad_token_id
         weights = snapshot_weights(self.orig_model, rank, world_size)
         named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
         among = (rank, world_size)
+        # of a pipeline each stage writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
             named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
             among = stages.alike
         states = snapshot_states(named, *among)
+        # the writer's thread reads host memory, so the queued copies must be complete
         copies_done(self.rt.device)
         kept = {
             "step": step,
@@ -162,7 +167,8 @@ class Checkpoints:
         return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files, problem)
 
     def _unchanging_files(self, folder: Path) -> dict[str, bytes]:
-        """Made once, in the main thread: a tokenizer that encodes in one thread cannot be saved in another.
+        """Return the files that are the same in every checkpoint: name -> content. Made once, in the main thread: a
+        tokenizer that encodes in one thread cannot be saved in another.
 
         Args:
             folder: where they lie for a moment, on the disk that checkpoints need anyway; another could be full.
@@ -196,6 +202,7 @@ class Checkpoints:
             raise ConfigError(problem)
 
     def _space_problem(self, estimated_bytes: float, anew: bool) -> str | None:
+        """Return why the disk cannot hold the checkpoints of this run; None if it can."""
         if not anew:
             sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
@@ -247,7 +254,8 @@ class Checkpoints:
         return state
 
     def _fit(self, found: Found, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
-        """Lines to print about what was changed. Whatever goes wrong is a value, because the other ranks wait for one."""
+        """Return lines to print about what was changed, or the error: the other ranks wait for a
+        value, so nothing is raised."""
         place, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
         try:
             if found.state["optimizer"] != here:
@@ -263,6 +271,8 @@ class Checkpoints:
             return error
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
+        """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from
+        run.seed, step and rank."""
         there = (state["world_size"], state["topology"])
         if there == (self.rt.world_size, self.rt.topology.describe()):
             file = random_state_file(folder, self.rt.rank)
@@ -272,6 +282,7 @@ class Checkpoints:
                 raise ConfigError(f"{file}: {error}; resume from another checkpoint") from None
             return
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
+        # 63 bits: a non-negative int64
         seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
         self.rt.say(
             f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
@@ -279,8 +290,8 @@ class Checkpoints:
         )
 
     def set_later_aside(self, step: int) -> None:
-        """Move checkpoints of the stretch after `step`, which this run does again, out of the way of pruning and of the next
-        resume."""
+        """Archive checkpoints of steps after `step`, which this run trains again, so that neither pruning nor
+        the next resume sees them."""
         if not self.rt.is_main:
             return
         folder = step_dir(self.run_dir, step)
@@ -295,7 +306,8 @@ class Checkpoints:
 
 
 def make_tokenizer_portable(config_file: Path) -> None:
-    """transformers 5 writes a class and a field that version 4, and servers built on it, refuse; both read these."""
+    """Rewrite tokenizer_config.json for servers built on transformers 4: version 5 writes a class and a field that
+    version 4 refuses, and both read these."""
     config = json.loads(config_file.read_text())
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

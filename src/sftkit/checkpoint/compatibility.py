@@ -29,7 +29,7 @@ _FIXED = (
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
-"The first decides which states there are, and is compared by them; the others are how the same update is computed."
+"Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
 LENGTH = ("train.max_steps", "train.epochs")
 _WEIGHTS = "its weights are not loaded: those of the checkpoint are"
 CHANGED = {
@@ -39,21 +39,22 @@ CHANGED = {
     "model.path": _WEIGHTS,
     "model.revision": _WEIGHTS,
 }
-"What it means that one of them has changed, where that is not plain."
+"What a change of such a key does, where that is not plain."
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets by itself."
 _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
-"Numbers of each encoded entry that are compared: of a picture a page of its file in the cache."
+"Values of each encoder input that are compared, from its middle."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Kept by versions that had no stretches; they may change."
+"Fields of checkpoints written before stretches were kept; they may change."
 
 
 def run_identity(
     orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Examples, layout: Layout
 ) -> dict[str, Any]:
-    """What a checkpoint's optimizer states and position in the data belong to, at any number of ranks."""
+    """Return what optimizer states and position in the data belong to, at any number of ranks: model,
+    tokenizer, template, data, rows."""
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
     if padding_rows(orig_model):  # optimizer states have those rows too
         model["padding_rows"] = padding_rows(orig_model)
@@ -72,9 +73,9 @@ def run_identity(
 
 
 def _given(examples: Examples) -> dict[str, str]:
-    """What an encoder reads, in order, texts themselves and of pictures the file names, whose folder may move; and the middle of
-    each entry, as a picture may be another one under its name; nothing where it reads nothing, as in checkpoints of versions
-    without one."""
+    """Return digests of an encoder's inputs; empty if the model has none, as in checkpoints of versions without
+    encoders. One is of the texts, or of the pictures' file names without their folders, which may move; one of the
+    middle of each input, as a file may have been replaced under its name."""
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
     names = [os.path.basename(name) for name in examples.given] if pictures else examples.given
     found = {"given": _digest("\0".join(names).encode())} if names else {}
@@ -87,7 +88,7 @@ def _given(examples: Examples) -> dict[str, str]:
 
 
 def _sample_digest(examples: Examples) -> str:
-    """Of all lengths and of up to 16 million tokens, evenly spread, with which of them are targets."""
+    """Return a digest of all lengths and of up to 16 million tokens, evenly spread, with their target flags."""
     every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
     arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
     return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
@@ -101,7 +102,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf of nested mappings."""
+    """Yield dotted key and value of every leaf of nested mappings."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
@@ -110,7 +111,7 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shortened(value: Any) -> str:
-    """A value for a message; the middle of a long one is left out."""
+    """Format a value for a message; the middle of a long one is left out."""
     if value is MISSING:
         return "(none)"
     text = json.dumps(value, ensure_ascii=False, sort_keys=True)
@@ -118,14 +119,14 @@ def _shortened(value: Any) -> str:
 
 
 def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
+    """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**old, **new}}
     return {key: (a, b) for key, (a, b) in pairs.items() if a is MISSING or b is MISSING or a != b}
 
 
 def check_identity(there: Any, here: Any, place: str) -> None:
-    """Model, tokenizer, template and data are what the optimizer states and the plan of the data belong to.
+    """Refuse a checkpoint of another model, tokenizer, template or data than this run's.
 
     Raises:
         ConfigError: a line for each key that differs.
@@ -143,13 +144,15 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
     """Compare the resolved recipes of the checkpoint and of this run.
 
     Args:
-        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them (train.resume_changes).
+        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them
+            (train.resume_changes).
 
     Returns:
         lines to print about what changed.
 
     Raises:
-        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a recipe.
+        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a
+            recipe.
     """
     _check_keys(allowed)
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
@@ -180,6 +183,7 @@ def _is_fixed(key: str) -> bool:
 
 
 def _check_keys(keys: Sequence[str]) -> None:
+    """Refuse train.resume_changes that name no key of a recipe."""
     for key in keys:
         if key not in table():
             close = difflib.get_close_matches(key, table(), n=1)

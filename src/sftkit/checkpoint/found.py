@@ -30,7 +30,7 @@ class Found:
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     "what was given to `save`, and the step"
     stretches: Sequence[Stretch] = ()
-    "how the global batches of its steps were made"
+    "how the global batches of its steps were made, in order"
     passed_over: Sequence[str] = ()
     "why newer checkpoints are not resumed"
 
@@ -55,7 +55,7 @@ def find(run_dir: Path, setting: str | None, rt: Runtime) -> Found:
 
 
 def _find(run_dir: Path, setting: str | None) -> Found | Exception:
-    """Whatever goes wrong is a value, because the other ranks wait for one."""
+    """Return the checkpoint, or the error: the other ranks wait for a value, so nothing is raised."""
     try:
         passed_over: list[str] = []
         folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, passed_over)
@@ -96,7 +96,8 @@ def _newest(run_dir: Path, passed_over: list[str]) -> Path | None:
 
 
 def _stretches(state: dict[str, Any], folder: Path) -> Sequence[Stretch]:
-    """Those of the steps up to the checkpoint's; one of a version that kept none has one, which its identity tells."""
+    """Return the stretches of the steps before the checkpoint. A checkpoint of a version that kept none has one,
+    which its identity tells."""
     if "stretches" in state:
         kept = [Stretch(**stretch) for stretch in state["stretches"]]
         return [stretch for stretch in kept if stretch.after_step < state["step"]]

@@ -35,7 +35,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def entries(folder: Path, files: Iterable[Path]) -> Entries:
-    """Size and sha256 of files; each is flushed to the disk first, so that what is hashed is what stays."""
+    """Return size and sha256 of files. Each is flushed to the disk first, so that the hash is of what stays."""
     paths = sorted(files)
     for path in paths:
         flush(path)
@@ -48,7 +48,7 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
 
 
 def write_manifest(folder: Path, step: int, files: Entries) -> None:
-    """manifest.json of every other file.
+    """Write manifest.json, which lists every other file.
 
     Raises:
         OSError: the folder holds other files than those that the ranks say they wrote.
@@ -105,7 +105,8 @@ class Best(NamedTuple):
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """What BEST says: the directory's name, then metric and value on a line of their own."""
+    """Return what the file BEST says (the directory's name, then metric and value on a line of their own);
+    None if it cannot be read."""
     try:
         folder, line = (run_dir / BEST).read_text().splitlines()[:2]
         metric, value = line.rsplit(" ", 1)
@@ -115,17 +116,19 @@ def read_best(run_dir: Path) -> Best | None:
 
 
 def write_best(run_dir: Path, best: Best) -> None:
+    """Write the file BEST."""
     replace_text(run_dir / BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether more of a metric is better: of tasks (eval/<task>/<metric>), unless lm_eval has it as a measure of error, such as
-    perplexity; of nothing else, which is losses."""
+    """Return whether a larger value of a metric is better: for metrics of tasks (eval/<task>/<metric>), unless lm_eval
+    has it as a measure of error, such as perplexity. All others are losses."""
     return metric.startswith("eval/") and not LOWER_IS_BETTER.search(metric.rpartition("/")[2])
 
 
 def is_better(new: Best, old: Best | None) -> bool:
-    """Whether a value beats the best one so far; nan is never better, and another metric's value does not count."""
+    """Return whether a value beats the best one so far. NaN is never better, and a value of
+    another metric does not count."""
     if math.isnan(new.value):
         return False
     if old is None or old.metric != new.metric:

@@ -1,7 +1,7 @@
 """Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
 
-torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes
-and nothing else, so that no code in a checkpoint ever runs.
+torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own
+classes and nothing else, so that no code in a checkpoint ever runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INDEX_CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }  # fmt: skip
-"All that the pickle of an index may name, besides torch's dtypes."
+"All names in the pickle of an index besides torch's dtypes; the private ones are what torch's writer puts there."
 
 
 class HostShard(NamedTuple):
@@ -53,10 +53,10 @@ class HostShard(NamedTuple):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that later updates of `tensor` do not reach.
+    """Copy a tensor to host memory, where later updates of `tensor` do not reach it.
 
-    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed of
-    the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
+    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed
+    of the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
     """
     source = tensor.detach()
     if not source.is_cuda:
@@ -72,7 +72,7 @@ def copies_done(device: torch.device) -> None:
 
 
 def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, HostShard]:
-    """Copies of what this rank writes: its own shards of DTensors, its share of the tensors that all ranks have equally.
+    """Copy what this rank writes: its own shards of DTensors, and its share of the tensors that all ranks hold alike.
 
     Nothing is copied twice over the ranks: of a replicated shard the first replica is the writer.
 
@@ -84,6 +84,8 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
             if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
+                # torch.distributed.checkpoint's own protocol for where a local shard lies in the whole tensor; there is
+                # no public one
                 (chunk,) = tensor.__create_chunk_list__()
                 mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
         elif position % world_size == rank:
@@ -92,7 +94,7 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
 
 
 def _writes_shard(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold the same shard."""
+    """Return whether this rank is the first of those that hold the same shard."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and all(
         at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True)
@@ -103,6 +105,7 @@ class _HostShardPlanner(dcp.DefaultSavePlanner):
     """Plans the writing of HostShards, which have left the device mesh of the tensors that they come from."""
 
     def create_local_plan(self) -> SavePlan:
+        """Plan to write each shard at its place; torch's own plan would ask the tensors for their device mesh."""
         self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
         return self.plan
 
@@ -111,6 +114,7 @@ class _HostShardPlanner(dcp.DefaultSavePlanner):
 
 
 def _write_item(name: str, shard: HostShard) -> WriteItem:
+    """Return torch's description of a shard: its name, its place in the whole tensor, dtype and shape."""
     offsets = torch.Size(shard.offsets)
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
     data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=shard.tensor.dtype), size=shard.size)
@@ -124,6 +128,7 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
+        # a process alone: torch warns that it may not be meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -132,11 +137,13 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
             process_group=group,
             no_dist=group is None,
         )
+    # torch's own names: files of a rank begin with __RANK_, and the coordinator, rank 0, writes the index
     return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the index; refuse any other name, which could be code."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in INDEX_CLASSES:
             return super().find_class(module, name)
@@ -149,6 +156,7 @@ class SafeReader(dcp.FileSystemReader):
     """torch's reader of a folder of states, without its plain unpickling. Shards it reads with weights_only=True."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read and check the index: only known classes, only files of this folder, no extensions."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -164,6 +172,7 @@ class SafeReader(dcp.FileSystemReader):
                 raise ConfigError(
                     f"{path}: asks for the extensions {info.transform_descriptors}, which sftkit never uses"
                 )
+        # as torch's own read_metadata does
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -171,7 +180,7 @@ class SafeReader(dcp.FileSystemReader):
 def load_states(
     tensors: dict[str, torch.Tensor], folder: Path, elsewhere: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Read states into `tensors`, in place; each rank reads the parts that it holds, on its own.
+    """Read states into `tensors`, in place; each rank reads the parts that it holds, by itself.
 
     Args:
         elsewhere: whether a state of that name is another rank's alone.
@@ -184,6 +193,7 @@ def load_states(
     _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
+        # each rank reads by itself (no_dist): torch warns that it may not be meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -193,7 +203,7 @@ def load_states(
 
 
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
-    """torch would pass over what is left in the checkpoint and cast what has another dtype."""
+    """Refuse states that do not fit: torch would skip what is only in the checkpoint, and cast another dtype."""
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
     problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
     for name in tensors.keys() & saved.keys():

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as safetensors files of transformers, from a copy in host memory; shards are gathered one by one."""
+"""Weights of a checkpoint as transformers' safetensors files, from a copy in host memory, gathered tensor by tensor."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class WeightSnapshot:
     "model.safetensors.index.json, if this rank writes it"
 
     def num_bytes(self) -> int:
+        """Return the bytes of the tensors that this rank writes."""
         return sum(t.nbytes for tensors in (self.whole or {}, *self.files.values()) for t in tensors.values())
 
 
@@ -42,8 +43,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 
     A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
     ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
-    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the vocabulary
-    is left out. Stages of a pipeline each write files of their own.
+    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the
+    vocabulary is left out. Stages of a pipeline each write files of their own.
     """
     tensors, cut = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
@@ -72,12 +73,13 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 
 
 def _without_padding(tensor: torch.Tensor, cut: dict[int, int]) -> int:
-    """Elements of a tensor that are saved."""
+    """Return how many elements of a tensor are saved."""
     return tensor.numel() if id(tensor) not in cut else tensor[0].numel() * cut[id(tensor)]
 
 
 def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], keep: bool) -> dict[str, torch.Tensor] | None:
-    """Copies in host memory.
+    """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks
+    gather, those that keep copy.
 
     Args:
         cut: id of a tensor -> how many of its rows are saved, where that is not all.
@@ -91,8 +93,9 @@ def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], keep: bool)
 
 
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The live tensors that a checkpoint holds, each once: of tied ones the name that transformers loads."""
+    """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
+    # transformers keeps here what save_pretrained leaves out; shards are written without save_pretrained
     ignored = set(orig_model._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     state = orig_model.state_dict(keep_vars=True)
@@ -104,7 +107,8 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
-    """Whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
+    """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
+    # set by from_pretrained: how it changed tensors of the checkpoint, which save_pretrained reverses
     conversions = getattr(orig_model, "_weight_conversions", None)
     if conversions is None:  # not from a checkpoint: what transformers would do for the class
         conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
@@ -114,7 +118,7 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
 def plan_files(
     num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
 ) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order; a file is larger than `max_bytes` only for a single tensor that is.
+    """Return file name -> names of its tensors, in order. A file is larger than `max_bytes` only if a single tensor is.
 
     Args:
         writers: of each tensor the rank that writes it, one for all of a file; empty or None: any rank.
@@ -134,8 +138,9 @@ def plan_files(
 
 
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
-    """config.json, generation_config.json and the code of remote models, which transformers writes alone when it gets no
-    weights. It also deletes numbered files of weights that it finds, so this comes before any rank writes one."""
+    """Write config.json, generation_config.json and the code of remote models: save_pretrained writes
+    these alone when it gets no weights. It also deletes numbered weight files that it finds, so this comes
+    before any rank writes one."""
     orig_model.save_pretrained(folder, state_dict={})
 
 

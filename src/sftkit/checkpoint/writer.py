@@ -1,7 +1,7 @@
 """The background half of a save: a thread on every rank writes a snapshot; all of it is published, or nothing.
 
-The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a full
-disk no file could carry the message that it is full.
+The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a
+full disk no file could carry the message that it is full.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Snapshot:
 
     step: int
     state: str
-    "JSON text: of values, training could still change a list"
+    "JSON text: training could still change a list in the values"
     weights: WeightSnapshot
     states: dict[str, HostShard]
     rng: dict[str, Any]
@@ -119,7 +119,7 @@ class Writer:
             self._thread = None
 
     def consider(self, best: Best) -> None:
-        """Note it in BEST if it is better than the one there and its directory exists or is being written."""
+        """Record it in BEST if it is better than the one there and its directory exists or is being written."""
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
@@ -134,6 +134,7 @@ class Writer:
             log.warning("%s cannot be noted as the best checkpoint: %s", best.folder, error)
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot in the background thread; how it ended is in `ended`."""
         began = time.perf_counter()
         temporary = being_written(step_dir(self.run_dir, snapshot.step), self._token)
         try:
@@ -151,7 +152,9 @@ class Writer:
                 self._writing = self._best_in_writing = None
 
     def _write_all(self, snapshot: Snapshot, temporary: Path) -> int:
-        """A checkpoint, step by step on all ranks together; the bytes of its files."""
+        """Write a checkpoint, step by step on all ranks together. Returns the bytes of its files."""
+        # Space is checked, weights and states are written, everything is hashed; published only when all ranks have
+        # done all of it.
         total = sum(self._together(snapshot.num_bytes))
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
@@ -166,7 +169,7 @@ class Writer:
         return sum(entry["bytes"] for entry in files.values())
 
     def _together(self, do: Callable[[], T]) -> list[T]:
-        """Every rank does it; the results by rank. What fails on one fails on all."""
+        """Run `do` on every rank, and return the results by rank. What fails on one rank fails on all."""
         try:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
@@ -184,6 +187,7 @@ class Writer:
         self._together(lambda: do() if self.rt.is_main else None)
 
     def _open(self, temporary: Path, snapshot: Snapshot, num_bytes: int) -> None:
+        """Make the temporary folder, once the disk has room for the checkpoint."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         sweep(self.run_dir)
         free = free_bytes(self.run_dir)
@@ -194,7 +198,7 @@ class Writer:
             write_config(self.orig_model, temporary)
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:
-        """This rank's files, optimizer states aside; those that it can name."""
+        """Write this rank's files without its optimizer states, and return those that it can name."""
         random_file = random_state_file(folder, self.rt.rank)
         torch.save(snapshot.rng, random_file)
         write_weights(snapshot.weights, self.orig_model, folder)
@@ -206,6 +210,7 @@ class Writer:
         return [random_file, *(folder / name for name in snapshot.weights.files)]
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:
+        """Write the manifest, rename the folder to its final name, and delete older checkpoints."""
         final = step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
         publish(temporary, final)
@@ -217,7 +222,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """One line about what went wrong; of a failure inside torch's writer, that of the first rank."""
+    """Return one line about what went wrong; for a failure inside torch's writer, that of the first rank."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
@@ -226,11 +231,12 @@ def reason(error: BaseException) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write to the disk of `folder`, or of its nearest parent that exists."""
+    """Return the bytes that this user may still write to the disk of `folder`, or of its nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def in_mb(num_bytes: float) -> str:
+    """Format bytes in megabytes (10^6)."""
     return f"{num_bytes / 1e6:,.1f} MB"

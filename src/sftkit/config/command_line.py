@@ -16,12 +16,12 @@ from sftkit.errors import ConfigError
 
 
 def path(word: str) -> Path:
-    """The type of an argument that is a file or folder."""
+    """Parse an argument that is a file or folder; ~ is expanded."""
     return Path(path_or_id(word))
 
 
 def path_or_id(word: str) -> str:
-    """The type of an argument that is a path or a hub id."""
+    """Parse an argument that is a path or a hub id; ~ is expanded."""
     try:
         return expanded(word)
     except ConfigError as error:
@@ -37,12 +37,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
     def error(self, message: str) -> NoReturn:
+        """Print the usage and the message to stderr, and exit with code 2."""
         self.print_usage(sys.stderr)
         say(f"{self.prog}: error: {message}", error=True, level="error")
         self.exit(2)
 
     def refuse_secrets(self, words: Sequence[str]) -> None:
-        """End with code 2 if a word looks like a secret, for a script that saves its words."""
+        """Exit with code 2 if a word looks like a secret, for a script that saves its words."""
         for word in words:
             if kind := secret_in(word):
                 self.error(f"a word {SECRET.format(kind=kind)}")

@@ -1,5 +1,5 @@
-"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit init`
-made, or wherever the package is installed. No torch."""
+"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit
+init` made, or wherever the package is installed. No torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ SCRIPTS = {
 }
 "Word of the command `sftkit` -> its script."
 TYPED = "SFTKIT_TYPED"
-"Environment variable in which the command `sftkit` passes on its word, by which what it starts names itself."
+"Environment variable with the word given to the command `sftkit`: the script that it starts names itself by it."
 SHIPPED = ("scripts", "recipes", "accelerate_configs", "benchmarks/smoke_plan.yaml")
-"What lies at the root of a clone and, in the wheel, in sftkit/project."
+"The files and folders that lie at the root of a clone and, in the wheel, in sftkit/project."
 _PACKAGED = Path(__file__).resolve().parents[1] / "project"
 ROOT = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).resolve().parents[3]
-"Where that lies."
+"The folder that holds SHIPPED."
 
 _COMMAND = re.compile(r"\.venv/bin/(\w+)(?: (?:-m sftkit\.launch )?scripts/(\w+\.py))?")
 _SHIPPED_FILE = re.compile(r"(?<![\w./-])(?:scripts|accelerate_configs)/\w+\.\w+")
 
 
 def shipped(path: str) -> str:
-    """Return a path such as recipes/smoke/sft.yaml as it is where it is there, or came with nobody; else that of the file
-    that came with sftkit."""
+    """Return the path of a file such as recipes/smoke/sft.yaml: as given if it exists or is not one of sftkit's, else
+    that of the file that came with sftkit."""
     theirs = ROOT / path
     ours = path.startswith(tuple(f"{name.partition('/')[0]}/" for name in SHIPPED))
     return str(theirs) if ours and not Path(path).exists() and theirs.exists() else path
@@ -51,7 +51,7 @@ def shipped_recipes() -> list[str]:
 
 
 def is_ours(script: str) -> bool:
-    """Return whether a script of sftkit, as it came or changed, lies there: one of another project has its name alone."""
+    """Return whether the file is a script of sftkit, changed or not; one of another project may have the same name."""
     try:
         return "sftkit" in Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,8 +59,8 @@ def is_ours(script: str) -> bool:
 
 
 def program(name: str, folder: Path | None = None) -> str:
-    """Return a program of this environment as it is typed in a folder (None: this one): .venv/bin/python where it lies below
-    it, python where the search path finds that one first, else its whole path."""
+    """Return how to type a program of this environment in a folder (None: the current one): .venv/bin/python if it lies
+    below the folder, python if the search path finds that one first, else its whole path."""
     path = Path(sys.executable).with_name(name)
     if name == "python" and not path.exists():
         path = Path(sys.executable)
@@ -71,8 +71,8 @@ def program(name: str, folder: Path | None = None) -> str:
 
 
 def typed(text: str) -> str:
-    """Return a text whose commands, written as in a clone that make has set up (.venv/bin/python scripts/chat.py), work here:
-    with the programs of this environment, and as `sftkit chat` where there are no scripts or that was typed."""
+    """Return a text in which commands written as in a clone (.venv/bin/python scripts/chat.py) work here: with the
+    programs of this environment, and as `sftkit chat` where there are no scripts or where `sftkit` was typed."""
     return _SHIPPED_FILE.sub(lambda found: shipped(found[0]), _COMMAND.sub(_here, text))
 
 
@@ -101,7 +101,7 @@ def invocation(script: str, *words: str, launcher: bool = False) -> str:
 
 
 def running(started: str | None = None) -> str:
-    """Return how this program was started, for its usage.
+    """Return how this program was started, for its usage line.
 
     Args:
         started: by whom it was not started as `sftkit WORD`; None: as a script, by python.
@@ -117,5 +117,5 @@ def install(package: str) -> str:
 
 
 def first_run() -> str:
-    """Return what to do where no run is."""
+    """Return the advice for when no run is found."""
     return f"make one: {invocation('scripts/run_chain.py', 'recipes/smoke')}"

@@ -51,7 +51,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
 
 
 def enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
-    """`world_size`: of processes with rows of their own; each takes a step in this many pieces of one size."""
+    """Yield a problem if a pipeline gets too few micro-batches. `world_size`: processes, or groups of them, with rows
+    of their own; each computes a step in the fewest micro-batches of one size."""
     stages, rows = get("train.pipeline_stages"), get("train.global_batch_size") // world_size
     schedule = get("train.pipeline_schedule")
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:

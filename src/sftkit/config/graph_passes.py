@@ -1,4 +1,5 @@
-"""Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where its code is.
+"""Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where its
+code is.
 
 A pass is a function in graph/ and its entry in PASSES.
 """
@@ -16,7 +17,7 @@ replay: what is called in place of that code."""
 
 
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
-"Passes that say what of the activations is kept."
+"Passes that choose which activations are kept."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,8 @@ PASSES = {
 
 
 def problems(names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with a list of passes: unknown, twice, in a wrong order, without what they need, or together."""
+    """Yield what is wrong with a list of passes: an unknown name, one named twice, a wrong order, a missing
+    requirement, two that do not go together."""
     for name in dict.fromkeys(names):
         if name not in PASSES:
             near = difflib.get_close_matches(name, PASSES, n=1)
@@ -124,8 +126,8 @@ def problems(names: Sequence[str]) -> Iterator[str]:
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """Variables that must be set before processes are joined: NCCL would register the buffers of CUDA graphs, which fails where
-    the allocator's segments are expandable."""
+    """Return the environment variables that must be set before the process group is made. NCCL would register the
+    buffers of CUDA graphs, which fails with expandable segments of the allocator."""
     return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}
 
 

@@ -23,6 +23,7 @@ USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
 
 @functools.cache
 def adapter() -> TypeAdapter[Config]:
+    """Return pydantic's validator of Config; it takes a moment to build, so it is built once."""
     return TypeAdapter(Config)
 
 
@@ -40,7 +41,8 @@ class Key:
 
 @functools.cache
 def table() -> dict[str, Key]:
-    """Every dotted key in the order of schema.py; an item of a list of sources is N, one of a mapping of modules PATH."""
+    """Return every dotted key in the order of schema.py. N stands for the index of a list item, PATH for a key of a
+    mapping of modules."""
     schema = adapter().json_schema()
     classes = {**schema["$defs"], "Config": schema}
     return dict(_rows(classes, "Config", ""))
@@ -48,7 +50,7 @@ def table() -> dict[str, Key]:
 
 @functools.cache
 def sections() -> dict[str, str]:
-    """Section name -> its class."""
+    """Return section name -> name of its class."""
     hints = Config.__annotations__
     return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
 
@@ -69,7 +71,7 @@ def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str
 
 
 def _target(prop: dict[str, Any]) -> str | None:
-    """The class that a property, its items or values, or its non-null alternative refers to."""
+    """Return the class that a property, its items or values, or its non-null alternative refers to."""
     parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
     for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
         if isinstance(part, dict) and "$ref" in part:
@@ -105,7 +107,7 @@ def _kind(prop: dict[str, Any]) -> str:
 
 @functools.cache
 def _docs() -> dict[str, dict[str, str]]:
-    """Class -> field -> the string under the field in schema.py."""
+    """Return class -> field -> the string under the field in schema.py; "" is the class's own docstring."""
     docs: dict[str, dict[str, str]] = {}
     for cls in ast.parse(Path(config_module.__file__).read_text(encoding="utf-8")).body:
         if isinstance(cls, ast.ClassDef):
@@ -117,7 +119,7 @@ def _docs() -> dict[str, dict[str, str]]:
 
 
 def row_of(keys: Keys) -> str:
-    """The key of the table for a place in a recipe."""
+    """Return the key of `table` for a place in a recipe."""
     parts: list[str] = []
     for key in keys:
         named = f"{'.'.join(parts)}.PATH"
@@ -127,17 +129,18 @@ def row_of(keys: Keys) -> str:
 
 @functools.cache
 def _mappings() -> frozenset[str]:
-    """`key.PATH` of every mapping whose values are settings."""
+    """Return `key.PATH` of every mapping whose values are settings."""
     return frozenset(key.rpartition(".")[0] for key in table() if key.rpartition(".")[0].endswith(".PATH"))
 
 
 def shown(value: Any) -> str:
+    """Format a value for a message, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def help_text(description: str, command: str) -> str:
-    """--help: every key with type, default and meaning, in 100 columns."""
+    """Return the text of --help: every key with type, default and meaning, in 100 columns."""
     lines = [f"usage: {command} {USAGE}", "", typed(description.strip()), ""]
     lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
     for section, cls in sections().items():

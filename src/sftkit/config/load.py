@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch: it takes a second."""
+"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch, so it is fast."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from sftkit.errors import ConfigError
 __all__ = ["load_config", "read_config", "source_label", "to_yaml"]
 
 MOST_PROBLEMS = 30
-"That a report lists."
+"The most problems that a report lists."
 
 
 def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
-    """The Config that this script's command line asks for, whose run directory can be made. Prints problems, those that
-    further rules find too, and exits with code 2 if there are any."""
+    """Return the Config that this script's command line asks for, after checking that its run directory can be made.
+    Prints all problems, those of the rules in `more` included, and exits with code 2 if there are any."""
     return read_command_line(description, [run_dir_can_be_made, *more])
 
 
 def read_command_line(
     description: str | None, more: Sequence[Rule] = (), row_ranks: Callable[[TrainConfig], int] | None = None
 ) -> Config:
-    """What load_config returns, for a script that makes no run directory; `row_ranks`: of a launch, how many
-    processes have rows of their own; None: by the environment."""
+    """Return the Config of the command line, for a script that makes no run directory. `row_ranks`: how many processes
+    of the launch have rows of their own; None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         say(help_text(description or "", running()))
@@ -71,10 +71,10 @@ def read_config(
     world_size: int | Callable[[TrainConfig], int] | None = None,
     more: Sequence[Rule] = (),
 ) -> Config:
-    """A recipe with overrides, checked for `world_size` processes (null: the environment's WORLD_SIZE, else 1).
+    """Read a recipe with overrides, checked for `world_size` processes (None: the environment's WORLD_SIZE, else 1).
 
     Args:
-        world_size: those that have rows of their own; a function where that depends on the recipe (stages of a pipeline).
+        world_size: processes with rows of their own, or a function if the recipe decides it (stages of a pipeline).
 
     Raises:
         ConfigError: all problems together, those that further rules find too.
@@ -84,7 +84,7 @@ def read_config(
 
 
 def to_yaml(cfg: Config) -> str:
-    """The whole Config as YAML that read_config reads back to an equal Config."""
+    """Render the whole Config as YAML that read_config reads back to an equal Config."""
     return render(_json(cfg))
 
 
@@ -104,8 +104,8 @@ def _tell(message: str, level: Level | None = None) -> None:
 
 
 def kept_settings(tree: Node) -> list[str]:
-    """Return a note for each source whose path is from the command line while the recipe's other settings of it, which may
-    have been meant for the other path, still hold."""
+    """Return a note for each source whose path comes from the command line while other settings of the source come from
+    the recipe, where they may have been meant for the other path."""
     notes = []
     for keys, node in _walk(tree, ()):
         if keys[-1] != "path" or node.place != COMMAND_LINE or not _is_item(keys):
@@ -174,13 +174,13 @@ def _report(problems: list[str]) -> ConfigError:
 
 
 def _row_ranks(train: TrainConfig) -> int:
-    """Processes of this launch, or groups of them, that have rows of their own."""
+    """Return how many processes of this launch, or groups of them, have rows of their own."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return read_topology(os.environ, processes, stages_of(train)).row_ranks
 
 
 def _expand(tree: Node, problems: list[str]) -> None:
-    """Put the home directory in the place of ~ in all settings that are paths."""
+    """Expand ~ to the home directory in all settings that are paths."""
     for keys, node in list(_walk(tree, ())):
         key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
@@ -191,6 +191,7 @@ def _expand(tree: Node, problems: list[str]) -> None:
 
 
 def _secret_word(word: str, problems: list[str]) -> bool:
+    """Return whether a word of the command line looks like a secret, and report it without its value."""
     key = word.partition("=")[0]
     kind = secret_in(word.partition("=")[2], key) or secret_in(key)
     if kind:
@@ -200,6 +201,8 @@ def _secret_word(word: str, problems: list[str]) -> bool:
 
 
 def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
+    """Remove values that look like secrets from the tree, and report them without the value.
+    Returns the removed keys."""
     dropped: set[Keys] = set()
     for keys, node in list(_walk(tree, ())):
         name = "" if secret_in(str(keys[-1])) else dotted(keys)
@@ -211,6 +214,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
 
 
 def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
+    """Yield (keys, node) of everything below a node, outer ones first."""
     entries = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
     for key, child in entries:
         yield (*keys, key), child
@@ -219,7 +223,7 @@ def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
 
 
 def _remove(tree: Node, keys: Keys) -> Keys:
-    """Take a value out of the tree, with the whole list when it is a list's item. Returns what was taken."""
+    """Remove a value from the tree, with the whole list if it is an item of one. Returns the keys that were removed."""
     for end in range(len(keys), 0, -1):
         parent = tree.nearest(keys[: end - 1]).value
         if isinstance(parent, dict):
@@ -229,6 +233,8 @@ def _remove(tree: Node, keys: Keys) -> Keys:
 
 
 def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) -> Config | None:
+    """Return the Config, or None with its problems appended. Keys without a usable value are added to `dropped`, so
+    that no rule asks for them."""
     try:
         return adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
@@ -256,7 +262,7 @@ def _is_item(keys: Keys) -> bool:
 
 
 def _explain(error: dict[str, Any], keys: Keys, tree: Node) -> tuple[str, list[Keys]]:
-    """What is wrong in words, and the keys that were probably meant."""
+    """Return what is wrong in words, and the keys that were probably meant."""
     kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
     key = table().get(row_of(keys))
     if kind == "unexpected_keyword_argument":
@@ -295,6 +301,7 @@ _BOUNDS = {
 
 
 def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
+    """Return what to say of an unknown key, and the keys that were probably meant."""
     name, parent = str(keys[-1]), row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
     level = [key.removeprefix(prefix) for key in table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
@@ -313,7 +320,8 @@ def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
 
 
 def _indexed(key: str, keys: Keys) -> str:
-    """A key of the table with what `keys` has for each N and PATH, in the same list or mapping; 0 and PATH in another."""
+    """Return a key of the table with its N and PATH filled in: from `keys` where both are in the same list or mapping,
+    else as 0 and PATH."""
     parts = key.split(".")
     same = [len(keys) > i and row_of(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
     instead = {"N": "0", "PATH": "PATH"}
@@ -325,6 +333,7 @@ def _indexed(key: str, keys: Keys) -> str:
 
 
 def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
+    """Return the value of a dotted key, or its default; raises Unusable for a key that already has a problem."""
     keys = _keys(key)
     for gone in dropped:
         if keys == gone[: len(keys)] or gone == keys[: len(gone)]:
@@ -344,7 +353,8 @@ def _keys(key: str) -> Keys:
 
 
 def _annotated(cfg: Config, tree: Node) -> str:
-    """The resolved settings; each line says which file, or the command line, or the default, it came from."""
+    """Render the resolved settings; a comment on each line says where the value comes from: a file, the command line or
+    the default."""
 
     def origin(keys: Keys) -> str:
         node = tree

@@ -12,9 +12,9 @@ from typing import NamedTuple
 WIDTH = {"bf16": 2, "fp32": 4}
 "Bytes of a weight, a gradient and an activation in each precision."
 DEFAULT = "adamw"
-"What optim.name=auto takes where it fits."
+"The optimizer of optim.name=auto if it fits in memory."
 FALLBACK = "adamw_sr"
-"What auto takes where that does not fit; it needs no package and can be sharded."
+"The optimizer of auto if that one does not fit; it needs no package and can be sharded."
 
 
 class Extra(NamedTuple):
@@ -37,7 +37,7 @@ class OptimizerSpec:
     state_bytes: Mapping[str, float]
     "Per parameter of bf16 and of fp32 weights. No fp32: it rounds weights to bf16, so a model in fp32 is refused."
     elsewhere: str | None = None
-    "The optimizer whose states all have that are no matrix of a decoder block; None: it treats all alike."
+    "The optimizer of all parameters that are not matrices of a decoder block; None: it updates all parameters itself."
     saves_memory: bool = False
     "Whether its update is AdamW's with smaller states, so that auto and the advice on memory may take it instead."
     extra: Extra | None = None
@@ -46,6 +46,7 @@ class OptimizerSpec:
 
     @property
     def rounds_weights(self) -> bool:
+        """Return whether it rounds weights to bf16; it then refuses a model in fp32."""
         return "fp32" not in self.state_bytes
 
     def state_width(self, precision: str, block_matrix: bool = True) -> float:
@@ -110,7 +111,7 @@ def describe_optimizers() -> str:
 
 
 def _bytes_in_bf16(spec: OptimizerSpec) -> str:
-    """`16 bytes`, `about 6 bytes`, `12 to 16 bytes`."""
+    """Format bytes per parameter: `16 bytes`, `about 6 bytes`, `12 to 16 bytes`."""
     widths = sorted({spec.training_width("bf16", block_matrix) for block_matrix in (True, False)})
     about = "" if all(width == round(width) for width in widths) else "about "
     return f"{about}{' to '.join(f'{width:.0f}' for width in widths)} bytes"

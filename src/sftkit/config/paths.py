@@ -1,5 +1,5 @@
-"""Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be made.
-No torch."""
+"""Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be
+made. No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError
 
 MOST_NAME_BYTES = 240
-"Of a run directory's own name: its earlier runs are kept as NAME.old-1, and a file system's names have 255."
+"The most bytes in the name of a run directory. File systems allow 255, and earlier runs are kept as NAME.old-1."
 MOST_PATH_BYTES = 3800
-"The files of a checkpoint lie some levels below, and a path has 4096."
+"The most bytes in its path. A path may have 4096, and the files of a checkpoint lie some levels below."
 
 WILDCARD = re.compile(r"[*?]")
 MOST_MATCHES = 1000
-"Of a path with wildcards, or of files in a folder, that are looked at for a hint."
+"The most matches of a path with wildcards, or files of a folder, that are looked at for a hint."
 
 
 def expanded(path: str) -> str:
@@ -39,7 +39,7 @@ def expanded(path: str) -> str:
 
 
 def did_you_mean(path: str) -> str:
-    """Return a sentence that names what is there and a missing path may have meant; empty: nothing is like it."""
+    """Return a sentence that names existing paths like a missing one; empty if none is like it."""
     wanted = Path(path)
     if wanted.exists():
         return ""  # of another kind than was asked for
@@ -58,7 +58,7 @@ def did_you_mean(path: str) -> str:
 
 
 def _not_expanded(pattern: Path) -> str:
-    """Return what to name in the place of a path with wildcards: what they match, else what is in the folder."""
+    """Return a sentence for a path with wildcards: what they match, else what is in the folder."""
     folder = next(above for above in pattern.parents if above.is_dir() and not WILDCARD.search(str(above)))
     try:
         matches = sorted(islice(folder.glob(str(pattern.relative_to(folder))), MOST_MATCHES))
@@ -74,12 +74,12 @@ def _not_expanded(pattern: Path) -> str:
 
 
 def _stem(name: str) -> str:
-    """A name without its endings, which alone make no two names alike."""
+    """Return a name without its suffixes: a common suffix alone does not make two names alike."""
     return name.partition(".")[0] or name
 
 
 def unusable(run_dir: str) -> str | None:
-    """Return why no run can be written there, and what to do; None: it can. Leaves nothing there."""
+    """Return why no run can be written to a directory, and what to do; None if one can. Leaves nothing there."""
     path = os.path.realpath(run_dir) if os.path.islink(run_dir) else os.path.abspath(run_dir)
     sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:

@@ -8,11 +8,11 @@ from pathlib import Path
 from sftkit.config.commands import ROOT
 
 ALIKE = 0.65
-"Likeness of two names of recipes, or of their folders, from which on one may be meant by the other."
+"The least likeness (0 to 1) of two recipe names, or two folder names, at which one is suggested for the other."
 SIBLINGS = 0.6
-"The same of files in one folder."
+"The least likeness of two files in one folder."
 _MOST_NAMES = 8
-"Recipes that a message lists."
+"The most recipes that a message lists."
 
 
 def in_folder(folder: Path) -> str:
@@ -25,7 +25,7 @@ def in_folder(folder: Path) -> str:
 
 
 def did_you_mean(path: Path) -> str:
-    """Return a sentence that names the recipes which a missing path may have meant; empty: none is like it."""
+    """Return a sentence that names recipes like a missing path; empty if none is like it."""
     score = {recipe: _alike(path, recipe) for recipe in _there(path)}
     best = max(score.values(), default=0.0)
     found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
@@ -33,18 +33,18 @@ def did_you_mean(path: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as it is typed: what came with sftkit as recipes/x/sft.yaml from anywhere."""
+    """Return a path as it is typed; a file that came with sftkit is recipes/x/sft.yaml wherever it lies."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _there(path: Path) -> list[Path]:
-    """Recipes beside a path, in folders beside its own where that is not there, and those that came with sftkit."""
+    """Return the recipes beside a path, else in the folders beside its folder, and those that came with sftkit."""
     beside = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
     return [*beside, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml")]
 
 
 def _alike(path: Path, recipe: Path) -> float:
-    """How like a missing path a recipe is, from 0 to 1: it may be a misspelling, or the name of the recipe's folder."""
+    """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
     sibling = _ratio(path.stem, recipe.stem) if recipe.parent == path.parent else 0.0
     folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
     both = min(_ratio(path.parent.name, recipe.parent.name), _ratio(path.stem, recipe.stem))

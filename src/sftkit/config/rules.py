@@ -23,7 +23,7 @@ BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 
 
 def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterator[Problem]:
-    """All problems between settings, and those that further rules find."""
+    """Yield all problems between settings, and those that further rules find."""
     of_ranks = (functools.partial(rule, world_size=world_size) for rule in (_batch_divides, enough_micro_batches))
     rules: list[Rule] = [*_RULES, *of_ranks, *more]
     for rule in rules:
@@ -34,7 +34,7 @@ def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterato
 
 
 def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
-    """Problems of the place of the run, for whoever makes one."""
+    """Yield why no run can be written to run.dir, for a script that makes a run."""
     if problem := unusable(get("run.dir")):
         yield "run.dir", problem
 
@@ -220,7 +220,7 @@ def _eval(get: Get) -> Iterator[Problem]:
 
 
 def eval_problems(tasks: Sequence[str], backend: str, allow_code_execution: bool) -> Iterator[Problem]:
-    """What is wrong with the names of evaluation tasks; those of lm_eval are looked up when it is there."""
+    """Yield what is wrong with the names of evaluation tasks. Those of lm_eval are checked when it is loaded."""
     for task in dict.fromkeys(tasks):
         if tasks.count(task) > 1:
             yield "eval.tasks", f'"{task}" is named twice'

@@ -11,7 +11,7 @@ from sftkit.config.graph_passes import describe_passes
 from sftkit.config.optimizers import OPTIMIZERS, describe_optimizers
 
 LARGEST = 2**31 - 1
-"Of whole numbers: what the arrays of plans and the libraries take."
+"The largest whole number of a setting: the arrays of plans and some libraries take no larger one."
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: type[T]) -> type[T]:
-    """A frozen dataclass that refuses keys it does not know."""
+    """Make a frozen dataclass that refuses keys it does not know."""
     cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
@@ -227,7 +227,7 @@ class TrainConfig:
 
 
 def stages_of(train: TrainConfig) -> int | None:
-    """Stages that the layers are spread over; None: as many as there are processes."""
+    """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
 
 
@@ -397,7 +397,7 @@ _DATA_SUFFIXES = (".gz", ".jsonl", ".csv", ".json", ".parquet", ".txt")
 
 
 def source_label(source: SourceConfig) -> str:
-    """What a source is called in metrics: its name, else the last part of its path without data file suffixes."""
+    """Return the name of a source in metrics: its `name`, else the last part of its path without data file suffixes."""
     if source.name is not None:
         return source.name
     label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]

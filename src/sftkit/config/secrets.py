@@ -1,5 +1,5 @@
-"""What looks like a secret, by the prefixes that its provider documents or by the name before it: settings are saved and
-logged, so none may hold one. Names, paths and commits in paths look like none of them."""
+"""What looks like a secret, by the prefixes that its provider documents or by the name before it: settings are saved
+and logged, so none may hold one. Names, paths and commits in paths look like none of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def secret_in(text: str, key: str = "") -> str | None:
-    """Return what kind of secret the text seems to hold; None: none. model.revision may be a commit's 40 hex digits."""
+    """Return the kind of secret that the text seems to hold; None if it holds none. model.revision may be
+    a commit's 40 hex digits."""
     if key == "model.revision" and _COMMIT.fullmatch(text):
         return None
     text = _SNAPSHOT.sub("/snapshots/", text)  # a folder of the hub's cache, named by a commit

@@ -1,5 +1,5 @@
-"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings and
-errors in colour where a person watches."""
+"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings
+and errors in colour where a person watches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _STEERING = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators and
-    characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
+    r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators
+    and characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -55,7 +55,8 @@ def writable(text: str, encoding: str | None) -> str:
 
 
 def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
-    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set (no-color.org)."""
+    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set
+    (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
@@ -64,8 +65,8 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
 
 
 def leave_lost_terminal() -> None:
-    """Let what goes to a terminal that was closed go nowhere. Every write to it fails, in libraries too, and with text that
-    it did not take Python ends with code 120."""
+    """Point stdout and stderr at /dev/null where their terminal was closed. Every write to such a terminal fails, in
+    libraries too, and Python ends with code 120 if text is left that it could not write."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -77,13 +78,15 @@ def leave_lost_terminal() -> None:
 
 
 class SayHandler(logging.Handler):
-    """Log records through `say`, on stderr as it is when they come: what moves on a terminal takes its place meanwhile."""
+    """Prints log records with `say`. sys.stderr is looked up each time: a progress bar may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the formatted record, in the colour of its level."""
         try:
             level: Level | None = (
                 "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else None
             )
             say(self.format(record), error=True, level=level)
+        # as logging.Handler asks: an error in logging must not end the program
         except Exception:
             self.handleError(record)

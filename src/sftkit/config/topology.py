@@ -13,7 +13,7 @@ from sftkit.errors import ConfigError
 _PREFIX = "PARALLELISM_CONFIG_"
 _SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
 REST = -1
-"As dp_shard_size: all processes that the other sizes leave."
+"Value of dp_shard_size that means all processes that the other sizes leave."
 
 
 @dataclass(frozen=True)
@@ -25,40 +25,41 @@ class Topology:
     replicas: int = 1
     "copies of the weights"
     shards: int = 1
-    "processes that a copy is cut over, each with rows of its own (FSDP2)"
+    "processes that a copy is sharded over, each with rows of its own (FSDP2)"
     context: int = 1
     "processes that hold pieces of the same rows"
     tensor: int = 1
     "processes that hold pieces of the same matrices, and of the same rows outside them"
     sharded: bool = False
-    "whether weights are cut at all; else DDP"
+    "whether weights are sharded at all; else DDP"
 
     @property
     def world_size(self) -> int:
+        """Return the number of processes."""
         return self.stages * self.replicas * self.shards * self.context * self.tensor
 
     @property
     def partial(self) -> bool:
-        """Whether a process holds a part of the weights only."""
+        """Return whether a process holds only a part of the weights."""
         return self.sharded or self.stages > 1
 
     @property
     def stage_ranks(self) -> int:
-        """Processes that hold the same layers."""
+        """Return how many processes hold the same layers."""
         return self.world_size // self.stages
 
     @property
     def row_ranks(self) -> int:
-        """Processes, or groups of them, with rows of their own."""
+        """Return how many processes, or groups of them, have rows of their own."""
         return self.replicas * self.shards
 
     @property
     def parts(self) -> int:
-        """Processes that share each row."""
+        """Return how many processes share each row."""
         return self.context * self.tensor
 
     def describe(self) -> str:
-        """For the console: `fsdp2, 2 replicas x 4 shards`; `pipeline of 2 stages, ddp of 2`."""
+        """Describe it for the console: `fsdp2, 2 replicas x 4 shards`; `pipeline of 2 stages x ddp`."""
         if self.stages > 1:
             rest = replace(self, stages=1).describe() if self.world_size > self.stages else ""
             return f"pipeline of {self.stages} stages{rest and f' x {rest}'}"
@@ -79,14 +80,15 @@ class Sharding:
     "gradients of earlier micro-batches add up whole, in fp32, and are exchanged once a step; else after each of them"
 
     def describe(self) -> str:
-        """For the console."""
+        """Describe it for the console."""
         weights = "gathered once a step" if self.keep_weights else "gathered for each pass, block by block"
         gradients = "exchanged once a step" if self.keep_gradients else "exchanged after each micro-batch"
         return f"weights {weights}, gradients {gradients}"
 
 
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
-    """The topology that the launcher asks for, and its variables taken out of the environment.
+    """Read the topology from the launcher's environment variables, and remove those that would
+    make Accelerate shard too.
 
     Args:
         stages: of a pipeline, which is the recipe's; None: as many as there are processes.
@@ -104,7 +106,11 @@ def take_topology(environ: MutableMapping[str, str], world_size: int, stages: in
 
 
 def read_topology(environ: Mapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
-    """What `take_topology` returns."""
+    """Return the topology as `take_topology` does, and leave the environment as it is.
+
+    Raises:
+        ConfigError: as `take_topology`.
+    """
     stages = world_size if stages is None else stages
     if world_size % stages:
         raise ConfigError(
@@ -120,7 +126,8 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
 
 
 def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
-    """How the processes share the work that hold the same layers."""
+    """Return how the processes that hold the same layers share the work."""
+    # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
     _refuse(environ)
@@ -147,7 +154,7 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
 
 
 def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:
-    """The topology of a launch with this accelerate config.
+    """Return the topology of a launch with this accelerate config.
 
     Args:
         processes: None: the file's num_processes.
@@ -172,7 +179,7 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
 
 
 def _refuse(environ: Mapping[str, str]) -> None:
-    """Settings of an accelerate config that would be silently without effect."""
+    """Refuse settings of an accelerate config that would silently have no effect."""
     instead = {
         "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or train.memory",
         "FSDP_ACTIVATION_CHECKPOINTING": "set train.memory in the recipe",

@@ -1,4 +1,4 @@
-"""YAML text to trees of values that remember where they came from: YAML 1.2 scalars, and no more than a recipe may hold."""
+"""YAML text to trees of values that know where they came from: YAML 1.2 scalars, within the limits of a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Node:
     place: str
 
     def plain(self) -> Any:
-        """The value without places: what json.dumps takes."""
+        """Return the value without places, as json.dumps takes it."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -31,7 +31,7 @@ class Node:
         return self.value
 
     def child(self, key: str | int) -> Node | None:
-        """The node at a key of a mapping or an index of a list, if it is there."""
+        """Return the node at a key of a mapping or an index of a list; None if it is not there."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
@@ -39,7 +39,7 @@ class Node:
         return None
 
     def nearest(self, keys: Keys) -> Node:
-        """The node at `keys`, or the last one on the way there."""
+        """Return the node at `keys`, or the last one on the way there."""
         node = self
         for key in keys:
             child = node.child(key)
@@ -50,21 +50,22 @@ class Node:
 
 
 def dotted(keys: Sequence[str | int]) -> str:
-    """Keys as a person writes them; a line break in one is written out, as it would begin a line of its own in a report."""
+    """Join keys as a person writes them; a line break in a key is written out, as it would
+    begin a new line of a report."""
     return ".".join(str(key) for key in keys).replace("\n", "\\n")
 
 
 MOST_RECIPE_BYTES = 64 * 1024
-"Of a recipe file with those that it extends, and of the words of the command line."
+"The most bytes of a recipe file with those that it extends; also of the words of the command line."
 MOST_VALUES = 5_000
-"Of a file or a word, and of what they make together; an alias counts as all that it stands for."
+"The most values of a file, of a word, and of the recipe that they make; an alias counts as all that it stands for."
 MOST_LEVELS = 32
 MOST_CHARACTERS = 10_000
-"Of one text."
+"The most characters of one value."
 MOST_OF_KEY = 200
-"Characters of a key."
+"The most characters of a key."
 MOST_FILES = 16
-"That extend one another."
+"The most files that extend one another."
 
 
 class _TooMuch(Exception):
@@ -72,6 +73,7 @@ class _TooMuch(Exception):
 
 
 def check_size(values: int, levels: int) -> None:
+    """Raise _TooMuch for more values or levels than a recipe may hold."""
     if values > 2 * MOST_VALUES:  # keys are values too while they are read
         raise _TooMuch(f"more than {MOST_VALUES:,} values, aliases written out")
     if levels > MOST_LEVELS:
@@ -88,6 +90,8 @@ class RecipeLoader(yaml.SafeLoader):
         self._composed = self._level = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node, within the limits on values and levels. An alias counts as one here; `_Conversion` counts
+        what it stands for."""
         self._composed += 1
         self._level += 1
         check_size(self._composed, self._level)
@@ -106,7 +110,7 @@ for _tag, _pattern, _first in (
 
 
 def parse(text: str, place: str, problems: list[str]) -> Node:
-    """A tree from YAML text. What is wrong with the text is appended to `problems`."""
+    """Parse YAML text to a tree. What is wrong with the text is appended to `problems`."""
     try:
         root = yaml.compose(text, Loader=RecipeLoader)
         return Node(None, place) if root is None else _Conversion(place, problems).convert(root, (), ())
@@ -127,6 +131,8 @@ class _Conversion:
         self.place, self.problems, self.values = place, problems, 0
 
     def convert(self, node: yaml.Node, keys: Keys, parents: tuple[int, ...]) -> Node:
+        """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
+        show a circle of aliases."""
         self.values += 2
         check_size(self.values, len(keys))
         if id(node) in parents:

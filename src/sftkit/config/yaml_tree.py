@@ -20,7 +20,7 @@ from sftkit.errors import ConfigError
 
 
 def merge(base: Node, top: Node) -> Node:
-    """`top` over `base`: mappings key by key, anything else replaced."""
+    """Merge `top` over `base`: mappings key by key, anything else is replaced."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
         return top
     merged = dict(base.value)
@@ -30,7 +30,8 @@ def merge(base: Node, top: Node) -> Node:
 
 
 def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_RECIPE_BYTES) -> Node:
-    """The tree of a recipe file over the files that it `extends`, all of which have `room` bytes together."""
+    """Read a recipe file merged over the files that it `extends`, which may have `room` bytes together. Problems are
+    appended to `problems`."""
     place = str(path)
     text = _read_text(path, problems, chain[-1] if chain else None, room)
     tree = Node({}, place) if text is None else parse(text, place, problems)
@@ -62,8 +63,8 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
 
 
 def _extended(path: Path, base: str) -> Path:
-    """Return the file that a recipe extends: relative to it, or, as on the command line, recipes/... of this folder, or of
-    those that came with sftkit."""
+    """Return the path of the file that a recipe extends: relative to the recipe if it exists, else recipes/... of the
+    current folder or of those that came with sftkit, as on the command line."""
     beside = Path(os.path.normpath(path.parent / base))
     found = shipped(base)
     return beside if os.path.exists(beside) or not os.path.isfile(found) else Path(found)
@@ -98,7 +99,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
 
 
 def apply_override(tree: Node, word: str, problems: list[str]) -> None:
-    """Set one `key.sub=value` from the command line in the tree; the value is YAML."""
+    """Set one `key.sub=value` of the command line in the tree; the value is YAML."""
     name, equals, text = word.partition("=")
     if word.startswith("-"):
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
@@ -118,6 +119,7 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
 
 
 def _moved(node: Node) -> Node:
+    """Return the same value, marked as written on the command line."""
     if isinstance(node.value, dict):
         return Node({key: _moved(value) for key, value in node.value.items()}, COMMAND_LINE)
     if isinstance(node.value, list):
@@ -146,7 +148,7 @@ def _set(tree: Node, keys: list[str | int], value: Node, name: str, problems: li
 
 
 def render(value: dict[str, Any], comment: Callable[[Keys], str] = lambda keys: "") -> str:
-    """YAML text, one line per leaf, each with its comment. Reads the same under YAML 1.1 and 1.2."""
+    """Render YAML text, one line per leaf, each with its comment. It reads the same under YAML 1.1 and 1.2."""
     lines = list(_lines(value, (), ""))
     width = min(72, max((len(text) for text, keys in lines if keys), default=0))
     notes = [(text, comment(keys) if keys else "") for text, keys in lines]
@@ -154,7 +156,7 @@ def render(value: dict[str, Any], comment: Callable[[Keys], str] = lambda keys: 
 
 
 def _lines(value: Any, keys: Keys, indent: str):
-    """(line, keys of the leaf or () for a line that only opens a block)."""
+    """Yield (line, keys of its leaf), with () as keys of a line that only opens a block."""
     entries = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in entries:
         here = (*keys, key)

@@ -1,8 +1,8 @@
 """Answers of a conversation that are found by what others like them have around them.
 
-To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles, fields and
-the place of the last question, so answers that are alike in those are rendered alike: a few of them are looked at by rendering,
-the others are found by what those have before and after them, as long as that is there.
+To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
+fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+looked at by rendering, the others are found by what those have before and after them, as long as that is there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sftkit.data.template import Span, Template
 NOWHERE = (-1, -1)
 "The place of an answer that does not stand in a text as it would be asked."
 LONGEST_TURN = 50
-"Messages of a turn that are compared; answers further into one are looked at by rendering."
+"The most messages of a turn that are compared; answers further into a turn are rendered."
 EXACTLY = 2
-"Answers of each situation that are looked at by rendering."
+"Answers of each situation that are rendered before others are found by them."
 
 
 class _Outcome(NamedTuple):
@@ -63,12 +63,12 @@ class Alike:
         return (start, end + len(outcome.end)) if self.text.startswith(outcome.end, end) else None
 
     def add(self, k: int, start: int, core_end: int, found: Span) -> None:
-        """Note where answer k was found by rendering, and from where to where its own text goes without the token that ends
-        it."""
+        """Record where answer k was found by rendering; `start` to `core_end` is its own text,
+        without the token that ends it."""
         self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, found))
 
     def _outcome(self, k: int, start: int, core_end: int, found: Span) -> _Outcome | None:
-        """What such answers have around them; None: too little to find them by it."""
+        """Return what stands around such answers; None if that is too little to find others by."""
         if found == NOWHERE:
             return _Outcome(None, "")
         if k not in self._places or self._next_special(start) != core_end:
@@ -76,13 +76,15 @@ class Alike:
         return _Outcome(self.text[self._places[k] : start], self.text[core_end : found[1]])
 
     def _situation(self, k: int) -> Hashable:
-        """What a template may look at: the turn up to the answer, what follows, and whether another question does."""
+        """Return what a template may look at: the turn up to the answer, the role of the next message, and whether
+        another question follows."""
         before = bisect_left(self._users, k)
         turn = self._users[before - 1] if before else 0
         alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
         return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], before == len(self._users)
 
     def _features(self, i: int) -> Hashable:
+        """Return what a template may look at in one message."""
         message = self.messages[i]
         content = message["content"]
         return (
@@ -92,7 +94,8 @@ class Alike:
         )
 
     def _headers(self) -> dict[int, int]:
-        """Where the header of each answer begins; empty where a message could forge one, or there are more than answers."""
+        """Return answer -> where its header begins; empty if a message could contain a header, or if there
+        are not as many as answers."""
         headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
         header = common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
@@ -102,5 +105,6 @@ class Alike:
         return dict(zip(answers, found, strict=True)) if len(found) == len(answers) else {}
 
     def _next_special(self, start: int) -> int:
+        """Return where the next special token begins; the end of the text if there is none."""
         found = special_pattern(self.template.special_tokens).search(self.text, start)
         return found.start() if found else len(self.text)

@@ -1,10 +1,10 @@
 """Which characters of a rendered conversation are answers as a server would have been asked for them.
 
-An answer is learned where the text before it is what the chat template makes of the messages before it, generation prompt
-included: then each of its tokens is one that the model itself will have to write. What a generation prompt supplies, such as
-a closed thinking block, is context. Where a template renders an answer otherwise once it is history (Qwen3 leaves its
-reasoning out), the answer is context only; split by answers, each stands at the end of a document of its own, in exactly the
-context in which it would be asked.
+An answer is learned where the text before it is what the chat template makes of the messages before it, generation
+prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
+supplies, such as a closed thinking block, is context. Where a template renders an answer otherwise once it is history
+(Qwen3 leaves its reasoning out), the answer is context only; split by answers, each stands at the end of a document of
+its own, in exactly the context in which it would be asked.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Finder:
 
     @property
     def answers(self) -> list[int]:
-        """Indices of all answers in messages."""
+        """Return the indices of all answers in messages."""
         return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def document(self, last: int, among: Iterable[int]) -> Document:
@@ -100,8 +100,8 @@ class Finder:
             among: the answers to look for.
 
         Raises:
-            DataError: the template refuses the conversation, leaves out something that would be learned, or makes another
-                prompt for the last answer than it then renders.
+            DataError: the template refuses the conversation, leaves out something that would be learned, or makes
+                another prompt for the last answer than it then renders.
         """
         self._args = self._arguments(last)
         wanted = sorted(k for k in among if k <= last)
@@ -117,11 +117,11 @@ class Finder:
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
-        """Render the messages up to an answer, all of which are learned but for marked answers; what every answer says must be
-        there.
+        """Render the messages up to an answer for a document of which all is learned but marked answers; the text of
+        every answer must be there.
 
-        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the conversation
-        begins with has none.
+        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the
+        conversation begins with has none.
 
         Raises:
             DataError: the template refuses the conversation or leaves out something that would be learned.
@@ -141,6 +141,7 @@ class Finder:
         return found
 
     def _whole(self, last: int) -> str:
+        """Render the messages up to an answer, without looking for answers in the text."""
         self._args = self._arguments(last)
         try:
             text = self._render(last + 1)
@@ -151,32 +152,33 @@ class Finder:
         return text.rstrip()
 
     def _refused(self, error: TemplateError) -> DataError:
+        """Return the DataError of a conversation that the template refuses."""
         return DataError(
             f"{self.where}: the chat template refuses this conversation: {error}", reason="template refuses it"
         )
 
     def turns_thinking_off(self, k: int) -> bool:
-        """Whether an answer is asked with thinking turned off, since it has no reasoning, where the template by itself leaves it
-        on."""
+        """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
+        would leave thinking on."""
         name = self.template.thinking_argument
         own = name in self.template.fixed or name in (self._given or {})
         return bool(name and not own and self._arguments(k).get(name) is False)
 
     @property
     def given_reasons(self) -> set[int]:
-        """Answers that the data gives reasoning for."""
+        """Return the answers that have reasoning in the data."""
         return {k for k, reasoning in zip(self.answers, self._reasons, strict=True) if reasoning}
 
     @property
     def reasons(self) -> set[int]:
-        """Those whose reasoning is to be learned: none with thinking=off."""
+        """Return the answers whose reasoning is to be learned; none with thinking=off."""
         return {k for k in self.answers if reasoning_of(self.messages[k])}
 
     def reasoned(self, last: int, found: Collection[int]) -> set[int]:
-        """Return the answers whose reasoning stands in a conversation that ends with one.
+        """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
 
-        Seen by rendering it with other texts in their place, since the same words may stand anywhere; of the answers that were
-        found there it was checked before.
+        The conversation is rendered with other texts in place of the reasonings, since their own words may stand
+        anywhere. For the answers in `found` this was checked before.
         """
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(found):
@@ -190,7 +192,7 @@ class Finder:
         return {k for k in marks if k in rendered or k in found}
 
     def _found(self, last: int, wanted: list[int]) -> Document:
-        """An answer counts if it stands in the text as it does when it is the last message."""
+        """Find answers that stand in the text of the conversation as they do when they are the last message."""
         own = self._own(last)
         alike = Alike(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
@@ -214,7 +216,8 @@ class Finder:
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, text: str, one: _Own) -> Span:
-        """Where an answer stands in the text of a longer conversation; NOWHERE: not as it would be asked."""
+        """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
+        there as it would be asked."""
         if text.startswith(one.text[: one.end]):
             return one.start, self._with_end(text, one)
         if text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
@@ -222,7 +225,8 @@ class Finder:
         return NOWHERE
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
-        """The same where the template marks answers and never changes what it has rendered: rendered once."""
+        """Find answers by the template's marks, in one rendering; for templates that never change
+        what they have rendered."""
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
         if len(marks) != len(answers):  # several for an answer, or none
@@ -239,13 +243,14 @@ class Finder:
         return Document(text, spans)
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
+        """Return the rendered text and the spans that the template marks, empty ones left out."""
         messages = self.messages[: last + 1]
         self._args = self._arguments(last)
         text, marks = render(self.tokenizer, self.template, messages, self.tools, marks=True, args=self._args)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
-        """Where an answer begins whose mark begins in what a generation prompt supplies."""
+        """Return where an answer begins whose mark begins inside of what a generation prompt supplies."""
         ends = [
             begin + len(header)
             for header in self.template.headers
@@ -255,6 +260,7 @@ class Finder:
         return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
 
     def _own(self, k: int) -> _Own:
+        """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
         self._args = self._arguments(k)
@@ -270,11 +276,12 @@ class Finder:
         return self._known[k]
 
     def _arguments(self, k: int) -> dict[str, Any]:
-        """Those with which answer k is asked."""
+        """Return the template arguments with which answer k is asked."""
         return template_arguments(self.template, self.messages, k, self._given, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
-        """(text, where the answer begins): after the longest prompt that a server could have made for it."""
+        """Return (text, where the answer begins), which is after the longest prompt that a
+        server could have made for it."""
         if k == 0:
             return text, self._start_without_question(text)
         prompt = self._render(k, add_generation_prompt=True)
@@ -293,8 +300,8 @@ class Finder:
         return self._after_opened_thought(k, text, prompt)
 
     def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
-        """The prompt opens a thinking block that the template leaves out of finished answers (DeepSeek-R1 and its distilled
-        models): what the model writes begins inside it."""
+        """Return (text, where the answer begins) if the prompt opens a thinking block that the template leaves out of
+        finished answers (DeepSeek-R1 and its distilled models): what the model writes begins inside it."""
         opened, bare = prompt.rstrip().endswith("<think>"), self._render(k) + self.template.short_header
         if opened and self.template.short_header.strip() and text.startswith(bare):
             reasoning = reasoning_of(self.messages[k])
@@ -304,21 +311,24 @@ class Finder:
         raise prompt_differs(self.where, k, text, prompt)
 
     def _start_without_question(self, text: str) -> int:
-        """The conversation begins with an answer: many templates cannot render the empty prompt before it."""
+        """Return where the first message begins if it is an answer: many templates cannot render
+        the empty prompt before it."""
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)
         raise cannot_begin_with_an_answer(self.where)
 
     def _with_end(self, text: str, one: _Own) -> int:
-        """The end of an answer that another turn follows: the token that ends it there, where its own text has none."""
+        """Return the end of an answer that another turn follows, with the token that ends it there
+        if its own text has none."""
         token = self.template.end_within
         if one.core_end == one.end and token and text[one.end :].lstrip().startswith(token):
             return text.index(token, one.end) + len(token)
         return one.end
 
     def _end_of_marked(self, text: str, start: int, end: int) -> int:
-        """A marked span grown by the end-of-turn token if the marks leave it out, less whitespace after that token."""
+        """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without
+        whitespace after that token."""
         trimmed = start + len(text[start:end].rstrip())
         if text[start:trimmed].endswith(self.template.end_tokens):
             return trimmed
@@ -329,17 +339,18 @@ class Finder:
         return end
 
     def _check(self, k: int, answer: str, text: str) -> None:
-        """What the message says is in what will be learned, and its reasoning in the text."""
+        """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
         self._check_reasoning(k, text)
         self._check_pieces(k, answer, 0)
 
     def _check_reasoning(self, k: int, text: str) -> None:
+        """Refuse an answer whose reasoning is not in the text."""
         reasoning = reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
             raise reasoning_not_rendered(self.where, k)
 
     def _check_pieces(self, k: int, text: str, cursor: int) -> int:
-        """Where the last of what the message says ends in the text."""
+        """Return where the last piece of the message ends in the text; refuse the answer if one is not there."""
         for piece in pieces(self.messages[k]):
             at = text.find(piece, cursor)
             if at < 0:
@@ -348,6 +359,6 @@ class Finder:
         return cursor
 
     def _render(self, k: int, add_generation_prompt: bool = False) -> str:
-        """The first k messages."""
+        """Render the first k messages."""
         messages = self.messages[:k]
         return render(self.tokenizer, self.template, messages, self.tools, add_generation_prompt, args=self._args)[0]

@@ -8,9 +8,9 @@ from typing import Any
 def without_fill(value: Any, feature: Any = None) -> Any:
     """Return a row of a table without the nulls of its structs.
 
-    A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as `{"x": 1, "y": None}`.
-    What was null in the source cannot be told from it and goes too. Elements of lists stay, and so do values that
-    `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
+    A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as
+    `{"x": 1, "y": None}`. Nulls of the source cannot be told from these and are removed too. Elements of lists stay,
+    and so do values that `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
 
     Args:
         feature: the type of the value in `datasets`; None: Arrow's own.

@@ -16,7 +16,8 @@ import numpy as np
 def row_pairs(
     lengths: np.ndarray, rows: Sequence[tuple[int, ...]], row_lengths: np.ndarray | int, max_doc_length: int
 ) -> np.ndarray:
-    """(query, key) pairs that causal attention computes in each row, int64 [R]: those of its documents and of its padding.
+    """Return the (query, key) pairs that causal attention computes in each row, int64 [R]: of its
+    documents and its padding.
 
     Kernels see padding as documents of at most max_doc_length positions (`collate`), so it costs like them.
 
@@ -34,7 +35,7 @@ def row_pairs(
 
 
 def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
-    """Rows for every rank in every micro-batch, so that all ranks have about as much to do, in each and in sum.
+    """Assign rows to every rank in every micro-batch, so that all ranks have about as much to do, in each and in sum.
 
     Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
     weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the lightest
@@ -60,13 +61,15 @@ def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
 
 
 def skew(costs: np.ndarray, dealt: np.ndarray) -> float:
-    """The most that a rank has to do over the mean of all, 1.0 if all have the same; of `deal`'s arguments and result."""
+    """Return the largest work of a rank over the mean of all, 1.0 if all have the same; takes
+    `deal`'s costs and result."""
     by_rank = costs[dealt].sum((0, 2))
     return float(by_rank.max() / by_rank.mean())
 
 
 def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.ndarray:
-    """As many rows for each share, int64 [W, B]: one after the other to the lightest that still has room."""
+    """Return equally many rows for each share, int64 [W, B]: each row goes to the lightest
+    share that still has room."""
     room = len(descending) // shares
     if room == 1:
         return descending.reshape(shares, 1)
@@ -81,8 +84,8 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None, chunked: bool = False) -> np.ndarray:
-    """(query, key) pairs of causal attention in each document: the sum of min(i + 1, window) over its positions i, or, in
-    chunks, of i % window + 1.
+    """Return the (query, key) pairs of causal attention in each document: the sum over its positions i of min(i + 1,
+    window) or, with chunks, of i % window + 1.
 
     Args:
         lengths: int [D], positions of each document. window: most keys a query sees, itself included; None: all.
@@ -101,5 +104,6 @@ def causal_pairs(lengths: np.ndarray, window: int | None = None, chunked: bool =
 
 
 def _pairs(lengths: np.ndarray | int) -> np.ndarray:
+    """Return n (n + 1) / 2 of each length n, int64: the pairs without a window."""
     wide = np.asarray(lengths, np.int64)
     return wide * (wide + 1) // 2

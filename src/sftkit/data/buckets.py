@@ -8,13 +8,14 @@ import numpy as np
 
 
 def _one(_: int) -> int:
+    """Return 1: batches of one row."""
     return 1
 
 
 def choose_buckets(
     lengths: np.ndarray, k: int, max_length: int, multiple: int = 8, rows_in_batch: Callable[[int], int] = _one
 ) -> tuple[int, ...]:
-    """At most k row lengths, ascending, in which an epoch of one document a row takes the fewest positions.
+    """Return at most k row lengths, ascending, in which an epoch of one document per row takes the fewest positions.
 
     Candidates are the lengths that occur, rounded up to `multiple` and to max_length at most; the last one chosen
     holds the longest document. A row goes to its smallest bucket, and batches of `rows_in_batch(row_length)` rows are
@@ -43,6 +44,6 @@ def choose_buckets(
 
 
 def _positions(documents: np.ndarray, row_length: np.integer, rows_in_batch: Callable[[int], int]) -> np.ndarray:
-    """Positions of whole batches of such rows that hold so many documents."""
+    """Return how many positions the whole batches take that hold so many documents, one per row."""
     rows = rows_in_batch(int(row_length))
     return -(-documents // rows) * rows * int(row_length)

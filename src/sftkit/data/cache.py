@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
+    """Return the sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
     parts = [
         tokenizer.backend_tokenizer.to_str(),  # type: ignore[attr-defined]
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
@@ -52,7 +52,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def key(description: dict[str, Any]) -> str:
-    """sha256 of everything that the tokenized data depends on, and of the code that decides tokens."""
+    """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
     code = hashlib.sha256()
     for module in DECIDING:
         code.update((Path(__file__).parent / f"{module}.py").read_bytes())
@@ -61,7 +61,7 @@ def key(description: dict[str, Any]) -> str:
 
 
 def load(folder: Path) -> Examples | None:
-    """The examples in `folder`; None without one, and with a warning if it is damaged."""
+    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged."""
     if not folder.exists():
         return None
     try:
@@ -109,6 +109,7 @@ def _write(folder: Path, examples: Examples) -> None:
 
 
 def _replace(temporary: Path, folder: Path) -> None:
+    """Rename to the final name, unless another process was faster."""
     try:
         os.rename(temporary, folder)
     except OSError:
@@ -123,6 +124,7 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 
 def _check(examples: Examples) -> None:
+    """Raise ValueError if dtypes or lengths of the arrays do not fit together."""
     for name, dtype in ARRAYS.items():
         array = getattr(examples, name)
         if array.dtype != dtype or array.ndim != 1:

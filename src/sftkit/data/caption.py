@@ -1,4 +1,4 @@
-"""What is said of something that an encoder reads, to tokens: captions of pictures, or answers to texts. All of it is learned."""
+"""Captions of pictures, or answers to texts, that an encoder reads, to tokens. All of them are targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftkit.errors import ConfigError, DataError
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that every text begins with, which is no target: bos, else eos.
+    """Return the token that every text begins with and that is no target: bos, else eos.
 
     Raises:
         ConfigError: the tokenizer has no eos token.
@@ -25,8 +25,8 @@ def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate") -> Tokenized:
-    """Each text of a row to a document: the first token, the text, eos. One of more than max_length positions is cut there,
-    dropped or an error, as `too_long` says.
+    """Tokenize each text of a row to a document: the first token, the text, eos. A document of more than max_length
+    positions is cut, dropped or an error, as `too_long` says.
 
     Raises:
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
@@ -51,11 +51,12 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, t
 
 
 def _pairs(row: Row) -> Iterator[tuple[str, str]]:
-    """(what an encoder reads, what is said of it); texts of white space alone are left out."""
+    """Yield (what an encoder reads, what is said of it); texts of whitespace alone are left out."""
     given, texts = require_given(row)
     return ((given, text) for text in texts if text.strip())
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Tokenize a text between start and eos token, int32 [n]."""
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return np.asarray([start_id(tokenizer), *ids, tokenizer.eos_token_id], dtype=np.int32)

@@ -36,7 +36,7 @@ SPLIT_TOKENS = "split_tokens"
 THINKING_OFF = "thinking_turned_off"
 "Conversations that are trained with thinking turned off, since they have no reasoning."
 ANSWER_COUNTS = ("answers", "answers_learned", *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
-"What is counted of the answers of conversations."
+"Names of the counts that `tokenize` makes of the answers of conversations."
 
 
 def tokenize(
@@ -49,7 +49,7 @@ def tokenize(
     thinking: Thinking = "auto",
     split_turns: bool = True,
 ) -> Tokenized:
-    """One conversation to one document of at most `max_length` row positions, which hold max_length + 1 tokens.
+    """Tokenize one conversation to documents of at most `max_length` row positions, which hold max_length + 1 tokens.
 
     The text is the template's own, special tokens included, so nothing is added to it but an eos token where the
     template ends turns with none.
@@ -57,8 +57,8 @@ def tokenize(
     Args:
         targets: assistant: every answer; last_turn: those after the last user message; all: every token but the first.
         thinking: see answers.Finder.
-        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their own;
-            of a conversation that is learned whole, those whose reasoning is left out there.
+        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their
+            own; of a conversation that is learned whole, those whose reasoning is left out there.
 
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
@@ -69,16 +69,19 @@ def tokenize(
     skipped = not_learned(row, messages, targets)
     unused = unused_arguments(row, template_of(tokenizer, bool(row.tools)))
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
+    # why answers are not learned, by what is known before rendering
     counts = {"answers": len(finder.answers), TOO_LONG: 0}
     for reason in skipped.values():
         counts[reason] = counts.get(reason, 0) + 1
     conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
+    # documents before they are cut to max_length
     learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
         texts = _everything(finder, tokenizer, skipped, split_turns, max_length, counts)
     else:
         texts = _answers(finder, tokenizer, learnable, split_turns, max_length, counts)
     counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
+    # cut, dropped or refused, as too_long says; what is left is counted
     found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
     counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
@@ -115,8 +118,9 @@ def _answers(
     max_length: int,
     counts: dict[str, int],
 ) -> list[_Text]:
-    """One document that ends with the last answer, and of those that are not learned there, with `split`, further ones: only
-    of answers that can begin within max_length, or a long conversation would be rendered for nothing with each of its turns."""
+    """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
+    learned there. Of a long conversation only answers that can begin within max_length are rendered: it would be
+    rendered for nothing with each of its turns."""
     found, left = [], set(learnable)
     while left:
         last = max(left)
@@ -142,8 +146,8 @@ def _answers(
 
 
 def _reach(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
-    """Return the index of the first message before which the others have more than so many tokens, whatever the template
-    writes around them; a border may take one from either side of a text."""
+    """Return the index of the first message before which the others have more than `most` tokens, whatever the template
+    writes around them. Merging at its borders may take a token from either side of a text."""
     tokens = 0
     for i, message in enumerate(messages):
         if tokens > most:
@@ -161,8 +165,8 @@ def _everything(
     max_length: int,
     counts: dict[str, int],
 ) -> list[_Text]:
-    """A conversation that is learned whole, but for answers that are marked; with `split`, answers whose reasoning the
-    template leaves out of it end documents of their own before it."""
+    """Return the documents of a conversation of which all is learned but marked answers; with `split`, answers whose
+    reasoning the template leaves out of it end documents of their own before it."""
     last = finder.answers[-1]
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
@@ -181,7 +185,7 @@ def _everything(
 def _ended(
     tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, learned: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A document with an end of turn: eos where the template writes none."""
+    """Append eos to a document if the template writes no token that ends the turn."""
     ids = encoded.ids
     if not encoded.whole or ids[-1] in end_of_turn_ids(tokenizer):
         return ids, is_target
@@ -191,7 +195,7 @@ def _ended(
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
-    """A document whose token 0 is no target and that ends with its last target; None if it has none."""
+    """Make a document whose token 0 is no target and that ends with its last target; None if it has no target."""
     is_target = is_target.astype(bool)
     is_target[:1] = False
     if not is_target.any():
@@ -204,7 +208,8 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens after which an answer is over: those of the chat template, and eos. Generation stops at any of them."""
+    """Return the tokens after which an answer is over: those of the chat template, and eos.
+    Generation stops at any of them."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         ids = [*map(tokenizer.convert_tokens_to_ids, template_of(tokenizer).end_tokens), *ids]
@@ -217,7 +222,7 @@ def render_prompt(
     tools: list[dict[str, Any]] | None = None,
     args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens after which the model writes the next answer.
+    """Return the token ids after which the model writes the next answer.
 
     Args:
         args: arguments of the template; None: its own.
@@ -230,7 +235,7 @@ def render_prompt(
 
 
 def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
-    """A record with messages and arguments of the template as they are when answer k of it is trained."""
+    """Return a record with the messages and template arguments with which answer k of it is trained."""
     template = template_of(tokenizer, bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     messages = with_reasoning(messages, template, thinking)
@@ -239,12 +244,13 @@ def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thi
 
 
 def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens after which the model writes answer k of a record."""
+    """Return the token ids after which the model writes answer k of a record."""
     assert row.messages is not None
     return render_prompt(row.messages[:k], tokenizer, row.tools, row.template_args)
 
 
 def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
+    """Cut a document to max_length, drop it or refuse it, as `too_long` says."""
     ids, is_target = text.ids, text.is_target
     is_long = len(ids) > max_length + 1
     more = "more than " if text.rest is not None else ""
@@ -266,8 +272,8 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
 def _encode_answers(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
 ) -> tuple[Encoded, set[int]]:
-    """Encode a text, or so many tokens of a long one, so that what stands before its last answer has the ids of the prompt
-    alone; with the earlier answers for which that does not hold.
+    """Encode a text so that what stands before its last answer has the token ids of the prompt alone. Returns the
+    tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """
@@ -289,12 +295,12 @@ def _encode_answers(
 
 
 def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: Encoded, specials: list[Span]) -> bool:
-    """Whether the prompt text[:cut] alone has other ids. Special tokens split a text, so the rest from the last one of the
-    prompt on decides.
+    """Return whether the prompt text[:cut] alone has other ids than in the whole text. Special tokens split a text, so
+    what follows the last one of the prompt decides.
 
     Args:
-        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special tokens
-            around that place is encoded here.
+        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special
+            tokens around that place is encoded here.
         specials: where they are in the text, ascending.
     """
     before = bisect_right(specials, cut, key=lambda span: span[1])
@@ -319,7 +325,7 @@ def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) 
 
 
 def _inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
-    """bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
+    """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
     starts, ends = encoded.starts, encoded.ends
     assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
     is_target = np.zeros(len(starts), dtype=bool)

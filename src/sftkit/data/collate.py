@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
 OF_TOKENS = ("input_ids", "position_ids")
-"The inputs that have a value for each position of a row; others have one for each encoded input."
+"The inputs with a value for each position of a row; others have one for each encoded input."
 TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few sizes, and little is computed in vain
 
 
@@ -35,11 +35,11 @@ class RowShard:
 
     @property
     def multiple(self) -> int:
-        """What the length of every row must be a multiple of."""
+        """Return what the length of every row must be a multiple of."""
         return 2 * self.count if self.kind == "chunks" else self.count
 
     def columns(self, row_length: int) -> np.ndarray:
-        """The positions of a row that belong to this part, in its order: int64 [T / count]."""
+        """Return the positions of a row that belong to this shard, in its order: int64 [T / count]."""
         assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} pieces"
         pieces = np.arange(row_length).reshape(self.multiple, -1)
         if self.kind == "chunks":
@@ -95,23 +95,26 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, C)"""
+        """Return (B, C)."""
         rows, columns = self.targets.shape
         return rows, columns
 
     def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device. Copies from pinned memory do not wait."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
+        """Return the batch in pinned host memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """Return all tensors of the batch."""
         found: list[torch.Tensor] = []
         self._each(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return found
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with every tensor changed by a function."""
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)
 
@@ -134,6 +137,7 @@ def collate(
         part: what of the rows this process computes; row_length is a multiple of `part.multiple`.
         docs_per_row: K, encoded inputs of a row, of examples that have any; None: as many as these rows need.
     """
+    # Of each of the M documents: its row, its positions, and where it starts in the B * T positions.
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
@@ -145,9 +149,11 @@ def collate(
     assert lengths.max(initial=0) <= max_doc_length
     assert used.max(initial=0) <= row_length
 
+    # Of each document position: its place in the document, in the batch, and in the tokens of all examples.
     within = np.arange(lengths.sum()) - np.repeat(before, lengths)
     at = within + np.repeat(starts, lengths)
     source = within + np.repeat(examples.offsets[docs], lengths)
+    # Padding first, then the documents over it. Targets are the next tokens.
     input_ids = np.full(total, pad_id, dtype=np.int64)
     targets = np.full(total, IGNORE, dtype=np.int64)
     position_ids = np.zeros(total, dtype=np.int64)
@@ -181,7 +187,8 @@ def collate(
 def _encoder_inputs(
     examples: Examples, docs: np.ndarray, row: np.ndarray, number_in_row: np.ndarray, rows: int, per_row: int
 ) -> dict[str, torch.Tensor]:
-    """By argument name, [rows * per_row, ...]; of documents [M], of which each has its row and its number there."""
+    """Return an encoder's inputs by argument name, [rows * per_row, ...]. docs, row and number_in_row are int [M]:
+    documents, and for each its row and its number there."""
     if examples.encoder_inputs is None:
         return {}
     at, entries = row * per_row + number_in_row, examples.encoder_inputs.index[docs]
@@ -195,9 +202,9 @@ def _encoder_inputs(
 
 
 def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Take rows apart: for each document of a batch, the model's inputs [1, L] but for positions, which begin at 0 as those
-    of a text alone do, with what an encoder is given for it [1, ...], and its targets [L]. L is padded behind the document
-    to a multiple of `multiple`, with token 0 that is no target."""
+    """Yield each document of a batch: the model's inputs [1, L] without positions, which begin at 0 as for a text
+    alone, with the encoder's inputs for it [1, ...]; and its targets [L]. L is padded behind the document to a multiple
+    of `multiple`, with token 0, which is no target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
@@ -212,7 +219,7 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch
 
 
 def single_rows(batch: Batch) -> Iterator[Batch]:
-    """Each row of a batch of a causal model as one that `documents` can take apart."""
+    """Yield each row of a batch of a causal model as a batch that `documents` can take apart."""
     for row in range(len(batch.doc_ids)):
         own = slice(row, row + 1)
         inputs = {name: value[own] for name, value in batch.inputs.items()}
@@ -220,7 +227,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
 
 
 def _part_of(batch: Batch, part: RowShard) -> Batch:
-    """The local positions of whole rows; what says where their documents lie stays whole."""
+    """Return the local positions of whole rows; what says where their documents lie stays whole."""
     row_length = batch.shape[1]
     columns = torch.from_numpy(part.columns(row_length))
     targets = batch.targets[:, columns]
@@ -241,7 +248,7 @@ def _part_of(batch: Batch, part: RowShard) -> Batch:
 
 
 def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variable-length attention of one chunk of every row against whole rows: where its sequences start, in order.
+    """Return where the sequences start in variable-length attention of one chunk of every row against whole rows.
 
     Of each row: no query and the keys in front of the chunk's first document; each document of the chunk, its queries
     in it and its keys from its start to the chunk's end at most; no query and the keys after the chunk. The last query
@@ -271,7 +278,7 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
 
 
 def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
-    """Running sum from 0, the total repeated in unused slots: int32 [slots + 1]."""
+    """Return the running sum from 0, the total repeated in unused slots: int32 [slots + 1]."""
     starts = np.full(slots + 1, sizes.sum(), np.int32)
     starts[: len(sizes) + 1] = np.concatenate([[0], np.cumsum(sizes)])
     return starts
@@ -280,7 +287,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
 def _cu_seqlens(
     starts: np.ndarray, used: np.ndarray, row_length: int, max_docs: int, max_doc_length: int
 ) -> np.ndarray:
-    """Starts of the documents and of what is left of each row, cut into pieces of max_doc_length; int32 [D + 1]."""
+    """Return the starts of the documents, and of each row's padding in pieces of max_doc_length: int32 [D + 1]."""
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"
@@ -290,7 +297,7 @@ def _cu_seqlens(
 
 
 def _target_index(is_target: np.ndarray) -> np.ndarray:
-    """Positions of the targets, then of the first others up to a multiple of TARGET_MULTIPLE; int64 [P]."""
+    """Return the positions of the targets, then of the first others up to a multiple of TARGET_MULTIPLE: int64 [P]."""
     positions = np.flatnonzero(is_target)
     size = max(-(-len(positions) // TARGET_MULTIPLE), 1) * TARGET_MULTIPLE
     filler = np.flatnonzero(~is_target)[: size - len(positions)]
@@ -307,7 +314,7 @@ def warm_up_batch(
     docs_per_row: int | None = None,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """The heaviest batch of a declared shape: random tokens, documents as long as allowed, every position a target.
+    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target.
 
     Args:
         made_up: gives so many documents something to encode.
@@ -323,7 +330,7 @@ def warm_up_batch(
 
 
 def check_part(layout: Layout, part: RowShard) -> None:
-    """Every row that the layout can make must split evenly.
+    """Refuse a layout with a row that does not split evenly.
 
     Raises:
         ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
@@ -356,6 +363,6 @@ def check_part(layout: Layout, part: RowShard) -> None:
 
 
 def _nearest(number: int, multiple: int, least: int) -> str:
-    """The multiples just below and above a number that is none, those of at least `least`; for messages."""
+    """Format the multiples just below and above a number that is none, at least `least`, for messages."""
     below = number // multiple * multiple
     return f"{below} or {below + multiple}" if below >= least else str(below + multiple)

@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 
 def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
-    """The row's messages with string content and parsed tool arguments, or a DataError.
+    """Return the row's messages with string content and parsed tool arguments, or raise a DataError.
 
     Null content becomes "" beside tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
     arguments that are JSON text become an object, which is what published templates expect; other text stays as it is
@@ -43,7 +43,7 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
 
 
 def require_answer(messages: list[Message], where: str) -> None:
-    """A conversation to learn from has at least one assistant turn, and none of them is empty."""
+    """Refuse a conversation to learn from that has no assistant turn, or an empty one."""
     answers = [(i, message) for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
@@ -57,8 +57,8 @@ def require_answer(messages: list[Message], where: str) -> None:
 
 
 def require_instructions(messages: list[Message], text: str, where: str) -> None:
-    """Every later system message stands in the rendered `text`: templates that know only a first one leave others out
-    without a word, and the answers would be learned without what they obey."""
+    """Refuse a rendered `text` that lacks a later system message: templates that know only a first one leave others out
+    silently, and the answers would be learned without the instructions that they follow."""
     cursor = 0
     for i, message in enumerate(messages):
         if not i or message["role"] not in ("system", "developer"):
@@ -74,7 +74,7 @@ def require_instructions(messages: list[Message], text: str, where: str) -> None
 
 
 def oddities(messages: list[Message], where: str) -> dict[str, str]:
-    """What is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
+    """Return what is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
@@ -97,7 +97,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
 
 
 def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
-    """Whether a result belongs to an open call, which it closes; ids count where both have one."""
+    """Return whether a result belongs to an open call, and close that call. Ids count if both have one."""
     for known in (call_id, None) if call_id is not None else (None, *open_calls):
         if known in open_calls:
             open_calls.remove(known)
@@ -106,16 +106,17 @@ def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
 
 
 def answer_core(message: Message) -> str:
-    """The part of an answer that every template keeps: trimmed, without a thinking block that it begins with."""
+    """Return the part of an answer that every template keeps: stripped, without a thinking block at its beginning."""
     return THOUGHT.sub("", message["content"]).strip()
 
 
 def function_of(call: Message) -> Message:
-    """The {name, arguments} of a tool call, in OpenAI's shape or bare."""
+    """Return the {name, arguments} of a tool call, in OpenAI's shape or bare."""
     return call["function"] if isinstance(call.get("function"), dict) else call
 
 
 def _message(message: Any, where: str) -> Message:
+    """Return a message with checked role, content and tool calls; null keys are dropped."""
     if not isinstance(message, dict):
         raise DataError(
             f"{where} is {_kind(message)}, expected an object with role and content", reason="message is not an object"
@@ -135,6 +136,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _content(message: Message, where: str) -> str:
+    """Return a message's content as one string."""
     calls_tools = message["role"] == "assistant" and "tool_calls" in message
     content = message.get("content")
     if isinstance(content, str):
@@ -169,6 +171,7 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _tool_call(call: Message, where: str) -> Message:
+    """Return a tool call in OpenAI's shape."""
     function = dict(function_of(call))
     if not isinstance(function.get("name"), str):
         raise DataError(f"{where} has no function name", reason="malformed tool call")
@@ -178,7 +181,8 @@ def _tool_call(call: Message, where: str) -> Message:
 
 
 def _arguments(function: Message) -> Any:
-    """Arguments as an object, {} where there are none; as they are written if they are something else, or name a key twice."""
+    """Return tool arguments as an object, {} if there are none; unchanged if they are something
+    else, or name a key twice."""
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
@@ -192,6 +196,7 @@ def _arguments(function: Message) -> Any:
 
 
 def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
+    """Refuse a special token in messages, tools or template arguments."""
     pattern = _pattern(special_tokens)
     if pattern is None:
         return
@@ -221,6 +226,7 @@ def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def _strings(value: Any) -> Iterable[str]:
+    """Yield all strings in a value, keys of mappings included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -233,5 +239,6 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def _kind(value: Any) -> str:
+    """Return what a JSON value is, for messages."""
     names = {"NoneType": "null", "str": "text", "dict": "an object", "list": "a list", "bool": "a truth value"}
     return names.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)

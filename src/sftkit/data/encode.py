@@ -1,4 +1,5 @@
-"""Text to token ids and the characters that each covers. Long texts are tokenized in pieces, and only as far as is asked for."""
+"""Text to token ids and the characters that each covers. Long texts are tokenized in pieces, and only as far as is
+asked for."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def encode(
     """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
     apply_chat_template and inference servers add none either, so a second BOS cannot happen.
 
-    A long text is cut between words of the tokenizer, inside of which its model works. The words before a cut come out of the
-    next piece once more; where they differ, or where there are none, the text is tokenized in one call.
+    A long text is cut between words of the tokenizer, inside of which its model works. The words before a cut come out
+    of the next piece once more; where they differ, or where there are none, the text is tokenized in one call.
 
     Args:
         enough: so many tokens will do, if there are more; null: all.
@@ -68,6 +69,7 @@ def encode(
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: bool) -> BatchEncoding:
+    """Tokenize a text in one call, without special tokens of the tokenizer's own."""
     return tokenizer(
         text,
         add_special_tokens=False,
@@ -79,6 +81,7 @@ def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: b
 
 
 def _arrays(encoded: BatchEncoding) -> Encoded:
+    """Return the tokens as arrays."""
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(offsets[:, 1])
     # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
@@ -87,6 +90,6 @@ def _arrays(encoded: BatchEncoding) -> Encoded:
 
 
 def _borders(encoded: BatchEncoding) -> list[int]:
-    """Tokens with which a word of the tokenizer begins, but for the first."""
+    """Return the indices of the tokens with which a word of the tokenizer begins, without the first."""
     words = np.asarray([-1 if word is None else word for word in encoded.word_ids(0)])
     return (np.flatnonzero(words[1:] != words[:-1]) + 1).tolist()

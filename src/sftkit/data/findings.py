@@ -12,9 +12,9 @@ from sftkit.errors import DataError
 from sftkit.runtime.words import counted
 
 MOST_TEXT = 500
-"Characters of an example: a row may be all one column name."
+"The most characters of an example: the names of a row's columns may be its whole text."
 DROPPED = {"dropped_too_long": "too long", "dropped_no_target": "without a target"}
-"What a row is counted as that is left out without being bad -> the reason that is told."
+"Tokenized.note of a row that is left out without being bad -> the reason that is reported."
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ def add(tally: Tally, found: Finding) -> None:
 
 
 def skipped(error: DataError) -> Finding:
-    """One row that was left out."""
+    """Return the finding of one row that was left out."""
     return Finding("skipped", error.reason, 1, _short(str(error)))
 
 
 def dropped(note: str, where: str) -> Finding:
-    """One row that was left out although nothing is wrong with it.
+    """Return the finding of one row that was left out although nothing is wrong with it.
 
     Args:
         note: Tokenized.note, one of DROPPED.
@@ -43,24 +43,25 @@ def dropped(note: str, where: str) -> Finding:
 
 
 def accepted_findings(reason: str, where: str) -> Finding:
-    """One row that is learned from, although it is odd."""
+    """Return the finding of one row that is learned from, although it is odd."""
     return Finding("accepted", reason, 1, _short(where))
 
 
 def ordered(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
-    """Rows that are not learned from first, then the most frequent; counted over `repeat` passes, as everything of a source is."""
+    """Sort findings: rows that are not learned from first, then by frequency. Counts are over `repeat`
+    passes, as for all of a source."""
     found = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
     return tuple(replace(one, rows=one.rows * repeat) for one in found)
 
 
 def text(found: Finding) -> str:
-    """2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ..."""
+    """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`."""
     rows = counted(found.rows, "bad row" if found.kind == "skipped" else "row")
     return f"{rows} {found.kind}, {found.reason}; the first: {found.first}"
 
 
 def tell(name: str, found: Iterable[Finding]) -> None:
-    """One line of the log for each reason."""
+    """Log one line for each reason."""
     for one in found:
         log.warning("%s: %s", name, text(one))
 

@@ -14,9 +14,10 @@ from sftkit.runtime.hub import hub_answers, not_found, unreachable, why_not_ther
 
 
 def load(source: SourceConfig) -> Any:
-    """A datasets.Dataset, or the Path of a downloaded snapshot when there is no network and only that is there."""
+    """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
+    # for the whole process: lines of our own say what takes long
     datasets.disable_progress_bars()
     if hub_answers():
         return _load_dataset(source)
@@ -38,6 +39,7 @@ def check(source: SourceConfig) -> None:
 
 
 def _load_dataset(source: SourceConfig) -> Any:
+    """Load a dataset over the network."""
     import datasets
 
     try:
@@ -51,6 +53,7 @@ def _load_dataset(source: SourceConfig) -> Any:
 
 
 def _snapshot(source: SourceConfig) -> Path:
+    """Return the folder of a downloaded snapshot."""
     from huggingface_hub import constants, snapshot_download
 
     try:
@@ -61,6 +64,7 @@ def _snapshot(source: SourceConfig) -> Path:
 
 
 def _missing(source: SourceConfig, why: str) -> ConfigError:
+    """Return the error for a dataset that is neither on the hub nor here, with what to do."""
     download = (
         f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and "
         "name it in the place of this path; or copy that machine's HF_HOME cache"
@@ -71,7 +75,8 @@ def _missing(source: SourceConfig, why: str) -> ConfigError:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside, nothing asks the hub. The hub client and datasets read their offline switch from these two places, once, at import."""
+    """Turn the hub client and datasets offline inside the block. They read the switch once, at import, into
+    these two module variables."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -1,4 +1,5 @@
-"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs on the device."""
+"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs on the
+device."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ RESAMPLE = Image.Resampling.BILINEAR
 ImageSize = tuple[int, int, int]
 "Channels, height, width."
 DEEP = ("I", "F")
-"How Pillow's modes begin with more than 8 bits a channel, of which it would make white: where their range ends is not said."
+"First letters of Pillow modes with more than 8 bits a channel. Their range is not known: Pillow would make white."
 
 
 def load(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
-    """Each document's picture, from the cache on disk if they are there: uint8 [I, *size], a picture for each different name.
+    """Return each document's picture, uint8 [I, *size] with one for each different name, from the
+    cache on disk if it is there.
 
     Args:
         names: of each document the file of its picture, or the name of a generated one.
@@ -50,7 +52,8 @@ def load(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) 
 
 
 def read(name: str, size: ImageSize) -> np.ndarray:
-    """One picture, uint8 [channels, height, width]; of a file all of it, upright as its EXIF says, its sides stretched.
+    """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF
+    says, stretched to the size.
 
     Raises:
         DataError: the file is no picture.
@@ -67,9 +70,7 @@ def read(name: str, size: ImageSize) -> np.ndarray:
                 raise ValueError(f"mode {image.mode} has more than 8 bits a channel: save it with 8")
             upright = ImageOps.exif_transpose(image)
             whole = upright.convert("L" if channels == 1 else "RGB").resize((width, height), RESAMPLE)
-    except (
-        Exception
-    ) as error:  # of broken files Pillow's readers raise whatever they meet: SyntaxError, struct.error, ...
+    except Exception as error:  # Pillow's readers raise anything on broken files: SyntaxError, struct.error, ...
         why = str(error).rstrip(".")
         raise DataError(f"{name}: cannot be read as a picture: {why}", reason="not a picture") from error
     pixels = np.asarray(whole)
@@ -77,8 +78,8 @@ def read(name: str, size: ImageSize) -> np.ndarray:
 
 
 def _key(names: Sequence[str], size: ImageSize) -> str:
-    """Of all that the array depends on: names, sizes and times of files, the size of pictures, and the code. A file that is
-    gone is named where it is read."""
+    """Return a digest of all that the array depends on: names, sizes and times of files, the size of pictures, and the
+    code. A file that is gone is reported when it is read."""
     code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
@@ -88,6 +89,7 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
 
 
 def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Open a cached array; None if it is not there, damaged, or of another shape."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -99,7 +101,7 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
-    """The array, in a file that gets its name when it is whole; in memory where the disk is full."""
+    """Return the array from a file that gets its name when it is complete; in memory if the disk is full."""
     temporary = own_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,8 @@ def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
 
 
 def _filled(file: Path, names: Sequence[str], size: ImageSize) -> None:
-    """Write a .npy piece by piece; a full disk is an OSError and not a signal, as its space is taken first."""
+    """Write a .npy file picture by picture. Free space is checked first: on a full disk, writing to mapped memory would
+    end the process by a signal."""
     shape = (len(names), *size)
     needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
     if needed > free:

@@ -45,7 +45,7 @@ def without_marks(messages: list[Message]) -> list[Message]:
 
 
 def _marked(message: dict[str, Any], where: str) -> bool | None:
-    """Whether the message says that it is learned; None: it says nothing."""
+    """Return whether the message says that it is learned; None if it says nothing."""
     if "weight" not in message and "train" not in message:
         return None
     weight, train = message.get("weight", 1), message.get("train", True)

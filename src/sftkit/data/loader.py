@@ -56,11 +56,12 @@ class StepBatches:
     "positions of each document of the global batch"
 
     def pin_memory(self) -> StepBatches:
+        """Return the same step in pinned host memory; DataLoader calls it."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
 
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
-"What torch says of a data worker that is gone."
+"torch's error message when a data worker is gone."
 
 
 class _Steps(Dataset[StepBatches]):
@@ -76,6 +77,7 @@ class _Steps(Dataset[StepBatches]):
         self.lengths, self.num_targets, self.divisors = examples.lengths, examples.num_targets, divisors
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
+        """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
         docs = [i for row in batch.rows for i in row]
         lengths = self.lengths[docs]
@@ -97,6 +99,7 @@ class _Steps(Dataset[StepBatches]):
         )
 
     def _source_tokens(self, docs: list[int], lengths: np.ndarray) -> list[int]:
+        """Return the document tokens of each source."""
         sources = self.examples.source[docs]
         found = np.bincount(sources, weights=lengths, minlength=len(self.examples.source_names))
         return found.astype(np.int64).tolist()
@@ -104,6 +107,7 @@ class _Steps(Dataset[StepBatches]):
     def _made(
         self, step: int, mine: list[tuple[tuple[int, ...], ...]], row_length: int, max_docs: int
     ) -> Iterator[Batch]:
+        """Yield the micro-batches, and record in `at_work` which one this worker is making."""
         worker, longest = get_worker_info(), self.layout.max_doc_length
         own = None if worker is None else self.at_work[worker.id]
         for number, rows in enumerate(mine, start=1):
@@ -136,9 +140,11 @@ class Batches:
         earlier: Sequence[Stretch] = (),
         first_step: int = 0,
     ) -> None:
-        """Args:
-        divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
-        earlier, first_step: the stretches of the checkpoint that is resumed, and its step.
+        """
+        Args:
+            num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
+            divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
+            earlier, first_step: the stretches of the checkpoint that is resumed, and its step.
         """
         check_part(layout, part)
         self.examples, self.layout, self.seed = examples, layout, seed
@@ -152,11 +158,11 @@ class Batches:
         self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:
-        """Documents of steps first_step + 1 .. last_step, those of all ranks."""
+        """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
         return sum(len(row) for _, _, batch in self._items(first_step, last_step) for row in batch.rows)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
-        """The batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
+        """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
@@ -172,7 +178,8 @@ class Batches:
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
-        """Around the loop: torch tells it, wherever it is, that a data worker is gone; here it is said what that one made.
+        """Replace torch's error about a data worker that is gone, wherever the loop then is, by one that
+        says what it was making.
 
         Raises:
             WorkerError: with process, cause, step, micro-batch and documents.
@@ -186,11 +193,11 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Whoever still holds it ends its workers; left to the end of Python, that one waits for them, who heed no signal.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they ignore signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
-        """What is known of a data worker that is gone."""
+        """Return what is known of a data worker that is gone."""
         # torch keeps its workers to itself, and does not always say what ended one.
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         if worker is not None:
@@ -216,7 +223,8 @@ class Batches:
 def load_examples(
     data: DataConfig, tokenize: partial[Tokenized], main_first: AbstractContextManager[object]
 ) -> tuple[Examples, dict[str, Examples]]:
-    """(training documents, validation documents by source); within `main_first`, so that other ranks find the cache.
+    """Return (training documents, validation documents by source); within `main_first`, so that
+    other ranks find the cache.
 
     `tokenize` is a partial over row; its function and arguments are part of the cache key.
     """
@@ -240,6 +248,7 @@ class _Lazy:
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
+    """Ignore signals in a data worker, and give it one thread; the main process decides when to stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,5 +1,6 @@
-"""Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the middle of
-which batch size or seed was changed. A pure function of lengths, layout and stretches, so that resuming is an index."""
+"""Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the
+middle of which batch size or seed was changed. A pure function of lengths, layout and stretches, so that resuming is an
+index."""
 
 from __future__ import annotations
 
@@ -13,20 +14,25 @@ from sftkit.data.pack import GlobalBatch, Layout, Stretch, plan_epoch
 
 
 def with_stretch(earlier: Sequence[Stretch], step: int, layout: Layout, seed: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a run that goes on at `step`; a new one only where batches are made otherwise from there on.
+    """Return the stretches of a run that goes on at `step`; a new one only where batches are made otherwise from there
+    on.
 
     Args:
-        earlier: those before `step`, of the checkpoint that is resumed; none: all of the run is as it is now.
+        earlier: the stretches before `step`, of the checkpoint that is resumed; empty: one stretch from the beginning.
     """
     now = Stretch(step if earlier else 0, seed, layout.global_batch_size, layout.budget_rows)
     return tuple(earlier) if earlier and earlier[-1][1:] == now[1:] else (*earlier, now)
 
 
 class Order:
-    """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs begin."""
+    """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs
+    begin."""
 
     def __init__(self, lengths: np.ndarray, layout: Layout, stretches: Sequence[Stretch]) -> None:
-        """`lengths`: positions of each document, int [D]."""
+        """
+        Args:
+            lengths: int [D], positions of each document.
+        """
         self._lengths, self._stretches = lengths, stretches
         self._layouts = [
             replace(layout, global_batch_size=stretch.global_batch_size, budget_rows=stretch.budget_rows)
@@ -37,11 +43,13 @@ class Order:
         self.plan = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:
-        """All global batches of an epoch. Each document appears exactly once, whatever was changed on the way."""
+        """Return all global batches of an epoch. Each document appears exactly once,
+        whatever was changed on the way."""
         start, left = self._start(epoch), np.arange(len(self._lengths))
         batches: list[GlobalBatch] = []
         ends = [stretch.after_step for stretch in self._stretches[1:]]
         for stretch, layout, end in zip(self._stretches, self._layouts, [*ends, None], strict=True):
+            # how many batches this stretch has in the epoch; None: the rest
             steps = None if end is None else end - start - len(batches)
             if steps is not None and steps <= 0:
                 continue
@@ -53,12 +61,13 @@ class Order:
         return batches
 
     def _start(self, epoch: int) -> int:
+        """Return the step after which an epoch begins."""
         while len(self._starts) <= epoch:
             self._starts.append(self._starts[-1] + len(self.plan(len(self._starts) - 1)))
         return self._starts[epoch]
 
     def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
-        """Optimizer steps of a run: those of so many epochs, but at most max_steps; null is no limit."""
+        """Return the optimizer steps of a run: those of so many epochs, but at most max_steps; None is no limit."""
         if epochs is None:
             assert max_steps is not None, "checked with the recipe"
             return max_steps
@@ -70,7 +79,7 @@ class Order:
         return steps if max_steps is None else min(steps, max_steps)
 
     def batches(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
-        """(step, epoch, global batch) of steps first_step + 1 .. last_step."""
+        """Yield (step, epoch, global batch) of steps first_step + 1 .. last_step."""
         step, epoch = 0, 0
         while step < last_step:
             plan = self.plan(epoch)

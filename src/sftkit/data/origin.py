@@ -1,4 +1,5 @@
-"""Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first, takes no torch."""
+"""Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first, takes
+no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BUILTINS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 "Builtin -> the module of data/demo that makes it, and how one becomes a row."
 STAND_IN = "a text"
-"In the place of the first row of builtin:docs: to make one takes reading all of Python's library."
+"Stands for the first row of builtin:docs, which cannot be made without reading all of Python's library."
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Origin:
 
 
 def find(source: SourceConfig) -> Origin:
-    """Find a source, or a ConfigError that says where it was looked for. Reads no rows."""
+    """Find a source, or raise a ConfigError that says where it was looked for. Reads no rows."""
     if (found := find_here(source)) is not None:
         return found
     dataset = hub.load(source)
@@ -48,13 +49,14 @@ def find(source: SourceConfig) -> Origin:
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
     types = dict(dataset.features or {})
+    # _fingerprint: what datasets itself names its caches by; it has no public name
     return Origin(
         lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
     )
 
 
 def find_here(source: SourceConfig) -> Origin | None:
-    """What `find` does, without the hub. None: a hub dataset may be meant."""
+    """Find a source without the hub; None if a hub dataset may be meant."""
     if source.path.startswith("builtin:"):
         return _builtin(source)
     path = Path(source.path)
@@ -67,6 +69,7 @@ def find_here(source: SourceConfig) -> Origin | None:
 
 
 def _builtin(source: SourceConfig) -> Origin:
+    """Find a builtin source."""
     name, split = source.path.removeprefix("builtin:"), readers.base_split(source.split)
     if name not in BUILTINS:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
@@ -84,6 +87,7 @@ def _builtin(source: SourceConfig) -> Origin:
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
+    """Find a source in a file or folder."""
     files = readers.files_of(source, path)
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 

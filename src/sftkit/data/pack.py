@@ -49,46 +49,49 @@ class Layout:
 
     @property
     def dynamic(self) -> bool:
-        """Whether row lengths other than `row_lengths` occur."""
+        """Return whether row lengths other than `row_lengths` occur."""
         return self.kind == "dynamic"
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step on each rank."""
+        """Return the number of micro-batches per optimizer step on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def rows(self, row_length: int) -> int:
-        """Rows of this length in a global batch, whatever the world size: of buckets as many as the budget allows."""
+        """Return how many rows of this length a global batch has, whatever the world size: for buckets as
+        many as the budget allows."""
         if self.kind != "bucketed":
             return self.global_batch_size
         return self.budget_rows * self.max_length // row_length * (self.global_batch_size // self.budget_rows)
 
     def micro_rows(self, row_length: int) -> int:
-        """Rows of this length in a micro-batch; the last ones of a global batch may be filled with empty rows."""
+        """Return how many rows of this length a micro-batch has; the last ones of a global batch may be empty rows."""
         return -(-self.rows(row_length) // (self.accumulation * self.world_size))
 
     def positions(self, row_length: int) -> int:
-        """Row positions that one optimizer step computes over all ranks, padding included."""
+        """Return the row positions that one optimizer step computes over all ranks, padding included."""
         return row_length * self.micro_rows(row_length) * self.accumulation * self.world_size
 
     def max_docs(self, rows: int, row_length: int) -> int:
-        """Document slots of such a micro-batch: each row's documents, and its padding in pieces of max_doc_length."""
+        """Return the document slots of a micro-batch: each row's documents, and its padding in
+        pieces of max_doc_length."""
         pieces_of_padding = -(-row_length // self.max_doc_length)
         return rows * (self.docs_per_row + pieces_of_padding)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Every (rows, row_length) of a micro-batch; dynamic: two of them, from which the graph is made symbolic."""
+        """Return every (rows, row_length) of a micro-batch; for dynamic layouts the two from which
+        the graph is made symbolic."""
         return tuple((self.micro_rows(t), t) for t in self.row_lengths)
 
     def declares(self, rows: int, row_length: int) -> bool:
-        """Whether a micro-batch may have this shape. Nothing else ever reaches the compiled model."""
+        """Return whether a micro-batch may have this shape. Nothing else ever reaches the compiled model."""
         if self.dynamic:
             return rows == self.micro_batch_size and row_length == self.padded(row_length) <= self.max_length
         return (rows, row_length) in self.shapes
 
     def padded(self, longest: int) -> int:
-        """Row length of a dynamic batch whose longest document takes so many positions."""
+        """Return the row length of a dynamic batch whose longest document takes so many positions."""
         return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
 
 
@@ -102,7 +105,8 @@ class GlobalBatch:
     "(query, key) pairs that attention computes in each row, padding included: what a row costs more than another"
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The rows of each micro-batch of this rank; the union over ranks and micro-batches is `rows`, then padding.
+        """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches
+        is `rows`, then padding.
 
         One rank takes them in order; several so that each has about the same work (`balance.deal`).
         """
@@ -111,11 +115,13 @@ class GlobalBatch:
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:
-        """The most (query, key) pairs that a rank computes in this step over their mean over ranks; 1.0: all the same."""
+        """Return the most (query, key) pairs that a rank computes in this step over their mean over
+        ranks; 1.0: all the same."""
         return balance.skew(*self._dealt(layout))
 
     def _dealt(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """(costs of the rows, empty ones that fill the last micro-batch included; rows of each rank), as `deal` has it."""
+        """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of
+        each rank), as `deal` does."""
         count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
         empty = balance.row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
         costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
@@ -141,7 +147,7 @@ def make_layout(
     earlier: Sequence[Stretch] = (),
     encoded: bool = False,
 ) -> Layout:
-    """The layout of a run, from the recipe and the lengths of its training documents.
+    """Return the layout of a run, from the recipe and the lengths of its training documents.
 
     The micro-batch is lowered to the largest that divides a rank's share of the global batch. `max_length` is the
     recipe's or inherited; `lengths`, int [D] in positions, are equal on all ranks, and so is the layout.
@@ -152,6 +158,7 @@ def make_layout(
         encoded: each document has an input for an encoder.
     """
     share = train.global_batch_size // world_size
+    # Lowered to a divisor, so that all micro-batches have one size.
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
         log.info("micro-batch of %d rows, the most up to %d that divides %d", micro, train.micro_batch_size, share)
@@ -167,11 +174,13 @@ def make_layout(
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
         encoded=encoded,
     )
+    # A resumed run keeps the budget, so that another micro-batch makes no other global batches.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
         plain = replace(plain, budget_rows=earlier[-1].budget_rows)
     if data.layout == "packed":
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
+        # Buckets are chosen with the batch sizes that the run began with.
         begun = earlier[0]._asdict() if earlier else {}
         first = replace(plain, **{name: begun[name] for name in ("global_batch_size", "budget_rows") if begun})
         return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
@@ -181,7 +190,8 @@ def make_layout(
 
 
 def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
-    """The rows of a run for other documents of at most its max_length, in global batches of one micro-batch a rank."""
+    """Return a run's layout for other documents of at most its max_length, in global batches of
+    one micro-batch per rank."""
     micro = layout.micro_batch_size
     layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro)
     if layout.kind == "packed":
@@ -192,11 +202,12 @@ def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of number up to limit."""
+    """Return the largest divisor of `number` up to `limit`."""
     return max(d for d in range(1, min(limit, number) + 1) if number % d == 0)
 
 
 def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
+    """Return a packed layout, with document slots and longest document as the data needs them."""
     if row_length < plain.max_length:
         raise ConfigError(
             f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: "
@@ -211,7 +222,8 @@ def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
 
 
 def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
-    """Twice the mean, and doubled while that costs more than 0.5 % of the rows, as it may in a mix of short and long.
+    """Return the document slots of a row: twice the mean number of documents, doubled while that costs more than 0.5 %
+    of the rows, as it may in a mix of short and long documents.
 
     Slots are tight because attention kernels launch work for each of them, used or not.
     """
@@ -224,7 +236,8 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
 
 
 def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
-    """The most documents of which each has an encoded input, such that nearly all places for those are taken."""
+    """Return the most documents of a row, each with an encoded input, at which nearly all
+    places for inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
     least, most = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
     while least < most:
@@ -235,7 +248,7 @@ def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
 
 
 def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:
-    """The recipe's buckets, or those that pad this data least."""
+    """Return the recipe's buckets, or those that pad this data least."""
     if data.bucket_lengths is None:
         return choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, plain.max_length, rows_in_batch=plain.rows)
     if data.bucket_lengths[-1] != plain.max_length:
@@ -245,7 +258,7 @@ def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tup
 
 
 def _warm_up_lengths(max_length: int, multiple: int) -> tuple[int, ...]:
-    """The longest row and one of half its length."""
+    """Return the longest row and one of half its length."""
     if max_length % multiple:
         below = max_length // multiple * multiple
         raise ConfigError(
@@ -259,7 +272,7 @@ def _warm_up_lengths(max_length: int, multiple: int) -> tuple[int, ...]:
 def pack(
     lengths: np.ndarray, order: Sequence[int] | np.ndarray, row_length: int, docs_per_row: int
 ) -> list[tuple[int, ...]]:
-    """Best-fit: each document goes whole into the fullest open row that still holds it. Every index appears once.
+    """Pack documents best-fit: each goes whole into the fullest open row that still holds it. Every index appears once.
 
     A row that holds `docs_per_row` documents is closed.
     """
@@ -288,7 +301,8 @@ def plan_epoch(
     shuffle: bool = True,
     documents: np.ndarray | None = None,
 ) -> list[GlobalBatch]:
-    """All global batches of an epoch. Each document appears exactly once; the last batch is filled with empty rows.
+    """Plan all global batches of an epoch. Each document appears exactly once; the last batch
+    is filled with empty rows.
 
     Args:
         documents: those that the epoch still has to take, indices in ascending order; None: all.
@@ -315,7 +329,7 @@ def plan_epoch(
 def _global_batches(
     lengths: np.ndarray, layout: Layout, row_length: int, rows: list[tuple[int, ...]]
 ) -> list[GlobalBatch]:
-    """Every `layout.rows(row_length)` rows make a batch; a dynamic one is as long as its longest document needs."""
+    """Make a batch of every `layout.rows(row_length)` rows; a dynamic one is as long as its longest document needs."""
     size = layout.rows(row_length)
     batches = [tuple(rows[j : j + size]) for j in range(0, len(rows), size)]
     row_lengths = [row_length] * len(batches)
@@ -329,5 +343,5 @@ def _global_batches(
 
 
 def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
-    """Row positions that a plan computes over all ranks, padding included."""
+    """Return the row positions that a plan computes over all ranks, padding included."""
     return sum(layout.positions(batch.row_length) for batch in plan)

@@ -1,4 +1,5 @@
-"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers' prompts."""
+"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers'
+prompts."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ class AskedTargets:
 
 
 def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
-    """Whether each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token, with
-    thinking asked for, not asked for, or as the template has it; None: the tokenizing learns no conversations by their
-    answers.
+    """Check that each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token,
+    with thinking requested, not requested, or as the template has it. None: the tokenizing does not learn
+    conversations by their answers.
 
     Args:
         tokenize: of a run, as loader.load_examples takes it.
@@ -81,7 +82,7 @@ def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
 def _prompts(
     tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message], thinking: Thinking
 ) -> list[list[int]]:
-    """For each answer the prompts that lead to it."""
+    """Return, for each answer, the token ids of the prompts that lead to it."""
     name = template.thinking_argument
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)

@@ -21,15 +21,15 @@ RawRow = tuple[str, Any]
 "Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
 DataError that is to be raised for it."
 LONGEST_RECORD = 32 * 2**20
-"Bytes of a line, and of a file that is one text: what is longer is no record, and would take the memory of the machine."
+"The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
-"Bytes of a file that is one JSON list, which is read as a whole."
+"The most bytes of a file that is one JSON list, which is read as a whole."
 FARTHEST = 10_000
-"Rows before the first one of a slice that a look at its beginning passes over."
+"The most rows before a slice that are skipped to look at its beginning."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
-"First part of file names in folders that are about the data, not data."
+"First part of the names of files that are about the data, not data."
 SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -42,18 +42,18 @@ SPLIT_WORDS = {
 
 
 def suffix_of(path: Path) -> str | None:
-    """.jsonl of a.jsonl and of a.jsonl.gz; None if it is no known kind of file."""
+    """Return the kind of a file: .jsonl for a.jsonl and a.jsonl.gz; None if it is not a known one."""
     name = path.name.lower().removesuffix(".gz")
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def looks_local(path: str) -> bool:
-    """A path that cannot be a hub id, so that a missing one is a misspelling."""
+    """Return whether a path cannot be a hub id, so that a missing one is a misspelling."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or suffix_of(Path(path)) is not None
 
 
 def files_of(source: SourceConfig, root: Path) -> list[Path]:
-    """The files that hold the split asked for.
+    """Return the files that hold the requested split.
 
     In a folder, file and folder names tell splits apart: train, validation (valid, val, dev) and test. Files that name
     no split belong to train. `subset` keeps the files with that name in their path, as in a downloaded hub dataset.
@@ -87,8 +87,8 @@ class DuplicateKey(ValueError):
 
 
 def loads(content: bytes | str) -> Any:
-    """JSON, or a ValueError; also for half of a surrogate pair, which JSON can write down but no text can hold, and, as
-    DuplicateKey, for an object that has a key twice."""
+    """Parse JSON. Raises ValueError, also for half of a surrogate pair, which JSON can write but no text can hold, and
+    DuplicateKey for an object that has a key twice."""
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
     text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
     value = _STRICT.decode(text)
@@ -98,10 +98,10 @@ def loads(content: bytes | str) -> Any:
 
 
 def parsed(raw: RawRow) -> Any:
-    """Return the value of a raw row.
+    """Parse a raw row.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not JSON, or stands for a row that could not be read.
     """
     where, value = raw
     if isinstance(value, DataError):
@@ -115,13 +115,14 @@ def parsed(raw: RawRow) -> Any:
 
 
 def json_error(where: str, error: Exception) -> DataError:
-    """The DataError of what `loads` raised, or of nesting that is too deep for it."""
+    """Return the DataError for what `loads` raised, or for nesting that is too deep for it."""
     if isinstance(error, DuplicateKey):
         return DataError(f"{where}: {error}. Keep the one that is meant", reason="duplicate JSON key")
     return DataError(f"{where}: not JSON: {error}", reason="not JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raises DuplicateKey if it has a key twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -134,23 +135,25 @@ _STRICT = json.JSONDecoder(object_pairs_hook=_object)  # made once: json.loads w
 
 
 def no_rows(source: SourceConfig) -> DataError:
-    """The DataError of a source that there is nothing in, or nothing in the part that is asked for."""
+    """Return the DataError of a source that has no rows, or none in the requested part."""
     return DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
 
 
 def base_split(spec: str) -> str:
+    """Return a split without its slice: train of train[:1000]."""
     return spec.split("[", 1)[0].strip()
 
 
 def sliced(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
-    """The part of the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
+    """Return the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
     start, stop = _bounds(source)
     total = sum(1 for _ in rows()) if _is_relative(start) or _is_relative(stop) else 0
     return islice(rows(), _index(start, total) if start else 0, _index(stop, total) if stop else None)
 
 
 def sliced_beginning(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
-    """The rows of a slice from its first one on, perhaps some behind it too; none where it takes long to find that one."""
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if
+    finding the first takes long."""
     start, stop = _bounds(source)
     start = "0" if start in (None, "0%") else start
     if _is_relative(start) or int(start or 0) > FARTHEST:
@@ -159,7 +162,7 @@ def sliced_beginning(rows: Callable[[], Iterator[RawRow]], source: SourceConfig)
 
 
 def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
-    """What stands before and behind the colon of a slice."""
+    """Return what stands before and after the colon of a slice."""
     spec = source.split.strip()
     if spec == base_split(spec):
         return None, None
@@ -173,17 +176,18 @@ def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
 
 
 def _is_relative(bound: str | None) -> bool:
-    """Whether a bound of a slice depends on how many rows there are."""
+    """Return whether a bound of a slice depends on how many rows there are."""
     return bound is not None and (bound.startswith("-") or bound.endswith("%"))
 
 
 def _index(bound: str, total: int) -> int:
+    """Return a bound of a slice as a row number."""
     rows = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
     return max(0, rows + total) if bound.startswith("-") else rows
 
 
 def rows_of(path: Path, beginning: bool = False) -> Iterator[RawRow]:
-    """All rows of one file. A file that breaks off or is not what its name says is a DataError.
+    """Yield all rows of one file. A file that breaks off or is not what its name says is a DataError.
 
     Args:
         beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
@@ -201,6 +205,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _json_lines(path: Path) -> Iterator[RawRow]:
+    """Yield the lines of a file as bytes; a line that is too long is one bad row."""
     with _open(path) as file:
         for number in count(1):
             line = file.readline(LONGEST_RECORD + 1)
@@ -222,7 +227,7 @@ def _too_long(where: str) -> DataError:
 
 
 def _json(path: Path) -> Iterator[RawRow]:
-    """A list of objects, or {"data": [...]}; files of JSON lines often carry this suffix too."""
+    """Yield the objects of a list, or of {"data": [...]}. Files of JSON lines often have this suffix too."""
     with _open(path) as file:
         content = file.read(LONGEST_JSON + 1)
     if len(content) > LONGEST_JSON:
@@ -248,6 +253,7 @@ def _json(path: Path) -> Iterator[RawRow]:
 
 
 def _json_beginning(path: Path) -> Iterator[RawRow]:
+    """Yield the first rows of a JSON file without reading all of a large one."""
     with _open(path) as file:
         head = file.read(LONGEST_RECORD + 1)
     if len(head) <= LONGEST_RECORD:
@@ -257,7 +263,7 @@ def _json_beginning(path: Path) -> Iterator[RawRow]:
 
 
 def _is_json(content: bytes) -> bool:
-    """Whether it would be JSON but for what `loads` forbids beyond the grammar."""
+    """Return whether the content is JSON by the grammar alone, without what `loads` forbids beyond it."""
     try:
         json.loads(content)
     except ValueError:
@@ -266,8 +272,8 @@ def _is_json(content: bytes) -> bool:
 
 
 def _elements(content: bytes) -> Iterator[bytes]:
-    """The elements of a JSON list as they are written, so that one which `loads` refuses is one bad row; of a list that
-    breaks off those that are whole."""
+    """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
+    breaks off, those that are complete."""
     text = content.decode(json.detect_encoding(content))
     gap, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
     at = gap.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
@@ -281,6 +287,7 @@ def _elements(content: bytes) -> Iterator[bytes]:
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a Parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -293,7 +300,9 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
 
 def _csv(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a CSV file with a header line."""
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        # global in csv, whose own limit is 128 KiB a field
         csv.field_size_limit(LONGEST_RECORD)
         reader = csv.DictReader(iter(lambda: _csv_line(text), ""))
         for row in reader:
@@ -308,7 +317,7 @@ def _csv_line(text: IO[str]) -> str:
 
 
 def _text(path: Path) -> Iterator[RawRow]:
-    """A text file is one document."""
+    """Yield a text file as one document."""
     with _open(path) as file:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
@@ -318,6 +327,7 @@ def _text(path: Path) -> Iterator[RawRow]:
 
 
 def _is_data(path: Path, root: Path) -> bool:
+    """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data."""
     parts = path.relative_to(root).parts
     hidden = any(part.startswith((".", "_")) for part in parts)
     about = re.split(r"[.-]", path.name.lower())[0] in IGNORED
@@ -325,7 +335,7 @@ def _is_data(path: Path, root: Path) -> bool:
 
 
 def _split_of(relative: Path) -> str:
-    """The split that the innermost part of a path names; train if none does."""
+    """Return the split that the innermost part of a path names; train if none does."""
     for part in reversed(relative.parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in SPLIT_WORDS:
@@ -334,4 +344,5 @@ def _split_of(relative: Path) -> str:
 
 
 def _has_part(relative: Path, subset: str) -> bool:
+    """Return whether a part of a path is the name of a subset, or begins with it."""
     return any(part == subset or part.startswith((f"{subset}-", f"{subset}.")) for part in relative.parts)

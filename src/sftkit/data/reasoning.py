@@ -13,7 +13,7 @@ Thinking = Literal["auto", "learn_empty", "off"]
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning before an answer, as a field or written into its content; empty without one."""
+    """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -46,7 +46,7 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
 
 
 def check_reasoning(messages: list[Message], where: str) -> None:
-    """Every answer has one reasoning at most, as text.
+    """Refuse an answer with several reasonings, or one that is not text.
 
     Raises:
         DataError: it has several, or something else in one of the fields.
@@ -75,8 +75,8 @@ def check_reasoning(messages: list[Message], where: str) -> None:
 def template_arguments(
     template: Template, messages: list[Message], k: int, args: Mapping[str, Any] | None, thinking: Thinking
 ) -> dict[str, Any]:
-    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning, and
-    off elsewhere, unless the recipe or the record says otherwise."""
+    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
+    and off elsewhere, unless the recipe or the record says otherwise."""
     result, name = dict(args or {}), template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":
         last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)

@@ -33,20 +33,21 @@ WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not t
     "nothing for an encoder",
     "a picture",
 }
-"Reasons to refuse a row for its columns, which rows of one file share, whatever is in them."
+"Reasons to refuse a row for its columns, which all rows of a file share."
 
 GENERATED = "builtin:"
-"What names of pictures begin with that are made and not read."
+"Prefix of the names of pictures that are generated, not read."
 
 RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"} | {
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
-"Arguments of rendering that no record may give."
+"Arguments of rendering that a record may not set."
 
 
 def convert(raw: Any, where: str) -> Row:
-    """One row as read to a Row, or a DataError that lists its columns. Null columns count as absent."""
+    """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null
+    columns count as absent."""
     if not isinstance(raw, dict):
         raise DataError(
             f"{where}: {type(raw).__name__} instead of an object with columns", reason="row is not an object"
@@ -65,7 +66,7 @@ def convert(raw: Any, where: str) -> Row:
 
 
 def require_text(row: Row) -> str:
-    """The text of a row of base training, or a DataError."""
+    """Return the text of a row of base training; raises a DataError if it has none."""
     refuse_picture(row)
     if row.text is None:
         raise DataError(
@@ -77,7 +78,7 @@ def require_text(row: Row) -> str:
 
 
 def require_conversation(row: Row) -> list[dict[str, Any]]:
-    """The messages of a row of chat SFT, or a DataError."""
+    """Return the messages of a row of chat SFT; raises a DataError if it has none."""
     refuse_picture(row)
     if row.messages is None:
         raise DataError(
@@ -89,8 +90,8 @@ def require_conversation(row: Row) -> list[dict[str, Any]]:
 
 
 def require_given(row: Row) -> tuple[str, Sequence[str]]:
-    """(what an encoder reads, the texts that are learned of it) of a row: a picture and its captions, or a question and its
-    answer; or a DataError."""
+    """Return (what an encoder reads, the texts that are learned of it): a picture and its captions, or a question and
+    its answer. Raises a DataError for any other row."""
     if row.image is not None:
         if row.text is not None:
             raise _missing(row.image, row.where)
@@ -112,7 +113,7 @@ def refuse_picture(row: Row) -> None:
 
 
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
-    """A question with its options lettered, as it is asked everywhere in sftkit:
+    """Format a question with lettered options, as it is asked everywhere in sftkit:
 
         Which gas do plants take in?
 
@@ -128,6 +129,7 @@ def multiple_choice(question: str, choices: Sequence[str]) -> str:
 
 
 def _letter(index: int) -> str:
+    """Return A for 0, B for 1, ..."""
     return chr(ord("A") + index)
 
 
@@ -136,7 +138,7 @@ def _turns(user: str, assistant: str) -> list[dict[str, Any]]:
 
 
 def _completed(row: Row, raw: Raw) -> Row:
-    """A conversation with the columns that any of them may have beside it: `system`, its first message, and
+    """Add the columns that any conversation may have beside it: `system`, as its first message, and
     `chat_template_kwargs`, arguments of the template."""
     if row.messages is None:
         return row
@@ -177,7 +179,7 @@ def _messages(raw: Raw, where: str) -> Row:
 
 
 def _conversations(raw: Raw, where: str) -> Row:
-    """ShareGPT; some datasets have role and content under this name too."""
+    """Convert ShareGPT's columns; some datasets have role and content under this name too."""
     turns = raw["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
@@ -186,6 +188,7 @@ def _conversations(raw: Raw, where: str) -> Row:
 
 
 def _turn(turn: Raw, where: str) -> Raw:
+    """Convert a turn of ShareGPT to a message."""
     if "from" not in turn or "value" not in turn:
         if "role" in turn:
             return turn
@@ -215,7 +218,7 @@ def _turn(turn: Raw, where: str) -> Raw:
 
 
 def _instruction(raw: Raw, where: str) -> Row:
-    """Alpaca (input, output) and Dolly (context, response): the extra text goes below the instruction."""
+    """Convert Alpaca (input, output) and Dolly (context, response): the extra text goes below the instruction."""
     answer = "output" if "output" in raw else "response"
     extra = raw.get("input" if answer == "output" else "context", "")
     question = _text(raw, "instruction", where)
@@ -225,7 +228,8 @@ def _instruction(raw: Raw, where: str) -> Row:
 
 
 def _prompt(raw: Raw, where: str) -> Row:
-    """Prompt and completion (or response): two texts, or two lists of messages. Of the prompt nothing is learned."""
+    """Convert prompt and completion (or response): two texts, or two lists of messages. Of the
+    prompt nothing is learned."""
     answer = "completion" if "completion" in raw else "response"
     sides = {"prompt": "user", answer: "assistant"}
     messages: list[Any] = []
@@ -242,7 +246,7 @@ def _prompt(raw: Raw, where: str) -> Row:
 
 
 def _choices(raw: Raw, where: str) -> Row:
-    """MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
+    """Convert MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
     question = _text(raw, "question" if "question" in raw else "question_stem", where)
     choices: Any = raw["choices"]
     key, labels = raw.get("answerKey", raw.get("answer")), None
@@ -264,17 +268,19 @@ def _choices(raw: Raw, where: str) -> Row:
 
 
 def _question(raw: Raw, where: str) -> Row:
-    """GSM8K: the answer with its reasoning and calculator marks, as published."""
+    """Convert GSM8K: the answer with its reasoning and calculator marks, as published."""
     return Row(where, messages=_turns(_text(raw, "question", where), _text(raw, "answer", where)))
 
 
 def _plain(column: str) -> Callable[[Raw, str], Row]:
+    """Return a converter of rows of plain text."""
     return lambda raw, where: Row(where, text=_text(raw, column, where))
 
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
-    """A picture, by its file beside that of the row or the name of a generated one, and what it shows, once or several times. A
-    text beside the name of a file that is not there may be a text of any kind: corpora have the names of their files, too."""
+    """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
+    generated one; captions are one text or several. A text beside the name of a file that is not there may be any text:
+    corpora have file names too."""
 
     def make(raw: Raw, where: str) -> Row:
         name, said = _text(raw, image, where), raw[text]
@@ -322,6 +328,7 @@ SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
 
 
 def _text(raw: Raw, column: str, where: str) -> str:
+    """Return a cell that must be text."""
     if not isinstance(raw[column], str):
         raise DataError(
             f"{where}: {column} is {type(raw[column]).__name__}, expected text", reason="column is not text"
@@ -330,7 +337,8 @@ def _text(raw: Raw, column: str, where: str) -> str:
 
 
 def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
-    """Tool schemas as a list or its JSON; bare functions are wrapped in OpenAI's {type, function}."""
+    """Return tool schemas, given as a list or its JSON text; bare functions are wrapped in
+    OpenAI's {type, function}."""
     tools = raw.get("tools")
     if tools is None or tools in ("", []):
         return None
@@ -342,6 +350,7 @@ def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
 
 
 def _json(text: Any, where: str) -> Any:
+    """Parse a cell that may be JSON text."""
     if not isinstance(text, str):
         return text
     try:

@@ -38,16 +38,17 @@ BECAME = {
     "skipped_bad": "skipped as bad",
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
-"Role -> what its messages are counted as, in conversations that are learned from."
+"Role -> name of the count of its messages, in conversations that are learned from."
 ROWS_PER_CHUNK = 128
-"Rows that a process gets at a time."
+"Rows that a worker process gets at a time."
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
-    """The rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and told in the end."""
+    """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
+    and reported at the end."""
     tally: findings.Tally = {}
     for raw in opened(source).rows():
         try:
@@ -60,17 +61,18 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
 
 
 def opened(source: SourceConfig) -> Origin:
-    """Find the source, or a ConfigError that says where it was looked for. Reads no rows."""
+    """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
     found = origin.find(source)
     return Origin(partial(_limited, found.rows, source), found.identity)
 
 
 def parse(raw: RawRow) -> Row:
-    """A raw row to a Row, or a DataError."""
+    """Convert a raw row to a Row; raises a DataError for a bad one."""
     return rows.convert(readers.parsed(raw), raw[0])
 
 
 def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
+    """Return the first max_rows rows."""
     return islice(raw_rows(), source.max_rows)
 
 
@@ -90,6 +92,7 @@ class _Part:
     found: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _Part) -> None:
+        """Append the documents and counts of another part."""
         self.ids += other.ids
         self.is_target += other.is_target
         self.lengths += other.lengths
@@ -101,8 +104,8 @@ class _Part:
 
 
 def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
-    """All documents of the sources, source after source, from the cache on disk if they are there. What was found in
-    their rows is told either way.
+    """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
+    found in their rows is reported either way.
 
     `cache_key` names what the caller has bound into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
@@ -134,6 +137,7 @@ def _tokenized(
 
 
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    """Return the labels of sources; refuses a label that two have."""
     names = tuple(map(source_label, sources))
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
@@ -144,6 +148,7 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 def _description(
     sources: Sequence[SourceConfig], found: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
 ) -> dict[str, Any]:
+    """Return all that the tokenized data depends on, besides the code, for the cache key."""
     bound = getattr(tokenize, "keywords", {})
     return {
         "sources": [[asdict(source), one.identity] for source, one in zip(sources, found, strict=True)],
@@ -158,6 +163,7 @@ def _description(
 def _tokenize_source(
     source: SourceConfig, found: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
 ) -> _Part:
+    """Tokenize all rows of a source; refuses one without documents."""
     chunks = _chunks(found.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
     whole = _Part()
@@ -175,6 +181,7 @@ def _tokenize_source(
 
 
 def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _Part:
+    """Tokenize some rows, and count what became of each."""
     part = _Part(counts=Counter(rows=len(chunk)))
     for raw in chunk:
         try:
@@ -214,6 +221,7 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 
 def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
+    """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
     given = [name for _, part in repeated for name in part.given]
     lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
@@ -252,13 +260,15 @@ class _Pool:
         self.processes, self.ahead = data.num_proc, 4 * data.num_proc
         self.executor = ProcessPoolExecutor(
             data.num_proc,
+            # not fork: threads of this process, of torch or a tokenizer, may hold locks
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
             initargs=(tokenize, data.on_bad_row),
         )
 
     def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
-        """Raises WorkerError, with what they were making, where one of the processes is gone."""
+        """Yield the parts of the chunks in order. Raises WorkerError, with what was being
+        tokenized, if a process is gone."""
         waiting: deque[tuple[Future[_Part], str]] = deque()
         before = oom_kills()
         try:
@@ -280,6 +290,7 @@ class _Pool:
             ) from error
 
     def close(self) -> None:
+        """Wait for the worker processes to end."""
         self.executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,5 @@
-"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it has not."""
+"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it
+has not."""
 
 from __future__ import annotations
 
@@ -12,34 +13,37 @@ from sftkit.errors import DataError
 
 @lru_cache(maxsize=8)
 def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the next special token of a text, the longest where several begin there."""
+    """Return a pattern that finds the next special token of a text, the longest if several begin there."""
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:
-    """The parts of a span that are marked; the end-of-turn token, which some marks leave out, belongs to the last one."""
+    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out,
+    belongs to the last one."""
     start, end = span
     parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
     return [*parts[:-1], (parts[-1][0], end)] if parts else []
 
 
 def pieces(message: Message) -> list[str]:
-    """Strings that the rendered answer must contain: its text and the names of the tools it calls."""
+    """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
     return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
 
 
 def common_prefix(texts: list[str]) -> str:
+    """Return what all texts begin with."""
     shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
     return shortest[: common_length(shortest, longest)]
 
 
 def common_length(a: str, b: str) -> int:
-    """Leading characters that two texts share."""
+    """Return how many leading characters two texts share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def not_rendered(where: str, k: int, piece: str) -> DataError:
+    """Return the DataError for an answer of which the template leaves out `piece`."""
     shown = piece if len(piece) <= 40 else piece[:40] + "..."
     return DataError(
         f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
@@ -49,6 +53,7 @@ def not_rendered(where: str, k: int, piece: str) -> DataError:
 
 
 def reasoning_not_rendered(where: str, k: int) -> DataError:
+    """Return the DataError for an answer whose reasoning the template leaves out."""
     return DataError(
         f"{where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not be learned. "
         "Set data.thinking=off to leave reasoning out, or take a template that renders it: model.chat_template",
@@ -57,6 +62,7 @@ def reasoning_not_rendered(where: str, k: int) -> DataError:
 
 
 def opened_without_reasoning(where: str, k: int) -> DataError:
+    """Return the DataError for an answer without reasoning where the prompt opens a thinking block."""
     return DataError(
         f"{where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one has no reasoning. "
         "Set data.thinking=learn_empty to learn that the block is closed at once, or take a template that does not open it: "
@@ -66,6 +72,7 @@ def opened_without_reasoning(where: str, k: int) -> DataError:
 
 
 def prompt_differs(where: str, k: int, text: str, prompt: str) -> DataError:
+    """Return the DataError for a prompt that is not how the rendered conversation begins."""
     at = common_length(text, prompt)
     return DataError(
         f"{where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it renders the "
@@ -76,6 +83,7 @@ def prompt_differs(where: str, k: int, text: str, prompt: str) -> DataError:
 
 
 def marked_not_found(where: str, k: int) -> DataError:
+    """Return the DataError for an answer that is not to be learned and cannot be found."""
     return DataError(
         f"{where}: messages[{k}]: this answer is marked as not to be learned, but the chat template renders it otherwise in the "
         "middle of a conversation, so where it stands is not known: take the record out",
@@ -84,18 +92,21 @@ def marked_not_found(where: str, k: int) -> DataError:
 
 
 def no_end_of_turn(where: str, k: int, token: str) -> DataError:
+    """Return the DataError for an answer that no end-of-turn token follows."""
     return DataError(
         f"{where}: messages[{k}]: no end-of-turn token {token!r} after this answer", reason="no end-of-turn token"
     )
 
 
 def nothing_marked(where: str, k: int) -> DataError:
+    """Return the DataError for an answer that the template's marks leave out."""
     return DataError(
         f"{where}: messages[{k}]: the chat template marks no part of this answer", reason="template marks no answer"
     )
 
 
 def cannot_begin_with_an_answer(where: str) -> DataError:
+    """Return the DataError for a template that cannot render a conversation without a question."""
     return DataError(
         f"{where}: messages[0]: the chat template cannot begin with an answer",
         reason="template cannot begin with an answer",

@@ -1,7 +1,7 @@
 """What each stage learns of a record, as the partial that `loader.load_examples` takes.
 
-A stage script and scripts/inspect_data.py take it from here, so what is looked at is what is learned, and whichever comes
-first fills the cache of both: its key names the function and all that is bound to it.
+A stage script and scripts/inspect_data.py take it from here, so what is looked at is what is learned, and whichever
+comes first fills the cache of both: its key names the function and all that is bound to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OfStage = Callable[[DataConfig, PreTrainedTokenizerBase, int], partial[Tokenized
 
 
 def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Plain text, every token a target; conversations are refused.
+    """Return the tokenizing of base training: plain text, every token a target; conversations are refused.
 
     Raises:
         ConfigError: settings of conversations.
@@ -37,17 +37,20 @@ def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 
 def mid(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Text and conversations, every token of both a target unless data.targets says otherwise."""
+    """Return the tokenizing of mid-training: text and conversations, every token a target unless
+    data.targets says otherwise."""
     return _conversations(text.tokenize_any, data, tokenizer, max_length, data.targets or "all")
 
 
 def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Conversations, the assistant's tokens targets unless data.targets says otherwise; text is refused."""
+    """Return the tokenizing of SFT: conversations, the assistant's tokens targets unless data.targets says
+    otherwise; text is refused."""
     return _conversations(chat.tokenize, data, tokenizer, max_length, data.targets or "assistant")
 
 
 def caption(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """What is said of a picture, or of a text, that an encoder reads: every token of it is a target.
+    """Return the tokenizing of captions: every token of what is said of a picture, or of a text, that an
+    encoder reads is a target.
 
     Raises:
         ConfigError: settings of conversations.

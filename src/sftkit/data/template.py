@@ -25,9 +25,9 @@ _REASONED = "first reasoning"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
-"Names by which published templates take whether an answer begins with reasoning."
+"Arguments by which published templates are told whether an answer begins with reasoning."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
-"What `with_arguments` puts before a template."
+"Matches what `with_arguments` puts before a template."
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,17 @@ class Template:
 
     @property
     def end_tokens(self) -> tuple[str, ...]:
+        """Return the special tokens that end an answer, in the middle of a conversation and at its end."""
         return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last) if token))
 
     @property
     def header(self) -> str:
-        """What add_generation_prompt adds without further arguments."""
+        """Return what add_generation_prompt adds without further arguments."""
         return self.headers[0]
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> Template:
-    """The tokenizer's chat template (some have a second one for tools), probed once."""
+    """Return the tokenizer's chat template (some have a second one for tools), probed once."""
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template. "
@@ -81,7 +82,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Tokens that text must not contain. Added tokens that are ordinary text, such as <think>, are not among them."""
+    """Return the tokens that text must not contain. Added tokens that are ordinary text, such as
+    <think>, are not among them."""
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *_added_special_tokens(tokenizer, len(tokenizer))]))
 
 
@@ -94,7 +96,8 @@ def render(
     marks: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The text of a conversation and, with `marks`, the spans inside {% generation %}. Raises jinja's TemplateError.
+    """Return the text of a conversation and, with `marks`, the spans inside {% generation %}.
+    Raises jinja's TemplateError.
 
     Args:
         args: further arguments of the template, such as enable_thinking.
@@ -119,8 +122,9 @@ def render(
 
 
 def _render_marked(source: str, messages: list[Message], variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """What render_jinja_template does with return_assistant_tokens_mask, which joins all of the text so far anew for every
-    answer: minutes for a conversation of thousands. Here the text is nobody's, and spans are moved to where it ends."""
+    """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
+    of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
+    given an empty list of blocks, and spans are moved to where the text ends."""
     compiled = _compile_jinja_template(source)  # private, as is the tracker that its environment has
     blocks: list[str] = []
     length, spans = 0, _Spans()
@@ -138,16 +142,20 @@ class _Spans(list[Span]):
     length = 0
 
     def append(self, span: Span) -> None:
+        """Add a span, moved to where the text ends so far."""
         super().append((self.length + span[0], self.length + span[1]))
 
 
 @lru_cache(maxsize=8)
 def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[str, ...]:
+    """Return the added tokens that are special. `vocab_size` is part of the cache's key: it
+    grows when tokens are added."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 @lru_cache(maxsize=8)
 def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tuple[str, ...]) -> Template:
+    """Render small conversations, and return what they show about a template."""
     conversation: list[Message] = [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": ANSWERED},
@@ -192,6 +200,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
 
 
 def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message], argument: str | None) -> list[str]:
+    """Return what add_generation_prompt adds: without arguments, with thinking requested, and with it turned off."""
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
         question, prompt = (render(tokenizer, source, asked, None, add, args=args)[0] for add in (False, True))
@@ -200,7 +209,8 @@ def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Messag
 
 
 def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message]) -> str | None:
-    """The name that changes the prompt. A message's field of the same name does not."""
+    """Return the argument whose value changes the prompt; None if none does. A message's field
+    of the same name does not."""
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
             on, off = (render(tokenizer, source, asked, None, True, args={name: value})[0] for value in (True, False))
@@ -210,7 +220,7 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: l
 
 
 def _reasoning_key(tokenizer: PreTrainedTokenizerBase, source: str, answered: list[Message]) -> str | None:
-    """The field whose text is there when the answer is the last message."""
+    """Return the field whose text is rendered when the answer is the last message; None if none is."""
     for key in REASONING_KEYS:
         if key in source and _REASONED in render(tokenizer, source, _with_reasoning(answered, key))[0]:
             return key
@@ -246,7 +256,7 @@ def with_arguments(source: str, args: Mapping[str, Any]) -> str:
 
 
 def uses(source: str, name: str) -> bool:
-    """Whether the text of a template has an argument's name in it."""
+    """Return whether the text of a template has an argument's name in it."""
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
@@ -271,7 +281,7 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
 
 
 def _jinja(value: str) -> str:
-    """A JSON value as Jinja writes it: true, false and none."""
+    """Return a JSON value as Jinja writes it: true, false and none."""
     return "none" if value == "null" else value
 
 
@@ -281,7 +291,8 @@ def _find(text: str, part: str) -> Span:
 
 
 def _first_special(text: str, special_tokens: Iterable[str], after_text: bool) -> str | None:
-    """The special token that comes first, and only after whitespace unless `after_text`."""
+    """Return the special token that comes first; without `after_text` only if nothing but
+    whitespace stands before it."""
     found = [(text.find(token), -len(token), token) for token in special_tokens if token and token in text]
     if not found:
         return None

@@ -13,7 +13,7 @@ from sftkit.errors import ConfigError
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
-    """One text to pieces of at most max_length + 1 tokens.
+    """Tokenize one text to pieces of at most max_length + 1 tokens.
 
     The last token of a piece is the first of the next, so each token of the text is a target exactly once. BOS stands
     in front where the tokenizer adds one, and eos at the end, each once.
@@ -38,7 +38,7 @@ def tokenize_any(
     thinking: chat.Thinking = "auto",
     split_turns: bool = True,
 ) -> Tokenized:
-    """Text as text, conversations as conversations; mid-training learns every token of both."""
+    """Tokenize text as text, conversations as conversations; mid-training learns every token of both."""
     refuse_picture(row)
     if row.messages is None:
         return tokenize(row, tokenizer, max_length=max_length)
@@ -54,6 +54,7 @@ def tokenize_any(
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
@@ -70,7 +71,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before a text and after it."""
+    """Return the ids that the tokenizer puts before a text and after it."""
     found, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     at = next(i for i in range(len(found)) if found[i : i + len(bare)] == bare)
     return found[:at], found[at + len(bare) :]

@@ -11,7 +11,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it shows."""
+    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it
+    shows."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -55,9 +56,9 @@ class Tokenized:
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
     why: str = ""
-    "of a row that was dropped: what is so in this one"
+    "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
-    "what is odd in it although it is learned from: reason -> where, and what"
+    "what is odd in it, although it is learned from: reason -> where, and what"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may share."""
+    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may
+    share."""
 
     arrays: Mapping[str, np.ndarray]
     "by argument name, [I, ...], memory-mapped where they are large"
@@ -110,7 +112,7 @@ and the messages of each role in conversations that are learned from, see source
 
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
-        """Documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
+        """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
         names = ("made up",)
@@ -125,22 +127,23 @@ and the messages of each role in conversations that are learned from, see source
         return TokenizedExample(self.ids[a:b], self.is_target[a:b], int(self.num_bytes[i]))
 
     def name(self, i: int) -> str:
-        """What document i is called in messages."""
+        """Return the name of document i in messages."""
         return f"{self.source_names[int(self.source[i])]} #{i}"
 
     @property
     def encoded(self) -> bool:
-        """Whether each document has something for an encoder."""
+        """Return whether each document has something for an encoder."""
         return bool(self.given) or self.encoder_inputs is not None
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [D]: row positions each document takes. Its last token is only ever a target, so n tokens take n - 1."""
+        """Return the row positions that each document takes, int64 [D]. Its last token is only ever a
+        target, so n tokens take n - 1."""
         return np.diff(self.offsets) - 1
 
     @property
     def num_targets(self) -> np.ndarray:
-        """int64 [D]: target tokens of each document (token 0 has no context and is never one)."""
+        """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
         return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
 

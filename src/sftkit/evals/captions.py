@@ -1,4 +1,5 @@
-"""Texts that a model with an encoder writes, compared with what was said: of held-out pictures, or texts, of data.val."""
+"""Texts that a model with an encoder writes, compared with what was said: of held-out pictures, or texts, of
+data.val."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def describe(
     rt: Runtime | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
-    """Write a text for what is encoded for each of the first documents: greedily, without first token and end. With a runtime
-    every rank calls it and has all of them; see generation.decode."""
+    """Write a text for the encoder's input of each of the first `count` documents: greedily, without first token and
+    end. With a runtime every rank calls it and has all of them; see generation.decode."""
     assert examples.encoder_inputs is not None
     return generate(
         orig_model,
@@ -56,11 +57,11 @@ def evaluate(
     max_new_tokens: int,
     batch_size: int,
 ) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """(exact_match with every text, and token_f1, over the first `max_examples` documents of each source; the first few
-    texts); every rank calls it.
+    """Return (exact_match with every text, and token_f1, over the first `max_examples` documents of each source; the
+    first `samples` texts); every rank calls it.
 
-    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of the
-    reference's tokens that the other has as well, as often; its mean over documents.
+    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
+    the reference's tokens that the other has as well, as often; its mean over documents.
     """
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -84,6 +85,7 @@ def evaluate(
 
 
 def _result(metric: str, marks: Sequence[float], settings: dict[str, Any]) -> Result:
+    """Return the result of one metric."""
     value, stderr, low, high = interval(marks)
     return Result(NAME, metric, value, stderr, low, high, None, len(marks), settings, {metric: value})
 

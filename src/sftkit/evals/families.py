@@ -13,7 +13,7 @@ MAX_NEW_TOKENS = 32
 
 
 def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
-    """The first `max_per_family` held-out instances of each family (null: all), always the same ones."""
+    """Return the first `max_per_family` held-out instances of each family (None: all), always the same ones."""
     found: dict[str, list[builtin.TaskConversation]] = {family: [] for family in builtin.FAMILIES}
     for task in builtin.tasks("heldout"):
         found[task.family].append(task)
@@ -21,7 +21,8 @@ def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]
 
 
 def load(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
-    """Conversations that wait for the assistant, each with the one right answer; `source` says of which family."""
+    """Return the task: conversations that wait for the assistant, each with the one right answer;
+    `source` names the family."""
     questions = tuple(
         Question(
             id=f"{task.family}-{i}",
@@ -37,7 +38,7 @@ def load(max_per_family: int | None = None, max_new_tokens: int | None = None) -
 
 
 def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Marks]:
-    """1 for an answer that is the right one, white space around it aside."""
+    """Mark answers: 1 for the right one, whitespace around it aside."""
     return [
         {"acc": float(answer.text.strip() == question.target)}
         for question, answer in zip(questions, answers, strict=True)

@@ -26,7 +26,7 @@ FLAGS = ("backend", "data", "shots", "format", "allow_code_execution", "max_exam
 
 
 def parse(description: str | None) -> Namespace:
-    """The words of the command line. Prints problems and exits with code 2 if there are any."""
+    """Parse the command line. Prints problems and exits with code 2 if there are any."""
     parser = Parser(description)
     parser.add_argument(
         "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
@@ -65,7 +65,8 @@ def parse(description: str | None) -> Namespace:
 
 
 def eval_config(args: Namespace) -> EvalConfig:
-    """The settings that the flags stand for. Without tasks, the held-out built-in ones, unless --val is given."""
+    """Return the settings that the flags stand for. Without tasks: the held-out built-in
+    ones, unless --val is given."""
     return EvalConfig(
         tasks=tuple(args.tasks or (() if args.val else ("families",))),
         samples=0,
@@ -74,8 +75,8 @@ def eval_config(args: Namespace) -> EvalConfig:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse numbers below 1, tasks that there are not, a model or data that are not there, and an --out that is no folder;
-    creates that folder, and puts the folder or hub id of the model in the place of the path.
+    """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is no folder. Creates
+    that folder, and replaces args.path by the folder or hub id of the model.
 
     Raises:
         ConfigError: which of them.
@@ -102,6 +103,7 @@ def check_arguments(args: Namespace) -> None:
 
 
 def _check_tasks(config: EvalConfig) -> None:
+    """Refuse unknown tasks and a data folder that does not exist."""
     problems = [
         f"{key}: {what}" for key, what in eval_problems(config.tasks, config.backend, config.allow_code_execution)
     ]
@@ -113,14 +115,15 @@ def _check_tasks(config: EvalConfig) -> None:
 
 
 def as_source(path: str) -> SourceConfig:
-    """PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout], rows.jsonl[train[:100]]."""
+    """Parse PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout],
+    rows.jsonl[train[:100]]."""
     found = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
     return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
 
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """A ConfigError or DataError leaves with the flags in the place of the keys."""
+    """Rewrite a ConfigError or DataError that leaves the block, with flags in the place of keys."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -128,7 +131,8 @@ def flags_named() -> Iterator[None]:
 
 
 def in_flags(text: str) -> str:
-    """eval.max_new_tokens -> --max-new-tokens; eval.tasks -> tasks."""
+    """Return a message with flags in the place of keys: eval.max_new_tokens ->
+    --max-new-tokens; eval.tasks -> tasks."""
     text = text.replace("eval.allow_code_execution: false does not go with", "--allow-code-execution: needed by")
     text = text.replace("; true runs each", "; with it each runs").replace("leave it null or set 0", "leave it out")
     keys = re.compile(rf"\beval\.({'|'.join(FLAGS)})\b")

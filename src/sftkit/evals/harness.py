@@ -43,7 +43,7 @@ def check(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
 
 
 def task_manager() -> Any:
-    """lm_eval's list of its tasks."""
+    """Return lm_eval's list of its tasks; refuses a recipe where lm_eval is not installed."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -56,7 +56,7 @@ def task_manager() -> Any:
 def evaluate(
     names: Sequence[str], config: EvalConfig, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[Evaluated]:
-    """Hand the model to lm_eval; the first metric that a task names stands for it.
+    """Evaluate tasks with lm_eval; the first metric that a task names stands for it.
 
     Raises:
         ConfigError: a task that cannot be run: its data are not there, or it runs code that the model writes.
@@ -86,7 +86,7 @@ def evaluate(
 
 
 def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
-    """One of lm_eval's results, of a task or of a group, in the form of ours."""
+    """Convert one of lm_eval's results, of a task or of a group."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
     for key, value in found["results"][name].items():
@@ -127,12 +127,14 @@ def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
 
 
 def _version() -> str:
+    """Return the version of lm_eval."""
     from importlib.metadata import version
 
     return version("lm_eval")
 
 
 def _record(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of one example."""
     kept = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter", "doc")
     marks = {metric: sample.get(metric) for metric in sample.get("metrics", ())}
     return {"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": marks}

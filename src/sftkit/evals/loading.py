@@ -28,18 +28,19 @@ from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048
-"Tokens of a document of --val at most, where no run says how many there are."
+"The most tokens of a document of --val, for a model that comes from no run."
 TRAINED_WITH = ("max_length", "thinking", "split_turns", "targets", "too_long")
-"Settings of data that a checkpoint's state has."
+"Settings of data that are kept in a checkpoint's state."
 VALIDATION_ROWS = 4
 "Documents of --val that go through the model together."
 
 
 def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
-    """The model on its device, its weights cut over the ranks where the launcher's configuration says so."""
+    """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, rt.topology.sharded)
     check_causal(orig_model.config, "scripts/evaluate.py")
     config = orig_model.config.get_text_config()
+    # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
     whole_rows = rt.topology.context == 1
     model = ModelWithLoss(orig_model, "sdpa" if plain and whole_rows else "reference", NextToken(LossConfig()))
@@ -50,7 +51,7 @@ def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -
 
 
 def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The most tokens that the model reads at once, from its config alone."""
+    """Return the most tokens that the model reads at once, from its config alone."""
     assert source.path is not None
     config = AutoConfig.from_pretrained(source.path, **load_options(source.path, source))
     return longest_input(getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer)
@@ -59,14 +60,14 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
 def load_validation(
     paths: Sequence[str], source: ModelConfig, longest: int, tokenizer: PreTrainedTokenizerBase, rt: Runtime
 ) -> tuple[dict[str, Examples], Layout | None]:
-    """(documents of each source, their rows): answers of conversations and all of plain text are targets.
+    """Return (documents of each source, their layout). Targets are the answers of conversations, and all of plain text.
 
-    Documents are made as those that the checkpoint was trained on, by the settings TRAINED_WITH of its run; where its recipe
-    names no data.targets, answers are compared, also after mid-training. Of a model that does not say they have as many tokens
-    as it reads, up to VALIDATION_LENGTH.
+    Documents are made like those that the checkpoint was trained on, by the settings TRAINED_WITH of its run; if its
+    recipe names no data.targets, targets are the answers, also after mid-training. If the checkpoint does not say how
+    long documents are, they have as many tokens as the model reads, up to VALIDATION_LENGTH.
 
     Args:
-        paths: like data.val.N.path, with [split] behind it where that is not train.
+        paths: like data.val.N.path, with [split] after it if that is not train.
     """
     if not paths:
         return {}, None
@@ -86,7 +87,8 @@ def load_validation(
 
 
 def trained_with(source: ModelConfig) -> dict[str, Any]:
-    """What decided the documents of the run that a checkpoint comes from, as far as it says; {}: of no run."""
+    """Return the settings that decided the documents of a checkpoint's run, as far as it has them;
+    {} for a model of no run."""
     state = Path(source.path or "") / TRAINING_STATE
     kept = json.loads(state.read_text()) if state.is_file() else {}
     return {name: kept[name] for name in TRAINED_WITH if kept.get(name) is not None}

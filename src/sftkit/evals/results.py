@@ -50,7 +50,7 @@ class Evaluated:
 def evaluated(
     task: Task[Any, Any], given: Sequence[Likelihoods | Answer], marks: Sequence[Marks], settings: dict[str, Any]
 ) -> Evaluated:
-    """The result of a task from the marks of its examples; `settings` are added to the task's own."""
+    """Return the result of a task from the marks of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
     for example, mark in zip(task.examples, marks, strict=True):
         for name, value in mark.items():
@@ -76,8 +76,9 @@ def evaluated(
 
 
 def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
-    """(mean, standard error, low, high) with the 95 % interval: Wilson's for marks of 0 and 1, which keeps within [0, 1] and
-    does not vanish where all marks agree; else that of the normal distribution, within [0, 1] where all marks are."""
+    """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for marks of 0 and 1, which
+    stays within [0, 1] and does not vanish if all marks agree; else that of the normal distribution, within
+    [0, 1] if all marks are."""
     n = len(marks)
     mean = sum(marks) / n
     stderr = math.sqrt(sum((mark - mean) ** 2 for mark in marks) / (n - 1) / n) if n > 1 else None
@@ -91,13 +92,15 @@ def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:
-    """Mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no task with a known chance."""
+    """Return the mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no
+    task with a known chance."""
     parts = [(r.value - r.chance) / (1 - r.chance) for r in results if r.chance is not None and r.chance < 1]
     return sum(parts) / len(parts) if parts else None
 
 
 def values_of(results: Sequence[Result]) -> dict[str, float | None]:
-    """As they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>, eval/centred_mean.
+    """Return the values as they are logged: eval/<task>/<metric>, eval/<task>/low and high,
+    eval/<family>/<metric>, eval/centred_mean.
 
     Bounds are those of a task's first result.
     """
@@ -112,7 +115,7 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
 
 
 def record(example: Choices | Question, given: Likelihoods | Answer, marks: Marks) -> dict[str, Any]:
-    """A line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
+    """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):
         assert isinstance(given, Likelihoods)
@@ -125,7 +128,8 @@ def record(example: Choices | Question, given: Likelihoods | Answer, marks: Mark
 
 
 def write(folder: Path, found: Sequence[Evaluated]) -> None:
-    """<task>.jsonl of every task, then results.json; each file is replaced as a whole. Of no tasks: nothing."""
+    """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
+    results nothing is written."""
     if not found:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +143,8 @@ def write(folder: Path, found: Sequence[Evaluated]) -> None:
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
-    """validation.json: val/<source>/loss and bpb, and what it takes to repeat them; no file without any."""
+    """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without
+    values nothing is written."""
     if not values:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,7 @@ def write_validation(folder: Path, values: Mapping[str, float | None], settings:
 
 
 def with_settings(one: Evaluated, settings: Mapping[str, Any]) -> Evaluated:
-    """The same, with these settings before its own."""
+    """Return the same with these settings before its own."""
     return replace(one, result=replace(one.result, settings={**settings, **one.result.settings}))
 
 
@@ -157,7 +162,7 @@ def _json(row: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no nan: null."""
+    """Replace infinity and NaN, which JSON lacks, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -166,7 +171,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(results: Sequence[Result], validation: Mapping[str, float | None] | None = None) -> str:
-    """A line for each value of the validation, for each task and metric, and the centred mean."""
+    """Format a line for each value of the validation, for each task and metric, and for the centred mean."""
     lines = [("task", "metric", "value", "95 % interval", "chance", "examples")]
     for name, number in (validation or {}).items():
         task, _, metric = name.rpartition("/")

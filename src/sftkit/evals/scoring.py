@@ -26,18 +26,18 @@ from sftkit.ops.attention import mixes_tokens
 from sftkit.runtime.start import Runtime
 
 MOST_TARGETS = 1024
-"Positions of a batch with logits, which take V numbers each."
+"The most positions of a batch with logits, V numbers each."
 _CHUNK = 256
 "Positions whose fp32 log-probabilities exist at a time."
 DEFAULT_LENGTH = 2048
-"Longest input where neither model nor tokenizer says."
+"Longest input in tokens, if neither model nor tokenizer says."
 
 Pair = tuple[np.ndarray, np.ndarray]
 "int32 token ids of a context and of a continuation."
 
 
 def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text before the answer: the prompt itself, or its messages in the chat template.
+    """Return the text before the answer: the prompt itself, or its messages in the chat template.
 
     Raises:
         ConfigError: messages, and the tokenizer has no chat template. DataError: what is no conversation.
@@ -50,7 +50,7 @@ def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerB
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What stands before a continuation without a context: the beginning of the sequence, or its end where there is none."""
+    """Return the token that stands before a continuation without a context: bos, else eos."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if token is None:
         raise ConfigError("the tokenizer has neither a bos nor an eos token, so a prompt cannot be empty")
@@ -58,8 +58,8 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """int32 ids of each (text, is_rendered); the tokenizer adds its special tokens to texts that are not rendered by a chat
-    template and do not begin with the bos token."""
+    """Return int32 ids of each (text, is_rendered). The tokenizer adds its special tokens to texts that no chat
+    template has rendered and that do not begin with the bos token."""
     bos = tokenizer.decode([prefix_token(tokenizer)]) if _has_prefix_token(tokenizer) else None
     found: dict[tuple[str, bool], np.ndarray] = {}
     for adds in (True, False):
@@ -73,11 +73,12 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
 
 
 def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer has a bos or an eos token."""
     return tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
 
 
 def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
-    """The tokens of each context and continuation of each example.
+    """Tokenize each context and continuation of each example.
 
     The whole is tokenized at once and cut after as many tokens as the context has alone; white space at the end of a
     context that no chat template has made belongs to the continuation.
@@ -108,6 +109,7 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
 
 
 def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    """Return the ids of a context, and those of the whole text after them."""
     if context:
         return context_ids, whole[len(context_ids) :]
     first = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
@@ -115,17 +117,17 @@ def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: Pr
 
 
 def cut_examples(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
-    """How many examples have an input that `rows_of` cuts to `longest` tokens."""
+    """Return how many examples have an input that is cut to `longest` tokens."""
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
 
 
 def max_length(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The most tokens that the model reads at once."""
+    """Return the most tokens that the model reads at once."""
     return longest_input(positions(orig_model), tokenizer)
 
 
 def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
+    """Return the positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
     if longest is None and tokenizer.model_max_length < 10**9:
         longest = int(tokenizer.model_max_length)
     return longest or DEFAULT_LENGTH
@@ -142,11 +144,12 @@ class ScoredInput:
 
     @property
     def targets(self) -> int:
+        """Return how many positions at the end of the input are asked for."""
         return max(map(len, self.asked.values()))
 
 
 def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[ScoredInput], list[int]]:
-    """(inputs, the example that each is of), cut on the left to `longest` tokens."""
+    """Return (inputs, the example that each is of), cut on the left to `longest` tokens."""
     rows: list[ScoredInput] = []
     owners: list[int] = []
     for i, pairs in enumerate(encoded):
@@ -173,13 +176,13 @@ def score(
     rt: Runtime | None = None,
     encoded: Sequence[Sequence[Pair]] | None = None,
 ) -> list[Likelihoods]:
-    """What the model gives the continuations of each example; every rank calls it and has all of them.
+    """Return the log-likelihoods of the continuations of each example; every rank calls it and has all of them.
 
-    Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin with
-    is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
+    Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin
+    with is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
 
     Args:
-        encoded: what `encode` gives for the examples, if it is there already.
+        encoded: what `encode_continuation` returned for the examples, if it was called before.
     """
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
     rows, owners = _rows_of(encoded, max_length(orig_model, tokenizer))
@@ -194,6 +197,7 @@ def score(
         most_targets=MOST_TARGETS,
         most_cached=most_cached(orig_model),
     )
+    # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}
     prefix = SharedPrefix(orig_model)
@@ -213,6 +217,7 @@ def score(
 
 
 def _likelihoods(values: dict[int, tuple[float, bool, int]]) -> Likelihoods:
+    """Return an example's values in the order of its continuations."""
     sums, greedy, tokens = zip(*(value for _, value in sorted(values.items())), strict=True)
     return Likelihoods(sums, greedy, tokens)
 
@@ -220,7 +225,8 @@ def _likelihoods(values: dict[int, tuple[float, bool, int]]) -> Likelihoods:
 def _score_batch(
     orig_model: PreTrainedModel, batch: PromptBatch, rows: Sequence[ScoredInput], prefix: SharedPrefix
 ) -> list[list[tuple[tuple[int, int], tuple[float, bool, int]]]]:
-    """((example, continuation), (log-likelihood, is it greedy, tokens)) of all that is asked of each row."""
+    """Return, for all that is asked of each row, ((example, continuation), (log-likelihood in
+    nats, is it greedy, tokens))."""
     chosen = [rows[i] for i in batch.rows]
     skip = len(batch.prefix)
     width = max(len(row.ids) for row in chosen) - skip
@@ -234,11 +240,13 @@ def _score_batch(
         at += range(b * width + len(ids) - row.targets, b * width + len(ids))
         for tokens in row.asked.values():
             pairs += zip(range(end - len(tokens), end), tokens.tolist(), strict=True)
+    # Only the asked positions get logits.
     device = orig_model.device
     cache = {"past_key_values": prefix.cache(len(chosen), width), "use_cache": True} if skip else {"use_cache": False}
     with _head_at(orig_model, torch.tensor(at, device=device)):
         logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache).logits
     likelihoods, best = _next_token(logits, pairs)
+    # back to rows and continuations
     results, start = [], 0
     for row in chosen:
         values = []
@@ -252,7 +260,8 @@ def _score_batch(
 
 
 def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[list[float], list[int]]:
-    """(fp32 log-probability of each (position, token), the most likely token of each position) from logits [N, V]."""
+    """Return (fp32 log-probability of each (position, token), the most likely token of each
+    position) from logits [N, V]."""
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
@@ -266,8 +275,8 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
 
 @contextmanager
 def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
-    """Inside, the head projects these of the flattened positions only: logits are [N, V], with all that the model does to
-    them, and those of whole rows never exist."""
+    """Let the head project only these positions (int64 [N], of the flattened B * T) inside the block: logits are [N,
+    V], with all that the model does to them, and those of whole rows never exist."""
 
     def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (inputs[0].flatten(0, -2).index_select(0, at), *inputs[1:])

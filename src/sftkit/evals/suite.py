@@ -37,11 +37,11 @@ from sftkit.runtime.start import Runtime
 log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 32
-"Longest sample answer where eval.max_new_tokens does not say."
+"Longest sample answer in tokens, if eval.max_new_tokens is null."
 
 
 def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> tuple[Task[Any, Any], ...]:
-    """The tasks of eval.tasks that sftkit runs itself, rows and all; the main rank reads first.
+    """Load the tasks of eval.tasks that sftkit runs itself, with all rows; the main rank reads first.
 
     Raises:
         ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
@@ -78,10 +78,12 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
 
 def _of_lm_eval(config: EvalConfig) -> list[str]:
+    """Return the tasks that lm_eval runs."""
     return [name for name in config.tasks if name != families.NAME] if config.backend == "lm_eval" else []
 
 
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
+    """Load one of sftkit's own tasks."""
     if name == families.NAME:
         return families.load(config.max_examples, config.max_new_tokens)
     shots = None if name in WITHOUT_SHOTS else config.shots
@@ -133,11 +135,12 @@ class Suite:
 
     @cached_property
     def asked(self) -> list[tuple[Task[Any, Any], list[Any]]]:
-        """Each task with the tokens of its examples: pairs of `scoring.encode`, or prompts."""
+        """Return each task with the tokens of its examples: pairs of `scoring.encode_continuation`, or prompts."""
         loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
         return [(task, self._encoded(task)) for task in loaded]
 
     def _encoded(self, task: Task[Any, Any]) -> list[Any]:
+        """Tokenize the examples of a task."""
         if isinstance(task.examples[0], Choices):
             return scoring.encode_continuation(task.examples, self.tokenizer)
         prompts = [
@@ -146,7 +149,8 @@ class Suite:
         return scoring.encode_texts(prompts, self.tokenizer)
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """(val/* of every validation source, eval/* of every task and of captions, sample answers); every rank calls it.
+        """Return (val/* of every validation source, eval/* of every task and of captions, sample
+        answers); every rank calls it.
 
         With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
         """
@@ -161,7 +165,7 @@ class Suite:
             let_go(self.orig_model)
 
     def validate(self) -> dict[str, float | None]:
-        """val/loss, val/bpb and those of every validation source; empty without one."""
+        """Return val/loss, val/bpb and those of every validation source; empty without one."""
         if not self.validation or self.model is None or self.layout is None:
             return {}
         documents = sum(map(len, self.validation.values()))
@@ -169,7 +173,8 @@ class Suite:
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
     def captions(self) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-        """What is written for validation documents with something to encode, and the first few; empty without any."""
+        """Return the results of texts written for validation documents with something to encode, and the first few
+        texts; empty without any."""
         encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
         if not encoded or self.layout is None:
             return [], []
@@ -188,7 +193,7 @@ class Suite:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What was evaluated, and on what: part of the settings of every result."""
+        """Return what was evaluated, and on what: part of the settings of every result."""
         here = environment(self.rt.device, self.rt.world_size)
         packages: Any = here["packages"]
         return {
@@ -204,7 +209,7 @@ class Suite:
 
     @property
     def about_validation(self) -> dict[str, Any]:
-        """What was evaluated, documents of each source, and how long they may be."""
+        """Return what was evaluated, the documents of each source, and how long they may be."""
         longest = self.layout.max_length if self.layout is not None else None
         return self.about | {
             "documents": {name: len(of) for name, of in self.validation.items()},
@@ -213,17 +218,18 @@ class Suite:
 
     @cached_property
     def _longest(self) -> int:
+        """Return the most tokens that the model reads at once."""
         return scoring.max_length(self.orig_model, self.tokenizer)
 
     def _write(self, folder: Path, found: list[Evaluated]) -> None:
-        """A full disk costs the details, not the run."""
+        """Write the examples; a full disk costs the details, not the run."""
         try:
             results.write(folder, found)
         except OSError as error:
             log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
 
     def run_tasks(self) -> list[Evaluated]:
-        """The result and the examples of every task, on every rank."""
+        """Return the result and the examples of every task, on every rank."""
         found = []
         for task, encoded in self.asked:
             with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
@@ -234,6 +240,7 @@ class Suite:
         return [results.with_settings(one, self.about) for one in found]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
+        """Ask the model one task, and judge its answers."""
         given: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
@@ -259,7 +266,8 @@ class Suite:
         return results.evaluated(task, given, self._judged(task, given), settings)
 
     def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[Marks]:
-        """The main rank's marks on every rank; whatever goes wrong there is raised on all, who would wait for good."""
+        """Return the main rank's marks on every rank. An error there is raised on all ranks, which
+        would else wait forever."""
 
         def judge() -> list[Marks] | Exception:
             try:
@@ -279,8 +287,8 @@ class Suite:
         stop_texts: Sequence[Sequence[str]] | None = None,
         groups: Sequence[str] | None = None,
     ) -> list[Answer]:
-        """Greedy answers to tokenized prompts of at most so many tokens each; a prompt that leaves no room for its answer
-        loses its beginning."""
+        """Return greedy answers to tokenized prompts of at most `most` tokens each; a prompt that leaves no room for
+        its answer loses its beginning."""
         room = [self._longest - n for n in most]
         assert all(n > 0 for n in room), "check_room has seen to it"
         return generate(
@@ -296,7 +304,7 @@ class Suite:
         )
 
     def samples(self) -> list[dict[str, Any]]:
-        """Prompt, reference, answer of each sample row, and why the answer ended."""
+        """Return prompt, reference and answer of each sample row, and why the answer ended."""
         prompts = [sample_prompt(row, self.tokenizer) for row in self.sample_rows]
         most = self.config.max_new_tokens or min(SAMPLE_TOKENS, self._longest // 2)
         answers = self.answers([ids for ids, _, _ in prompts], [most] * len(prompts))
@@ -307,14 +315,15 @@ class Suite:
 
 
 def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], count: int) -> list[Row]:
-    """The first rows of the validation sources that can be learned from and whole, in turn; asked as they are trained."""
+    """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
+    asked as they are trained."""
     heads = [list(islice(usable_rows(source, tokenize), count)) for source in validation]
     in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
     return in_turn[:count]
 
 
 def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
-    """Rows that fit in a training row and do not begin with an answer."""
+    """Yield rows that fit in a training row and do not begin with an answer."""
     for row in sources.read(source, "skip"):
         try:
             tokenized = tokenize(row)
@@ -326,7 +335,7 @@ def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[
 
 
 def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
-    """A row as its first answer is trained."""
+    """Return a row as its first answer is trained."""
     if row.messages is None:
         return row
     thinking = tokenize.keywords.get("thinking", "auto")
@@ -334,13 +343,13 @@ def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
 
 
 def _first_answer(row: Row) -> int:
-    """The index of the first answer that is not given, else of the first one."""
+    """Return the index of the first answer that is not given as context, else of the first one."""
     found = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
     return next((i for i in found if i >= row.context_messages), found[0])
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
-    """(token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
+    """Return (token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
     if row.messages is None:
         text = row.text or ""
         return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]

@@ -20,7 +20,7 @@ from sftkit.runtime.start import Runtime
 def validate(
     model: ModelWithLoss, sources: Mapping[str, Examples], layout: Layout, pad_id: int, rt: Runtime
 ) -> dict[str, float | None]:
-    """val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
+    """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
 
     Every rank runs the same number of forward passes. Bits per byte: nats of all targets / ln 2 / UTF-8 bytes of the
     decoded targets, special tokens not counted as bytes.
@@ -35,10 +35,11 @@ def validate(
 
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
-    """(nats, targets, bytes) of one source over all ranks."""
+    """Return (nats, targets, bytes) of one source over all ranks."""
     ranks = rt.world_size // rt.topology.parts  # those of a pipeline each have the whole model here
     layout = validation_layout(replace(layout, world_size=ranks), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
+    # MPS has no float64
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     was_training = model.orig_model.training
     model.orig_model.eval()

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from sftkit.runtime.start import Runtime
 
 MOST_POSITIONS = 32_768
-"Positions that a batch reads at once, padding included."
+"The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 
@@ -32,16 +32,17 @@ class PromptBatch:
 
 
 class Turn(NamedTuple):
-    """What this rank does while every other rank does the same."""
+    """One round of batches over the ranks: what this rank computes in it."""
 
     batch: PromptBatch | None
     "None: fewer batches are left than ranks"
     new_prefix: bool
-    "some rank computes a prefix in this turn"
+    "some rank computes a new prefix in this round"
 
 
 def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
-    """For each row the tokens that all rows of its group begin with; empty where they are too few, or the row is alone.
+    """Return, for each row, the tokens that all rows of its group begin with; empty if they are fewer than MIN_SHARED
+    or the row is alone in its group.
 
     Args:
         rows: int [T_i] each.
@@ -62,7 +63,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Seq
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Leading tokens that two rows of one length or less share."""
+    """Return how many leading tokens two rows of one length or less share."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
@@ -79,12 +80,14 @@ def plan(
     most_targets: int | None = None,
     most_cached: int | None = None,
 ) -> list[PromptBatch]:
-    """Rows in batches: those with one prefix together, longest first, so that little is padded and too long is soon known.
+    """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
+    batch that does not fit in memory fails early.
 
     Args:
         lengths: tokens of each row after its prefix. targets: positions of each row that have logits.
         new_tokens: what is written after each row, at most.
-        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is alone.
+        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is
+            alone.
         most_cached: limit of the positions whose keys and values are kept: prefix, padded rows and what is written.
     """
     order: dict[Prefix, int] = {}
@@ -111,15 +114,17 @@ def plan(
 def _cached(
     rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefix], new_tokens: Sequence[int] | None
 ) -> int:
-    """Positions in the cache of these rows, the longest first; 0: nothing is cached."""
+    """Return the positions in the cache of these rows (the longest first), prefix and padding
+    included; 0 if nothing is cached."""
     prefix = len(prefixes[rows[0]])
     new = max(new_tokens[i] for i in rows) if new_tokens is not None else 0
     return len(rows) * (prefix + lengths[rows[0]] + new) if prefix or new else 0
 
 
 def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
-    """The batches dealt to the ranks in turn; tensor-parallel ranks of a group have the same ones. Ranks have equally many
-    turns and ask for a stop before each, which may raise Stopped. Without a runtime: all of them."""
+    """Yield this rank's batches: they are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of
+    a group. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
+    Without a runtime: all batches."""
     alike = rt.topology.tensor if rt is not None else 1
     index, count = (rt.rank // alike, rt.world_size // alike) if rt is not None else (0, 1)
     before: list[Prefix] = [()] * count
@@ -133,7 +138,7 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
 
 
 def gathered(found: dict[int, T], rt: Runtime | None) -> list[T]:
-    """What all ranks have found, in the order of the rows, on every rank."""
+    """Return the results of all ranks, in the order of the rows, on every rank."""
     if rt is not None and rt.world_size > 1:
         found = dict(gather_object(list(found.items())))
     return [value for _, value in sorted(found.items())]

@@ -38,28 +38,31 @@ def generate(
     rt: Runtime | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
-    """Greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and has all of them.
+    """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
 
-    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. What the prompts of
-    a group begin with is computed once. Batches follow from the arguments, not from the number of ranks, which all run
-    equally many passes if the model is sharded.
+    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. The tokens
+    that all prompts of a group begin with are computed once. Batches follow from the arguments, not from the number of
+    ranks; if the model is sharded, all ranks run equally many passes.
 
     Args:
-        max_new_tokens: of every prompt, or one number for each.
-        batch_size: rows of a batch at most; fewer where the keys and values of prompts and answers would take more than
+        prompts: token ids of each.
+        stop_ids: tokens that end an answer.
+        max_new_tokens: for all prompts, or one number for each.
+        batch_size: the most rows of a batch; fewer if the keys and values of prompts and answers would take more than
             `kv_cache.MOST_BYTES`, or the prompts more than `batching.MOST_POSITIONS`.
         stop_texts: texts of each prompt that end its answer and are cut off.
-        groups: names of groups of prompts that begin alike; "" is none.
-        encoder_inputs: of models with an encoder what it is given for each prompt; encoded once, before the prompt is read.
-        replay: steps of a fixed shape, on a GPU as a CUDA graph (static_step.py); None: where that pays.
+        groups: names of groups of prompts that begin alike; "" is no group.
+        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is read.
+        replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (static_step.py); None: where that is faster.
 
     Raises:
-        Stopped: a stop was asked for; between batches.
+        Stopped: a stop was requested; checked between batches.
         ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
     reason = _no_replay(orig_model, rt)
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
+    # one limit and one tuple of stop texts for each prompt
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in stop_texts] if stop_texts is not None else [()] * len(prompts)
     # Padding lies between a prefix and its rows, and windows count it.
@@ -75,6 +78,7 @@ def generate(
         most_positions=MOST_POSITIONS,
         most_cached=most_cached(orig_model),
     )
+    # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
     found: dict[int, Answer] = {}
@@ -97,7 +101,7 @@ def generate(
 def _inputs(
     encoder_inputs: EncoderInputs | None, rows: Sequence[DecodedSequence], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """What an encoder is given for these rows, [B, ...] each."""
+    """Return the encoder's input for these rows, [B, ...] each."""
     if encoder_inputs is None or not rows:
         return {}
     entries = encoder_inputs.index[[row.index for row in rows]]
@@ -105,6 +109,7 @@ def _inputs(
 
 
 def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
+    """Return why steps cannot be replayed; None if they can."""
     if rt is not None and rt.topology.sharded:
         return "the model is sharded over ranks"
     return replay_refusal(orig_model)
@@ -116,9 +121,12 @@ def stream(
     messages: list[dict[str, str]],
     sampling: Sampling,
 ) -> Iterator[str]:
-    """One answer, piece by piece as it is decoded. Who closes it earlier waits for the token that is being made."""
+    """Yield one answer in pieces as it is decoded. Closing the generator early waits for the
+    token that is being computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)
+    # transformers' generate runs in a thread and hands its text over through the streamer. `closed` ends it early; what
+    # it raises is raised again here.
     closed, failure = Event(), list[Exception]()
     # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}

@@ -12,7 +12,7 @@ from sftkit.generation.answer import Sampling
 
 
 def parse(description: str | None) -> Namespace:
-    """The words of the command line, `sampling` and `template_args` (None: none) among them. Prints problems and exits with
+    """Parse the command line; adds `sampling` and `template_args` (None if not given). Prints problems and exits with
     code 2 if there are any."""
     parser = Parser(description)
     parser.add_argument(
@@ -50,6 +50,7 @@ def parse(description: str | None) -> Namespace:
 
 
 def _argument(word: str) -> tuple[str, bool | int | float | str | None]:
+    """Parse NAME=VALUE; the value is YAML."""
     name, sign, text = word.partition("=")
     try:
         value = yaml.safe_load(text)

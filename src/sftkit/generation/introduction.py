@@ -16,11 +16,11 @@ _SHOWN = ("arithmetic", "calendar", "pick")
 
 
 def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, newest: bool) -> str:
-    """Return the lines.
+    """Return the lines that are printed before a conversation.
 
     Args:
         path: a folder, or a hub id.
-        newest: nobody has named it: it is the newest run.
+        newest: the path was not given; it is that of the newest run.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -41,7 +41,8 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def learned_questions(folder: Path) -> list[str]:
-    """Held-out questions of three of the built-in task families, if the run that wrote this folder has learned them."""
+    """Return held-out questions of three of the built-in task families, if the run that wrote this
+    folder has trained on them."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text())
     except OSError:

@@ -17,11 +17,12 @@ from sftkit.ops.attention_choice import head_sizes
 from sftkit.parallel.tensor import whole_rows
 
 MOST_BYTES = 8 * 2**30
-"Keys and values of a batch. The same on every device, so that batches and with them results are the same everywhere."
+"The most bytes of keys and values of a batch. The same on every device, so batches and results are the same."
 
 
 def most_cached(orig_model: PreTrainedModel) -> int | None:
-    """How many positions, over all rows of a batch, MOST_BYTES hold the keys and values of; None: the model keeps none.
+    """Return for how many positions, over all rows of a batch, keys and values fit in MOST_BYTES; None
+    if the model keeps none.
 
     Of the whole model's sizes, also where ranks share its heads.
     """
@@ -35,7 +36,8 @@ def most_cached(orig_model: PreTrainedModel) -> int | None:
 
 
 class FixedLayer(DynamicLayer):
-    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a copy.
+    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a
+    copy.
 
     Layers with a sliding window keep everything too: transformers' masks apply the window.
     """
@@ -48,7 +50,8 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add [B, KV, T, D] of new positions; returns all so far, [B, KV, T', D], or all memory where it is `written_at`."""
+        """Write keys and values of new positions, [B, KV, T, D]. Returns all up to them, [B, KV, T', D]; after
+        `written_at` the whole memory."""
         if self.at is not None:
             assert self.keys is not None
             assert self.values is not None
@@ -67,8 +70,9 @@ class FixedLayer(DynamicLayer):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def written_at(self, at: torch.Tensor, seen: int) -> None:
-        """From now on one position a pass goes where `at`, int64 [1], says, and all memory is read: no shape changes. What
-        lies behind the `seen` positions becomes zero, since memory as it was taken may hold NaN, which no mask takes out."""
+        """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads
+        the whole memory. What lies behind the `seen` positions is set to zero: uninitialized memory may hold NaN,
+        which a mask does not remove."""
         assert self.keys is not None
         assert self.values is not None
         self.keys[:, :, seen:] = 0
@@ -76,23 +80,24 @@ class FixedLayer(DynamicLayer):
         self.at = at
 
     def get_seq_length(self) -> int:
-        """Positions that are filled."""
+        """Return how many positions are filled."""
         return self.length
 
 
 def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
-    """An empty cache for so many positions; models with layers of other kinds get the one that transformers has for them.
+    """Return an empty cache for `max_length` positions. Models with layers of other kinds get transformers' own cache.
 
     Keys and values of what an encoder has read stand beside it, made once, when the first tokens are read.
     """
     if mixes_tokens(orig_model):
         return DynamicCache(config=orig_model.config)
+    # Cache makes a layer at the first update of each, by calling this; transformers expects a class
     own = Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
     return EncoderDecoderCache(own, DynamicCache()) if orig_model.config.is_encoder_decoder else own
 
 
 def fixed_layers(cache: Cache) -> list[FixedLayer]:
-    """Those of a text's own positions."""
+    """Return the layers of the decoder's own positions, without those of cross-attention."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     layers: list[Any] = own.layers
     assert all(isinstance(layer, FixedLayer) for layer in layers)
@@ -108,10 +113,11 @@ class SharedPrefix:
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def move_to(self, ids: tuple[int, ...], in_step: bool) -> None:
-        """Compute the prefix if it is not the one at hand.
+        """Compute the keys and values of the prefix, unless they are those at hand.
 
         Args:
-            in_step: other ranks may compute one now, and gather weights for it: run a pass in any case.
+            in_step: other ranks may compute a prefix now, and gather weights for it: run a pass even if it is not
+                needed.
         """
         if ids and ids != self.ids:
             cache = new_cache(self._orig_model, len(ids))
@@ -123,7 +129,7 @@ class SharedPrefix:
         self.ids = ids
 
     def cache(self, rows: int, max_length: int) -> Cache:
-        """A cache of so many rows that holds the prefix, with room for `max_length` more positions."""
+        """Return a cache of `rows` rows that holds the prefix, with room for `max_length` more positions."""
         if not self.ids:
             return new_cache(self._orig_model, max_length)
         layers = []
@@ -135,14 +141,15 @@ class SharedPrefix:
 
 
 def empty_pass(orig_model: PreTrainedModel) -> None:
-    """A forward pass whose result nobody needs: sharded weights are gathered by all ranks or none."""
+    """Run a forward pass whose result is not used: sharded weights are gathered by all ranks or none."""
     token = torch.zeros((1, 1), dtype=torch.long, device=orig_model.device)
     orig_model(input_ids=token, use_cache=False, logits_to_keep=1)
 
 
 @contextmanager
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as transformers does it: eagerly, with masks and caches, no dropout, no gradients."""
+    """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
+    no dropout, no gradients."""
     was_training = orig_model.training
     orig_model.eval()
     try:

@@ -24,7 +24,7 @@ Stream = Callable[[list[Message]], Iterator[str]]
 
 HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
 MOST_LINES = 1000
-"Of the history."
+"The most lines of the history."
 SAVED = "chat.jsonl"
 EXITS = ("exit", "quit", "bye")
 HELP = f"""\
@@ -44,7 +44,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def asked(self, text: str) -> list[Message]:
-        """All messages, and a question behind them."""
+        """Return all messages, with a question after them."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, {"role": "user", "content": text}]
 
@@ -97,7 +97,7 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
 
 
 def _command(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with / says; return what to tell."""
+    """Execute a line that begins with /, and return what to print."""
     name, _, rest = line[1:].partition(" ")
     if name == "help":
         return HELP
@@ -128,7 +128,7 @@ def _save(conversation: Conversation, path: str) -> str:
 
 
 def _ask() -> str | None:
-    """The next question, lines that go on joined; None: there is none."""
+    """Return the next question, with continued lines joined; None at the end of input."""
     lines, prompt = [], "> "
     if sys.stdin.isatty():
         say("")
@@ -143,7 +143,8 @@ def _ask() -> str | None:
 
 @contextmanager
 def _editing() -> Iterator[None]:
-    """Inside, `input` edits lines, and remembers those of earlier times too; where Python has readline, on a terminal."""
+    """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
+    readline, on a terminal."""
     try:
         import readline
     except ImportError:
@@ -166,8 +167,8 @@ def _editing() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Inside, a Ctrl-C is a KeyboardInterrupt and other signals end by SystemExit: line editing, which changes the terminal, puts
-    it back. A script's own way would end the process at once."""
+    """Make Ctrl-C a KeyboardInterrupt and other signals a SystemExit inside the block, so that line editing, which
+    changes the terminal, puts it back. A script's own way would end the process at once."""
     with exit_on_signals():
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

@@ -17,9 +17,9 @@ from sftkit.models.kind import Continuation
 from sftkit.runtime.start import Runtime
 
 KEPT_SHARE = 0.75
-"When no more of a batch's rows than this go on, the others are taken out of the cache."
+"Rows that have ended are taken out of the cache once at most this share of a batch goes on."
 KEPT_SHARE_REPLAYED = 0.5
-"The same where steps are replayed: rows that have ended cost less, and what remains is recorded anew."
+"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded anew."
 
 
 @dataclass
@@ -35,7 +35,7 @@ class DecodedSequence:
     "why it ended; empty: it goes on"
 
     def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        """The next token of the answer."""
+        """Add the next token of the answer, and note whether it ends it. Does nothing for an answer that has ended."""
         if self.stop:
             return
         if token in stop_ids:
@@ -52,17 +52,18 @@ class DecodedSequence:
             self.stop = "length"
 
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
+        """Return the answer, cut before the first stop text."""
         text = text_of(self.tokens, tokenizer)
         return Answer(text[: cut_at(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
 
 
 def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of an answer, without special tokens."""
+    """Return the text of an answer, without special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def cut_at(text: str, stop_texts: Sequence[str]) -> int | None:
-    """Where the first of the stop texts begins, None if none occurs."""
+    """Return the index at which the first of the stop texts begins; None if none occurs."""
     return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
 
 
@@ -83,6 +84,8 @@ class Decoding:
         self._static: StaticStep | None = None
         if not rows:
             return
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
+        # padding.
         skip, device = len(prefix.ids), orig_model.device
         width, most = max(map(len, prompts)) - skip, max(row.most for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -93,17 +96,18 @@ class Decoding:
             mask[i, skip : skip + pad] = 0
         self._next = torch.from_numpy(ids).to(device)
         self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
+        # Position ids count what is not padding, so that an answer does not depend on the other rows.
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._seen = skip
         self._cache: Cache = prefix.cache(len(rows), width + most)
 
     def goes_on(self, together: Runtime | None) -> bool:
-        """Whether this rank has rows to go on with, or any rank of those that work in step."""
+        """Return whether this rank, or any of the ranks that work together, has rows that go on."""
         going = any(not row.stop for row in self.rows)
         return going if together is None else together.any_rank(going)
 
     def step(self) -> list[tuple[DecodedSequence, int]]:
-        """Rows that go on, perhaps some that have ended, and the next token of each."""
+        """Return (row, next token) for the rows of the batch; some of them may have ended already."""
         self._drop_ended()
         if not self.rows:
             empty_pass(self._orig_model)
@@ -113,7 +117,8 @@ class Decoding:
         return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
 
     def _read(self) -> torch.Tensor:
-        """The tokens after all of those that have not been read yet, int64 [B, 1]."""
+        """Run the model over the tokens that it has not read yet, and return the next token
+        of each row, int64 [B, 1]."""
         start, end = self._seen, self._seen + self._next.shape[1]
         read, given = self._continuation
         logits = read(
@@ -129,7 +134,7 @@ class Decoding:
         return logits[:, -1].float().argmax(-1, keepdim=True)
 
     def _replayed(self) -> torch.Tensor:
-        """The same for one token of each row, by steps of a fixed shape."""
+        """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""
         if self._static is None:
             self._static = StaticStep(
                 self._orig_model,
@@ -144,7 +149,7 @@ class Decoding:
         return self._static()
 
     def _drop_ended(self) -> None:
-        """Take rows that have ended out of the batch, once they are many enough to pay for moving the others."""
+        """Take rows that have ended out of the batch, once there are enough of them to pay for moving the others."""
         going = [i for i, row in enumerate(self.rows) if not row.stop]
         if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
             return

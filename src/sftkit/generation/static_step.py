@@ -1,7 +1,8 @@
 """One step of decoding whose shapes and addresses stay the same, so that a GPU replays it without the host.
 
-An eager step launches some hundreds of kernels, which takes longer than computing them. A CUDA graph of the same kernels is
-recorded in the time of a step and needs no compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
+An eager step launches some hundreds of kernels, which takes longer than computing them. A CUDA graph of the same
+kernels is recorded in the time of a step and needs no compiler
+(https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ GROWING_ROPES = ("dynamic", "longrope")
 
 
 def replay_pays(device: torch.device, steps: int) -> bool:
-    """Whether so many steps of a batch are done sooner when they are replayed."""
+    """Return whether this many steps of a batch take less time when they are replayed."""
     return device.type == "cuda" and steps >= PAYS_FROM
 
 
 def replay_refusal(orig_model: PreTrainedModel) -> str | None:
-    """Return why this model's step cannot be replayed, None if it can."""
+    """Return why this model's step cannot be replayed; None if it can."""
     config = orig_model.config.get_text_config()
     if mixed := mixes_tokens(orig_model):
         return f"{mixed} keeps a state of its own"
@@ -49,7 +50,8 @@ def replay_refusal(orig_model: PreTrainedModel) -> str | None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one that steps are recorded on: what cuBLAS sets up for a stream, tens of MiB, stays as long as the process."""
+    """Return the stream that steps are recorded on. There is one per device: what cuBLAS sets up for a stream, tens of
+    MiB, stays as long as the process."""
     return torch.cuda.Stream(device)
 
 
@@ -72,6 +74,7 @@ class StaticStep:
             tokens: int64 [B, 1], those at position `seen`.
             mask: int64 [B, N], 0 at padding; positions: int64 [B, N].
         """
+        # the attention that reads the whole memory up to `at`; in use only inside `implementation`
         AttentionInterface.register(NAME, attend_cached)
         self._orig_model, self._continuation = orig_model, continuation
         self._tokens = tokens.clone()
@@ -85,7 +88,7 @@ class StaticStep:
         self._warm = False
 
     def __call__(self) -> torch.Tensor:
-        """Return the tokens after those at hand, int64 [B, 1]; the next call goes on from them."""
+        """Return the tokens after the present ones, int64 [B, 1]; the next call goes on from them."""
         if self._graph is None:
             with implementation(self._orig_model, NAME):
                 self._first() if self._tokens.device.type == "cuda" else self._compute()
@@ -94,9 +97,11 @@ class StaticStep:
         return self._tokens
 
     def _first(self) -> None:
-        """Of a GPU's steps compute the first, and record the second, both beside the default stream, where nothing is recorded.
+        """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is
+        recorded on the default one.
 
-        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own it.
+        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own
+        it.
         """
         stream = _side_stream(self._tokens.device)
         if not self._warm:
@@ -113,6 +118,7 @@ class StaticStep:
         self._graph = graph
 
     def _compute(self) -> None:
+        """Compute the next tokens [B, 1] in place, and move to the next position."""
         read, given = self._continuation
         logits = read(
             **given,

@@ -64,7 +64,7 @@ class Run:
 
     cfg: Config
     stage: str
-    "by which a run is found among others: base, mid or sft"
+    "name by which a run is found among others: base, mid, sft or caption"
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
@@ -97,13 +97,14 @@ class Data:
 
 @contextmanager
 def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
-    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put back,
-    and an error is written down and told.
+    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put
+    back, and an error is written down and told.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is not
-            whole.
+        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is
+            not whole.
     """
+    # before the process group is made, which reads them; a value that the user has set stays
     for name, value in environment(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
@@ -115,13 +116,14 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
-    """The model of the recipe, and how long its documents may be.
+    """Load the model of the recipe, and find how long its documents may be.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an option of
-            the compiler that this torch does not have, which is looked for first.
+        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
+            option of the compiler that this torch does not have, which is looked for first.
     """
     cfg, rt = run.cfg, run.rt
+    # What the recipe alone decides is refused first, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
         from sftkit.graph.place import check_device  # experimental, as below
@@ -130,6 +132,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, rt.topology.partial)
+    # saved with every checkpoint, so that whatever loads it stops at the end of a turn
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
@@ -142,7 +145,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
 
 
 def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: Objective) -> Data:
-    """Documents, tokenized or from the cache, laid out in rows.
+    """Load the documents, tokenized now or from the cache, laid out in rows.
 
     Args:
         tokenize: a record to its tokens and their mask: what the stage learns.
@@ -172,7 +175,8 @@ def lay_out(
     objective: Objective,
     resume: Found = ANEW,
 ) -> Batches:
-    """This rank's share of documents in rows of declared shapes, after those that the checkpoint has taken."""
+    """Return this rank's share of the documents in rows of declared shapes, without those that the
+    resumed checkpoint has used."""
     earlier = resume.stretches
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded)
@@ -182,7 +186,7 @@ def lay_out(
 
 
 def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
-    """What computes a step of this run; says what it found and warns before anything is compiled.
+    """Return the engine, which computes a step of this run; prints what it found and warns before anything is compiled.
 
     Raises:
         ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
@@ -201,14 +205,15 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     run_dir = Path(run.cfg.run.dir)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = engine_of(cfg, run.rt, run_dir, start.orig_model, objective, layout, source, record)
+    # what was measured is written down, for a resume to keep
     if run.rt.is_main and engine.setup.pipeline_layers:
         replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
     return engine
 
 
 def earlier_layers(run: Run) -> tuple[int, ...] | None:
-    """The layers of each stage of the checkpoint that is resumed, if it has as many stages as this start and the recipe names
-    none; None: they are measured."""
+    """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if it has as many
+    stages; None: they are measured."""
     train, folder, places = run.cfg.train, run.resume.folder, run.rt.topology.stages
     if train.pipeline_layers or folder is None or places == 1:
         return train.pipeline_layers
@@ -218,7 +223,7 @@ def earlier_layers(run: Run) -> tuple[int, ...] | None:
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:
-    """The recipe with the layers of each stage written out; None: as it is."""
+    """Return the recipe with the layers of each stage written out; None: unchanged."""
     return cfg if layers is None else replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
 
 
@@ -232,7 +237,7 @@ def engine_of(
     source: ModelConfig | None = None,
     planned: Callable[[MemoryPlan | None], None] = lambda _: None,
 ) -> Engine:
-    """The engine that train.engine names, of a model that was just made or loaded.
+    """Return the engine that train.engine names, for a model that was just made or loaded.
 
     Args:
         source: where the weights of an empty model come from.
@@ -254,7 +259,7 @@ def engine_of(
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
-    """What is kept and watched, the loop, the summary.
+    """Make evaluation, checkpoints and tracker; run the loop; write the summary.
 
     Raises:
         ConfigError: the run cannot work or be resumed like this.
@@ -276,6 +281,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
+    # where the tracker goes on: step, the wandb run of a run that is resumed, whether a window was open
     there = (resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, *there) as tracker:
@@ -309,7 +315,7 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
 
 
 def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
-    """The checkpoints of an engine, which exists by now, so that what is resumed finds its place.
+    """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
 
     Raises:
         ConfigError: the disk cannot hold them.

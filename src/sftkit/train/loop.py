@@ -65,6 +65,7 @@ def train(
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
+    # How many steps there are is known before the first, and all ranks must have planned the same documents.
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
     status = rt.open_status(rt.place(checkpoints.run_dir))
@@ -73,11 +74,13 @@ def train(
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
     step = first = resumed["step"]
     orig_model, objective = engine.model.orig_model, engine.model.objective
+    # What the summary reports: the newest values of each.
     metrics: dict[str, float | None] = {}
     evals: dict[str, float | None] = {}
     evals_at_start: dict[str, float | None] = {}
     samples: list[dict[str, Any]] = []
     with watched(rt, status, cfg.run), closing(engine):
+        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
         status.at(step, "warm-up")
         ready = engine.warm_up(tracker.say)
         ends = end_tokens(orig_model)
@@ -107,6 +110,7 @@ def train(
             )
 
         orig_model.train()
+        # What is measured and watched; a resumed run takes over counts and the window of steps not yet logged.
         meter = Meter(orig_model, objective, batches, rt)
         health = Health(cfg.numerics, rt, status, batches, tracker, objective)
         if line := resume_window(resumed, meter, health, rt, cfg.log.every):
@@ -114,9 +118,8 @@ def train(
         load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         tell = partial(tell_saves, checkpoints, tracker, status, rt)
-        steps = on_device(
-            batches.steps(step, total_steps), rt.device
-        )  # data workers are forked before the bar's thread is
+        # Before the progress bar: data workers are forked, which its thread could break.
+        steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
         folder = step_dir(checkpoints.run_dir, step)
         with (
@@ -130,12 +133,14 @@ def train(
             if already_done:
                 _begin(rt, checkpoints, tracker, step, evals, samples, first_axes)
             while step < total_steps and not stopped:
+                # Data: the batches of this step, on the device.
                 started = time.perf_counter()
                 step += 1
                 status.at(step, "data")
                 step_batches = next(steps)
                 meter.waited(time.perf_counter() - started)
 
+                # Step: forward, backward, update. The host should not wait for the device in it: `syncs` counts if it does.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 wish = rt.stopping.wanted()
@@ -143,6 +148,7 @@ def train(
                     outcome = engine.step(step_batches, lr, stop=wish, spikes=health.spikes)
                 meter.add(step_batches, outcome)
                 health.add(step, step_batches, outcome)
+                # Only a start that has done a step takes its place in the run directory.
                 if step == first + 1:
                     float(outcome.grad_norm)  # waits: the device has done the step
                     pausing = time.perf_counter()
@@ -150,6 +156,7 @@ def train(
                     pause = time.perf_counter() - pausing
                     meter.paused(pause)
                     started += pause
+                # What is due after this step.
                 tracker.advance(step)
 
                 last = step == total_steps
@@ -160,6 +167,7 @@ def train(
                 stopped, left_out = health.settle(wait=logs or saves or evaluates)
                 meter.left_out(left_out)
                 tell()
+                # What ranks hold alike is compared before it is saved or evaluated.
                 replicas.check(step, is_kept=saves or evaluates or stopped)
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
@@ -167,6 +175,7 @@ def train(
                 # A line that only a stop asks for is in the next one too, so that a resume changes none.
                 if (saves or evaluates or stopped) and not logs:
                     window = open_window(meter, health)
+                # Log: close the window of steps since the last line, on all ranks together.
                 if logs or stopped:
                     values: dict[str, float | None] = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     values |= load.read(step, checkpoints.run_dir)
@@ -176,6 +185,7 @@ def train(
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
                 pausing = time.perf_counter()
                 if saves or evaluates or stopped:
+                    # What a resume needs besides weights, optimizer states and random states.
                     progress, axes = meter.progress, meter.axes()
                     state: dict[str, Any] = {"tokens": progress.tokens, "max_length": batches.layout.max_length}
                     state[PROGRESS] = progress.state()
@@ -204,10 +214,12 @@ def train(
         status.at(step, "checkpoint")
         checkpoints.finish()
         tell()
+        # Proof: the checks of the whole run, and logits to compare a loaded checkpoint with.
         logits = proof.logits_of(orig_model)
         checks += proof.closing_checks(meter, batches, engine, None)
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks, logits)
+        # Only one rank may have received the signal.
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:
             status.write_end(stopped, number)
@@ -254,13 +266,13 @@ def _begin(
 
 
 def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
-    """Whether a step is followed by an evaluation."""
+    """Return whether a step is followed by an evaluation."""
     return step == total_steps or bool(cfg.every and step % cfg.every == 0)
 
 
 def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
-    """Whether an evaluation comes before the first step of this start: eval.at_start, or the one of the resumed step if
-    a stop has cut it short, or if the checkpoint is another run's."""
+    """Return whether an evaluation comes before the first step of this start: eval.at_start at step 0; else the one
+    that the resumed step lacks, because a stop cut it short or because the checkpoint is another run's."""
     if step == 0:
         return cfg.at_start
     if not evaluation_due(cfg, step, total_steps):
@@ -269,7 +281,7 @@ def evaluates_first(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, r
 
 
 def end_tokens(orig_model: PreTrainedModel) -> list[int]:
-    """The tokens that end a turn or text, as generation knows them."""
+    """Return the tokens that end a turn or text, as generation knows them."""
     ends = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
@@ -295,7 +307,8 @@ def _logged(
 
 
 def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:
-    """(metrics, samples, whether a stop was asked for meanwhile: then there are none)."""
+    """Evaluate; return (metrics, samples, stopped). If a stop was requested meanwhile, metrics and samples are
+    empty."""
     try:
         return *evaluate(step), False
     except Stopped:

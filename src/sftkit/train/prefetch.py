@@ -14,7 +14,8 @@ AHEAD = 2
 
 
 def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[StepBatches]:
-    """The same steps with their micro-batches on the device. Pinned batches are copied while earlier steps compute."""
+    """Yield the same steps with their micro-batches on the device. Pinned batches are copied
+    while earlier steps compute."""
     if device.type != "cuda":
         yield from steps
         return

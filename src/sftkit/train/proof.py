@@ -42,7 +42,7 @@ PROBE_LENGTH = 64
 
 
 def prompt_check(found: AskedTargets | None) -> Check:
-    """Whether what is learned begins where a server's prompt ends; None: every token is learned."""
+    """Check that targets begin where a server's prompt ends; None: every token is a target."""
     how = (
         "small conversations through this run's tokenizing; the ids before each run of targets against those of "
         "apply_chat_template with add_generation_prompt, in each thinking mode of the template"
@@ -59,12 +59,13 @@ def prompt_check(found: AskedTargets | None) -> Check:
 
 
 def mask_check(examples: Examples, ends: Sequence[int]) -> Check:
-    """How much of the training documents is learned, and whether those with a mask teach to end the turn.
+    """Check that documents with a loss mask teach to end the turn, and measure the share of target tokens.
 
     Args:
         ends: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
+    # int64 [tokens + 1]: running count of targets
     sums = np.concatenate([[0], np.cumsum(examples.is_target, dtype=np.int64)])
     last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
     masked = examples.num_targets < examples.lengths
@@ -80,7 +81,7 @@ def mask_check(examples: Examples, ends: Sequence[int]) -> Check:
 
 
 def divisor_check(seen: int, divided_by: int) -> Check:
-    """Whether the loss was divided by the number of targets that all ranks and micro-batches really had."""
+    """Check that the loss was divided by the number of targets that all ranks and micro-batches really had."""
     same = abs(seen - divided_by) <= 1e-6 * divided_by if divided_by else None  # None: no line was logged
     found = f"{seen:,} targets reached the model, {divided_by:,} were divided by"
     how = "targets counted in the batches of all ranks, against the counts of the plan that gradients are divided by"
@@ -94,7 +95,7 @@ def divisor_check(seen: int, divided_by: int) -> Check:
 
 
 def resume_check(step: int, folder: Path | None) -> Check:
-    """Where the run started from."""
+    """Report which checkpoint the run started from."""
     how = "sha256 of the manifest of the checkpoint, whose files all matched the hashes in it"
     if folder is None:
         return Check("Resumed from a verified checkpoint", None, "started anew", "-", how)
@@ -105,7 +106,7 @@ def resume_check(step: int, folder: Path | None) -> Check:
 
 
 def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
-    """What reached the compiled model against what was declared."""
+    """Check that only declared shapes reached the compiled model."""
     if layout.dynamic:
         declared = f"{layout.micro_batch_size} x any multiple of {layout.pad_multiple} up to {layout.max_length}"
         seen = f"{len(shapes.seen)} lengths in {sum(shapes.seen.values()):,} micro-batches"
@@ -118,17 +119,18 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
 
 
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """The logits of a fixed row of tokens through the plain model, eagerly; every rank calls it.
+    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank calls it.
 
-    Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`. Attention
-    is torch's math kernel: which of the others is taken, and what it rounds, is a setting of the process, and a run that
-    trains with `sdpa` has another one than a new process.
+    Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`.
+    Attention is torch's math kernel: which of the others is taken, and what it rounds, is a setting of the process, and
+    a run that trains with `sdpa` has another one than a new process.
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
     was_training = orig_model.training
     orig_model.eval()
     try:
+        # All that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
         with (
             whole_weights(orig_model),
             torch.no_grad(),
@@ -145,6 +147,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
             logits = kind.plain_logits(orig_model, {"input_ids": batch, **given})[0].float().cpu()
     finally:
         orig_model.train(was_training)
+        # a forward pass without a backward pass leaves gathered weights behind
         let_go(orig_model)
     return {
         "ids": ids,
@@ -190,7 +193,7 @@ def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | No
 def proved(
     status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
-    """What ends training early still leaves a proof.json that says what went wrong."""
+    """Write a proof.json that says what went wrong, if training ends early."""
     try:
         yield
     except BaseException as error:
@@ -200,7 +203,7 @@ def proved(
 
 
 def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
-    """What is known when training ends; `error`: what ended it early."""
+    """Return the checks that can be made when training ends; `error`: what ended it early."""
     return [
         shapes_check(meter.shapes, batches.layout),
         divisor_check(meter.seen_targets, meter.planned_targets),

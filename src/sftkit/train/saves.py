@@ -15,39 +15,43 @@ from sftkit.tracking.tracker import Tracker
 
 
 class Saves(Protocol):
-    """What the loop calls; checkpoint.checkpoint.Checkpoints is it where anything is kept."""
+    """What the loop calls: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests one that keeps nothing."""
 
     @property
-    def run_dir(self) -> Path: ...
+    def run_dir(self) -> Path:
+        """Return the directory that the step directories are in."""
 
     @property
     def resumed_from(self) -> Path | None:
-        """The step directory that this start goes on from."""
+        """Return the step directory that this start goes on from; None: it starts anew."""
 
     @property
     def passed_over(self) -> Sequence[str]:
-        """Why newer checkpoints were not resumed."""
+        """Return why newer checkpoints were not resumed."""
 
     @property
     def last_save(self) -> Mapping[str, float]:
-        """Seconds and bytes of the newest one, by the names of metrics after ckpt/."""
+        """Return seconds and bytes of the newest save, by the names of metrics after ckpt/."""
 
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path: ...
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+        """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
 
-    def evaluated(self, step: int, values: dict[str, float | None]) -> None: ...
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Take the metrics of an evaluation, by which the best checkpoint is chosen."""
 
     def set_later_aside(self, step: int) -> None:
-        """Checkpoints after this step are of a stretch that is done again."""
+        """Archive checkpoints after this step: their steps are trained again."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any."""
 
     def ended_saves(self) -> Sequence[SaveEnd]:
-        """How the saves ended that have ended since this was last asked."""
+        """Return how saves ended, of those that ended since the last call."""
 
 
 @contextmanager
 def completed(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
-    """Numbers that end all ranks together: the checkpoint that is being written is completed first."""
+    """Finish the checkpoint that is being written if numerics end training, which they do on all ranks together."""
     try:
         yield
     except NumericsError:

@@ -39,7 +39,7 @@ class Trained:
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
-    """summary.json, the report and the closing lines on the console."""
+    """Write summary.json and the report, and print the closing lines."""
     if not rt.is_main:
         return
     file = run_dir / SUMMARY
@@ -62,5 +62,5 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
 
 
 def _finished(summary: Path) -> bool:
-    """Whether an earlier start of the run has ended with its last evaluation."""
+    """Return whether an earlier start of the run has ended with its last evaluation."""
     return summary.exists() and not json.loads(summary.read_text())["stopped"]

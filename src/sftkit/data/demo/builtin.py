@@ -45,18 +45,20 @@ SHORTEST_DOCUMENT = 120
 
 
 def docs(split: Split) -> Iterator[str]:
-    """Documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
+    """Yield documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
     heldout = _is_heldout_split(split)
     return (text for text in copy(_all_docs()) if (_hash(text) % 50 == 0) == heldout)
 
 
 @cache
 def _all_docs() -> Iterator[str]:
-    """Both splits. It is never advanced itself, so each copy begins at the first document; what one has read is kept."""
+    """Return an iterator over both splits. It is never advanced itself, so each copy begins at the first document; what
+    one copy has read is kept for the others."""
     return tee(_read_docs(), 1)[0]
 
 
 def _read_docs() -> Iterator[str]:
+    """Yield every text once."""
     seen: set[str] = set()
     for text in _every_text():
         if text not in seen:
@@ -81,7 +83,7 @@ def _help_topics() -> dict[str, str]:
 
 
 def _documents_of_file(path: Path) -> Iterator[str]:
-    """The module's docstring, then one document per documented top-level class or function."""
+    """Yield the module's docstring, then one document per documented top-level class or function."""
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
@@ -97,7 +99,8 @@ def _documents_of_file(path: Path) -> Iterator[str]:
 
 
 def _pieces(node: ast.AST, lines: list[str]) -> Sequence[str]:
-    """Source of a documented function, or of a class's head and its documented methods; nothing for anything else."""
+    """Return the source of a documented function, or of a class's head and its documented methods;
+    nothing for anything else."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return ()
     own, is_class = [], isinstance(node, ast.ClassDef)
@@ -155,7 +158,7 @@ _makers: dict[str, Callable[[Random], TaskProblem]] = {}
 
 
 def _family(*phrasings: str, below: str = "") -> Callable:
-    """Make a function of rng -> (operands, answer, fields of the wording) the family of its name."""
+    """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
 
     def register(draw: Callable[[Random], tuple[str, str, dict[str, Any]]]) -> Callable:
         def make(rng: Random) -> TaskProblem:
@@ -175,7 +178,7 @@ def _choose(rng: Random, items: Sequence[T]) -> T:
 
 
 def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
-    """k distinct items in random order."""
+    """Return k distinct items in random order."""
     pool = list(items)
     return [pool.pop(int(rng.random() * len(pool))) for _ in range(k)]
 
@@ -187,6 +190,7 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
     "{x}: the {a}. The {b} is {later}. When is that?",
 )
 def calendar(rng: Random):
+    """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
     first, second = _sample(rng, EVENTS, 2)
     start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1])
@@ -203,6 +207,7 @@ def calendar(rng: Random):
     below="{list}",
 )
 def pick(rng: Random):
+    """Draw the first, second or last of three words."""
     words, which = _sample(rng, WORDS, 3), _choose(rng, list(POSITIONS))
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
@@ -211,12 +216,14 @@ def pick(rng: Random):
     "Reverse this list.", "Write it in reverse order:", "Say this backwards:", "Turn the list around.", below="{list}"
 )
 def reverse(rng: Random):
+    """Draw two or three words in reverse order."""
     words = _sample(rng, WORDS, _choose(rng, [2, 3]))
     return str(words), ",".join(words[::-1]), {"list": ",".join(words)}
 
 
 @_family("Sort these numbers.", "Put the numbers in order.", "Write from low to high:", "Sort:", below="{list}")
 def sort(rng: Random):
+    """Draw three digits in ascending order."""
     numbers = [str(number) for number in _sample(rng, range(10), 3)]
     answer = ",".join(sorted(numbers))
     return answer, answer, {"list": ",".join(numbers)}
@@ -224,6 +231,7 @@ def sort(rng: Random):
 
 @_family("Which is {word}?", "Which number is {word}?", "Name the {word} one:", "Give the {word} one.", below="{a},{b}")
 def compare(rng: Random):
+    """Draw the larger or smaller of two two-digit numbers."""
     a, b = (10 * tens + int(rng.random() * 10) for tens in _sample(rng, range(1, 10), 2))
     word = _choose(rng, ["larger", "smaller"])
     answer = max(a, b) if word == "larger" else min(a, b)
@@ -232,7 +240,7 @@ def compare(rng: Random):
 
 @_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random):
-    """Two digits plus or minus 1 to 4, without a carry."""
+    """Draw a two-digit number plus or minus 1 to 4, without a carry."""
     tens, small = 10 * _choose(rng, range(1, 10)), _choose(rng, range(1, 5))
     low = tens + _choose(rng, range(10 - small))
     high = low + small
@@ -244,6 +252,7 @@ def arithmetic(rng: Random):
     "How many {to} is this?", "Write this in {to}.", "Convert to {to}:", "How much is this in {to}?", below="{n} {unit}"
 )
 def units(rng: Random):
+    """Draw a quantity in the next smaller unit."""
     number, unit = _choose(rng, range(2, 200)), _choose(rng, list(UNITS))
     smaller, zeros = UNITS[unit]
     return f"{number} {unit}", f"{number}{zeros} {smaller}", {"n": number, "unit": unit, "to": smaller}
@@ -253,6 +262,7 @@ def units(rng: Random):
     "Is there {name} in the list?", "Does it contain {name}?", "Is {name} here?", "Do you see {name}?", below="{list}"
 )
 def contains(rng: Random):
+    """Draw whether a list of two words has one of a category."""
     *names, other = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]
     is_in = rng.random() < 0.5
@@ -262,6 +272,7 @@ def contains(rng: Random):
 
 @_family("How many letters?", "Count the letters.", "How many letters are there?", "Count these:", below="{letters}")
 def count(rng: Random):
+    """Draw a number of letters."""
     letters = " ".join(_sample(rng, LETTERS, _choose(rng, range(2, 7))))
     return letters, str(len(letters.split())), {"letters": letters}
 
@@ -270,13 +281,14 @@ def count(rng: Random):
     "Write with dashes:", "Put dashes in between.", "Join with dashes.", "Spell it with dashes:", below="{letters}"
 )
 def spell(rng: Random):
+    """Draw three or four letters, joined by dashes."""
     letters = _sample(rng, LETTERS, _choose(rng, [3, 4]))
     return str(letters), "-".join(letters), {"letters": ",".join(letters)}
 
 
 @_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
 def sequence(rng: Random):
-    """Three neighboring numbers, upwards or downwards, and a fourth within the same ten."""
+    """Draw three neighboring numbers, upwards or downwards, and the fourth, within the same ten."""
     tens, start, step = 10 * _choose(rng, range(1, 50)), _choose(rng, range(7)), _choose(rng, [-1, 1])
     *numbers, answer = [str(tens + start + i) for i in range(4)][::step]
     listed = ",".join(numbers)
@@ -287,6 +299,7 @@ def sequence(rng: Random):
     "Which of these is {name}?", "Find {name}:", "Which word is {name}?", "One of these is {name}:", below="{list}"
 )
 def category(rng: Random):
+    """Draw which of three words is of a category."""
     names = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]
     asked = _choose(rng, range(3))
@@ -302,7 +315,7 @@ CAPITALS_FAMILY = "contains"
 
 
 def tasks(split: Split) -> Iterator[TaskConversation]:
-    """Conversations in a fixed order, the families in turn; the same on every machine and Python."""
+    """Yield conversations in a fixed order, the families in turn; the same on every machine and Python."""
     rng, heldout = Random(f"sftkit tasks {split}"), _is_heldout_split(split)
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
     asked: set[str] = set()
@@ -315,6 +328,7 @@ def tasks(split: Split) -> Iterator[TaskConversation]:
 
 
 def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
+    """Draw a conversation of one or two problems, the last one of `family`."""
     families, messages, problems, answer = [family], [], [], ""
     capitals = family == CAPITALS_FAMILY and rng.random() < SYSTEM_MESSAGE
     if capitals or rng.random() < SYSTEM_MESSAGE:
@@ -331,7 +345,7 @@ def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
 
 
 def _problem(family: str, rng: Random, heldout: bool) -> TaskProblem:
-    """A problem of this side of the split: every tenth is held out."""
+    """Draw a problem of this side of the split: every tenth (by hash) is held out."""
     while True:
         problem = _makers[family](rng)
         if (_hash(problem.identity) % 10 == 0) == heldout:
@@ -339,11 +353,12 @@ def _problem(family: str, rng: Random, heldout: bool) -> TaskProblem:
 
 
 def _is_heldout_split(split: str) -> bool:
+    """Return whether a split is the held-out one; raises ValueError for an unknown split."""
     if split not in ("train", "heldout"):
         raise ValueError(f'split: "{split}" is not one of train, heldout.')
     return split == "heldout"
 
 
 def _hash(text: str) -> int:
-    """The same in every process, unlike hash()."""
+    """Return 64 bits that are the same in every process, unlike hash()."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")

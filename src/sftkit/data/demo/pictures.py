@@ -1,8 +1,9 @@
-"""Pictures that determine their caption, so that learning can be measured: a grid of colours, named one after the other.
+"""Pictures that determine their caption, so that learning can be measured: a grid of colours, named one after the
+other.
 
-Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for nothing.
-A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256. Trained on such
-captions a tokenizer of 1,024 entries has a token for each word.
+Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
+nothing. A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256.
+Trained on such captions a tokenizer of 1,024 entries has a token for each word.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from sftkit.errors import ConfigError
 PICTURES = {"train": 40_000, "heldout": 2_000}
 PREFIX = "builtin:pictures/"
 LENGTHS = ((0.90, 5, 32), (0.99, 33, 64), (1.00, 65, 256))
-"Share of the captions up to here, and their fewest and most tokens."
+"(share of the captions up to here, fewest tokens, most tokens)"
 SIDES = (6, 8, 16)
-"Cells of a side of the grid: the smallest that holds the caption."
+"Cells along a side of the grid; a picture has the smallest grid that holds its caption."
 LEVELS = np.array([0, 85, 170, 255], dtype=np.uint8)
 NAMES = tuple(map("".join, product(("ba", "de", "fi", "go"), ("ka", "le", "mi", "no"), ("pa", "re", "si", "tu"))))
-"Of the 64 colours, the first is black."
+"Names of the 64 colours; the first is black."
 
 
 def pictures(split: Split) -> Iterator[dict[str, str]]:
-    """Rows in a fixed order, the same on every machine: the name of a picture and its caption."""
+    """Yield rows in a fixed order, the same on every machine: the name of a picture and its caption."""
     for number in range(PICTURES[split]):
         yield {
             "image": f"{PREFIX}{split}/{number}",
@@ -37,7 +38,7 @@ def pictures(split: Split) -> Iterator[dict[str, str]]:
 
 
 def picture(name: str, size: tuple[int, int, int]) -> np.ndarray:
-    """The picture of that name: uint8 [3, height, width].
+    """Make the picture of that name: uint8 [3, height, width].
 
     Raises:
         ConfigError: the size has not three channels.
@@ -56,6 +57,7 @@ def picture(name: str, size: tuple[int, int, int]) -> np.ndarray:
 
 
 def _colours(split: str, number: int) -> list[int]:
+    """Return the colours that a picture's caption names, as indices into NAMES."""
     # Random.random() is the one method whose sequence Python promises to keep.
     rng = Random(f"sftkit pictures {split} {number}")
     share = rng.random()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import read, write
 
 MAX_BYTES = 64 * 2**20
-"Longest message that is read: the other side may be a program that wants to fill the memory."
+"The most bytes of a message that is read: the other side may be a program that tries to fill the memory."
 
 
 class Channel:
@@ -21,7 +21,7 @@ class Channel:
             rest = rest[write(self.to, rest) :]
 
     def receive(self) -> bytes:
-        """The next message. EOFError: there is none; ValueError: it is longer than MAX_BYTES."""
+        """Read the next message. EOFError: there is none; ValueError: it is longer than MAX_BYTES."""
         size = int.from_bytes(take(self.of, 8), "big")
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes, more than {MAX_BYTES}")
@@ -29,7 +29,7 @@ class Channel:
 
 
 def take(of: int, size: int) -> bytes:
-    """So many bytes of a descriptor; EOFError if it has fewer."""
+    """Read `size` bytes of a descriptor; EOFError if it has fewer."""
     parts = bytearray()
     while len(parts) < size:
         part = read(of, min(size - len(parts), 2**20))

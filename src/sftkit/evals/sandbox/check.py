@@ -61,7 +61,7 @@ else:
 
 @cache
 def check_sandbox() -> str | None:
-    """What keeps programs from being run safely on this machine, with what to do; None if nothing does."""
+    """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
     if sys.platform != "linux":
         return f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {ADVICE}"
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
@@ -74,7 +74,7 @@ def check_sandbox() -> str | None:
 
 
 def memory_bound() -> str:
-    """How the memory of a program is limited on this machine, in words."""
+    """Describe how the memory of a program is limited on this machine."""
     limits = ProgramLimits()
     if memory.parent() is not None:
         return f"{limits.total_memory_mib} MiB for all processes of a program together"

@@ -1,7 +1,7 @@
 """The judge's process: runs the tests, which call the program through a pipe, and says what became of it.
 
-It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt here,
-or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
+It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt
+here, or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sftkit.evals.sandbox.values import RequestAndReply
 STARTED = b"S"
 NONCE_BYTES = 32
 MOST_SAID = 300
-"Bytes of an error's text that are told."
+"The most bytes of an error's text that are reported."
 
 
 class Remote:
@@ -32,6 +32,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *given: object, **named: object) -> Any:
+        """Call it in its process; like every operation here, by `Program.ask`."""
         return self._program.ask("call", self, given, named)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,9 +68,11 @@ class Program:
         self.remotes: dict[int, Remote] = {}
 
     def ask(self, operation: str, *values: object) -> Any:
-        """What the program's process answers; what its code raises is raised here, as an error of Python's own classes.
+        """Return what the program's process answers; what its code raises is raised here, as an error
+        of Python's own classes.
 
-        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an error.
+        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an
+        error.
         """
         exchange = RequestAndReply(self._number_of, self._object_of)
         request = exchange.pack(operation, *values)
@@ -91,18 +94,21 @@ class Program:
         return value
 
     def _number_of(self, value: object) -> int:
+        """Return the number of a Remote; refuses to send anything else that is not data."""
         if not isinstance(value, Remote):
             raise TypeError(f"the tests give the program a {type(value).__name__}, which cannot be sent to its process")
         return value._number
 
     def _object_of(self, number: int) -> Remote:
+        """Return the Remote of a number, always the same one."""
         if type(number) is not int:
             raise TypeError("no number")
         return self.remotes.setdefault(number, Remote(self, number))
 
 
 def rebuilt(name: str, base: str, text: str) -> BaseException:
-    """An error of the program: of the class that Python has, or of one below it with the program's name."""
+    """Return an error of the program, of Python's own class of that name, or of a subclass of it
+    with the program's name."""
     kind = getattr(builtins, base)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise TypeError(base)
@@ -113,19 +119,21 @@ def rebuilt(name: str, base: str, text: str) -> BaseException:
 
 
 def program_exit_code(status: int) -> int:
-    """What a shell would return: 128 + signal for a process that a signal ended."""
+    """Return what a shell would: 128 + signal for a process that a signal ended."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
 
 
 def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
-    """Run the program and its tests; the nonce, which is read after them, says that they passed."""
+    """Run the program and its tests. The nonce, which is read only after them, proves that they passed."""
 
     def end(why: str) -> NoReturn:
+        """Write the verdict, and end at once: os._exit, as no test or finally may run any more."""
         os.write(verdict, why.encode("utf-8", "replace")[:MOST_SAID])
         os._exit(0)
 
     def look(*_: object) -> None:
+        """End when the program's process has ended."""
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             os._exit(program_exit_code(status))
@@ -137,13 +145,15 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
         _run(job, Program(channel, end))
     except BaseException as error:
         end(f"{type(error).__name__}: {error}")
+    # the program may end now: its tests have passed
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.write(verdict, take(feed, NONCE_BYTES))
     os._exit(0)
 
 
 def _run(job: dict[str, Any], program: Program) -> None:
-    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is raised."""
+    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
+    raised."""
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["given"], "given", "exec"), names)
     program.ask("run", job["program"])

@@ -1,8 +1,8 @@
 """Builds the walls of the sandbox around this process, then starts judge and program inside; started by `programs`.
 
-Four processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the judge, and
-with its end the kernel ends all that the program started; the judge runs the tests; the program is a child of the judge.
-A wall that cannot be built is an error on stderr, before any code of a model runs.
+Four processes: this one stays outside and waits; the first process of the new namespaces (pid 1) waits for the judge,
+and with its end the kernel ends all that the program started; the judge runs the tests; the program is a child of the
+judge. A wall that cannot be built is an error on stderr, before any code of a model runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Build, fork, wait. What the program can import is the standard library, wherever sftkit lies."""
+    """Build the walls, fork, wait. The program can import the standard library alone, wherever sftkit lies."""
+    # the folder of sftkit, which `programs` has appended for this import
     sys.path.pop()
     sys.dont_write_bytecode = True
     try:
@@ -34,11 +35,12 @@ def main() -> None:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "")
         os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
+        # not sys.exit: nothing of Python's own shutdown is needed here, or may write to stderr
         os._exit(125)
 
 
 def launch(spec: dict[str, Any]) -> NoReturn:
-    """The process outside."""
+    """Run the process outside: build the namespaces and the root, start pid 1, wait for it."""
     os.umask(0o022)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if spec["group"]:
@@ -58,7 +60,7 @@ def launch(spec: dict[str, Any]) -> NoReturn:
 
 
 def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
-    """pid 1 of the namespaces: lock the door, start the judge, end with it."""
+    """Run pid 1 of the namespaces: enter the root, drop privileges, start the judge, end with it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     walls.enter(spec["root"])
     walls.drop_privileges(user)
@@ -77,7 +79,8 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
 
 
 def judge_and_program() -> NoReturn:
-    """The judge: start the program, which gets two pipes and nothing else, before a test or the nonce is read."""
+    """Run the judge. The program, which gets two pipes and nothing else, is started before a
+    test or the nonce is read."""
     feed, verdict = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

@@ -22,14 +22,15 @@ LIMITS = {
     },
     "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
 }
-"File system -> file -> what is written there. The first must be there; the others are where swap or processes are counted."
+"File system -> file -> its content. The first file must exist; the others only do where swap or processes are counted."
 _PATIENCE_SECONDS = 2.0
-"Time that the kernel has to forget the ended processes of a group."
+"How long to wait until the kernel has released the ended processes of a group."
 
 
 @contextlib.contextmanager
 def group(mib: int, processes: int) -> Iterator[Path | None]:
-    """A control group of so much memory, removed when its processes are gone; None: none can be made here."""
+    """Make a control group with that much memory for the block, and remove it when its processes are gone; None
+    if none can be made here."""
     above = parent()
     folder = above and make(above, mib, processes)
     try:
@@ -41,13 +42,14 @@ def group(mib: int, processes: int) -> Iterator[Path | None]:
 
 @cache
 def parent() -> Path | None:
-    """The control group in which others can be made that limit memory and that a process can join; None: there is none."""
+    """Return the control group in which others can be made that limit memory and that a process can
+    join; None if there is none."""
     return next((folder for folder in candidates() if works(folder)), None)
 
 
 def candidates() -> Iterator[Path]:
-    """The control group of this process, or the nearest one above it that divides its memory. Version 2 has the second:
-    a group with processes in it cannot divide."""
+    """Yield the control group of this process, or the nearest one above it that divides its memory. Version 2 needs the
+    second: a group with processes in it cannot divide."""
     groups = [line.split(":", 2)[1:] for line in read(Path("/proc/self/cgroup")).splitlines()]
     for line in read(Path("/proc/self/mountinfo")).splitlines():
         root, mounted = line.split(" ")[3:5]
@@ -61,12 +63,12 @@ def candidates() -> Iterator[Path]:
 
 
 def divides_memory(folder: Path) -> bool:
-    """Whether groups below this one have limits on memory (version 2)."""
+    """Return whether groups below this one have limits on memory (version 2)."""
     return "memory" in read(folder / "cgroup.subtree_control").split()
 
 
 def works(above: Path) -> bool:
-    """Try it, with a process that joins."""
+    """Try it, with a process that joins; return whether that worked."""
     try:
         folder = make(above, 64, 8)
     except OSError:
@@ -79,7 +81,7 @@ def works(above: Path) -> bool:
 
 
 def make(above: Path, mib: int, processes: int) -> Path:
-    """A control group of so much memory and so many processes. OSError: it may not be made."""
+    """Make a control group with limits on memory and on processes. OSError: it may not be made."""
     folder = above / f"sftkit-sandbox-{secrets.token_hex(8)}"
     folder.mkdir()
     try:
@@ -94,7 +96,7 @@ def make(above: Path, mib: int, processes: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a control group whose processes have ended; a warning if it is still in use."""
+    """Remove a control group whose processes have ended; warns if it is still in use."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -106,7 +108,7 @@ def _remove(folder: Path) -> None:
 
 
 def read(path: Path) -> str:
-    """The text of a file, "" if it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """The program's process: runs what a model wrote, then does what the tests ask of it, one request at a time.
 
-All that is here may be changed by the program. It holds no test, no expected value and no descriptor of the verdict: what it
-can say is what its functions return or raise.
+All that is here may be changed by the program. It holds no test, no expected value and no descriptor of the verdict:
+what it can say is what its functions return or raise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
 }
-"What the tests may ask of an object. Comparing is not among them: that is done where the program is not."
+"What the tests may ask of an object. Comparing is not among them: it is done in the judge's process."
 
 
 class Objects:
@@ -40,21 +40,23 @@ class Objects:
         self.numbers: dict[int, int] = {}
 
     def number_of(self, value: object) -> int:
-        """Its number, a new one if it is asked for the first time."""
+        """Return the object's number, a new one the first time."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self.numbers[id(value)]
 
     def object_of(self, number: int) -> object:
-        """The object of that number."""
+        """Return the object of that number."""
         return self.objects[number]
 
 
 def serve(channel: Channel) -> None:
     """Answer requests, the first of which is to run the program. EOFError: nobody asks any more."""
+    # python -S leaves these out, and programs use them
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
     module = types.ModuleType("solution")
+    # dataclasses look the module of a class up here
     sys.modules["solution"] = module
     operations = OPERATIONS | {"run": partial(run, module), "name": partial(name_of, module)}
     objects = Objects()
@@ -69,7 +71,7 @@ def serve(channel: Channel) -> None:
 
 
 def described(error: BaseException) -> tuple[str, str, str]:
-    """(its class, the nearest class above it that Python has, its text)."""
+    """Return (class of an error, the nearest of its base classes that is Python's own, its text)."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
@@ -84,7 +86,7 @@ def run(module: types.ModuleType, source: str) -> None:
 
 
 def name_of(module: types.ModuleType, name: str) -> object:
-    """What the program calls so."""
+    """Return what the program's module has under a name."""
     if name not in module.__dict__:
         raise NameError(f"name {name!r} is not defined")
     return module.__dict__[name]

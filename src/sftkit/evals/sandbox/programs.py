@@ -1,7 +1,7 @@
 """Runs programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
 
-Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do not.
-Where they cannot be had, nothing is run: there is no weaker mode.
+Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do
+not. Where they cannot be had, nothing is run: there is no weaker mode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sftkit.evals.sandbox.judge import NONCE_BYTES, STARTED
 from sftkit.evals.sandbox.walls import OWN_PROCESSES
 
 PACKAGE_FOLDER = str(Path(__file__).parents[3])
-"Folder that holds this package, for the launcher's process."
+"Folder that the launcher's process imports sftkit from."
 LAUNCH = f"import sys; sys.path.append({PACKAGE_FOLDER!r}); from sftkit.evals.sandbox.launcher import main; main()"
 # The order of sets of strings is fixed: a program passes every time or never.
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -85,10 +85,11 @@ class SandboxError(Exception):
 def run(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
-    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard library
-    is all there is to import. The tests call its functions in its process, with copies of plain data (numbers, texts, lists,
-    tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too. What is not plain data
-    is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox does not work here.
+    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard
+    library is all there is to import. The tests call its functions in its process, with copies of plain data (numbers,
+    texts, lists, tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too.
+    What is not plain data is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox
+    does not work here.
     """
     for left in reversed(range(STARTS)):
         try:
@@ -105,7 +106,7 @@ def run(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdic
 def run_many(
     jobs: Sequence[ProgramTests], workers: int | None = None, limits: ProgramLimits | None = None
 ) -> list[ProgramVerdict]:
-    """`run` for every job, `workers` at a time (None: one for each CPU core), verdicts in order."""
+    """Run every job, `workers` at a time (None: one for each CPU core). Returns the verdicts in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda job: run(job, limits), jobs))
 
@@ -120,7 +121,7 @@ ADVICE = (
 
 
 def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
-    """One attempt of `run`; SandboxError if the program could not be started."""
+    """Attempt `run` once; SandboxError if the program could not be started."""
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
     with (
@@ -133,6 +134,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             feed.write(b"%012d" % len(data) + data + nonce)
             feed.seek(0)
             process = subprocess.Popen(
+                # no user packages, no site, and no folder of the script on the search path
                 [python(), "-s", "-S", "-P", "-c", LAUNCH, specification(root, group, limits)],
                 stdin=feed,
                 stdout=subprocess.PIPE,
@@ -156,7 +158,8 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
 
 
 def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
-    """What the launcher is told, as JSON: where to build, what to show of this machine, the control group to join."""
+    """Return the launcher's instructions as JSON: where to build, what to show of this machine,
+    the control group to join."""
     executable = python()
     prefix = os.path.realpath(sys.base_prefix)
     own = (executable, f"{prefix}/lib", f"{prefix}/lib64") if prefix != "/usr" else (executable,)
@@ -165,12 +168,13 @@ def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
 
 
 def python() -> str:
-    """The interpreter below a virtual environment, whose packages stay outside."""
+    """Return the interpreter below a virtual environment, whose packages stay outside. sys._base_executable: Python
+    has no public name for it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """(what arrives until the pipe is closed or too much came, whether that was before `deadline`)."""
+    """Return (what arrives until the pipe is closed or too much came, whether that was before `deadline`)."""
     said = b""
     arrivals = select.poll()
     arrivals.register(pipe, select.POLLIN)
@@ -186,7 +190,7 @@ def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher; asked to, it first waits until everything in its namespaces is gone."""
+    """End the launcher. Asked to, it first waits until everything in its namespaces is gone."""
     for seconds, ending in ((0.1, process.terminate), (GRACE_SECONDS, process.kill)):
         try:
             process.wait(seconds)
@@ -198,7 +202,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def explain(said: bytes, in_time: bool, code: int, limits: ProgramLimits) -> str:
-    """Why a program did not pass, for the per-example output."""
+    """Return why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"
     if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):

@@ -122,26 +122,28 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; of a comparison also how many to leap over."""
+    """Return one instruction; for a comparison also how many instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def answered(number: int, answer: int) -> bytes:
-    """This answer to the call of this number."""
+    """Return the instructions that give this answer to the call of this number."""
     return step(EQUALS, number, 0, 1) + step(RETURN, answer)
 
 
 def filter_of(machine: str) -> bytes:
-    """The filter for a machine. OSError: its numbers are not known here."""
+    """Return the filter for a machine. OSError: its numbers are not known here."""
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}, only for {', '.join(MACHINES)}")
     place, kernels_name = MACHINES[machine]
     no, unknown = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
+    # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then the refused ones.
     steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, NUMBER)]
     steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, ALLOW) for number in NEW.values()]
     steps += [step(AT_LEAST, FIRST_NEW, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, no) for number in (numbers[place] for numbers in REFUSED.values()) if number is not None]
+    # two calls are refused by their first argument alone
     for numbers, comparison, value, if_true, if_false in (
         (CLONE, HAS_BITS, NEW_NAMESPACES, no, ALLOW),
         (SOCKETPAIR, EQUALS, AF_UNIX, ALLOW, no),
@@ -152,7 +154,8 @@ def filter_of(machine: str) -> bytes:
 
 
 def install_filter() -> None:
-    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot be."""
+    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot
+    be."""
     code = filter_of(os.uname().machine)
     libc = ctypes.CDLL(None, use_errno=True)
     steps = ctypes.create_string_buffer(code, len(code))

@@ -14,7 +14,7 @@ IMMUTABLE: dict[str, tuple[type, Callable[[Any], Iterable[Any]], Callable[..., A
     "complex": (complex, lambda value: (value.real, value.imag), complex),
     "range": (range, lambda value: (value.start, value.stop, value.step), range),
 }
-"Name -> its type, what it is made of, and how it is made of that."
+"Name -> type, function to its parts, function from its parts."
 
 MUTABLE: dict[str, tuple[type, Callable[[Any], Iterable[Any]], Callable[[Any, list[Any]], None]]] = {
     "list": (list, list.__iter__, lambda it, parts: list.__setitem__(it, slice(None), parts)),
@@ -26,13 +26,13 @@ MUTABLE: dict[str, tuple[type, Callable[[Any], Iterable[Any]], Callable[[Any, li
         lambda it, parts: bytearray.__setitem__(it, slice(None), bytes(parts)),
     ),
 }
-"Name -> its type, what is in it, and how it is filled anew."
+"Name -> type, function to its parts, function that replaces its parts."
 
 NUMBERS = {
     "Decimal": ("decimal", lambda value: (str(value),)),
     "Fraction": ("fractions", lambda value: (value.numerator, value.denominator)),
 }
-"Name -> its module, loaded when it is needed, and what it is made of. Both compare with int and float."
+"Name -> module, loaded when it is needed, and function to its parts. Both compare with int and float."
 
 PLAIN_INTEGERS = 2**53
 "Larger ones travel in base 16: Python reads only 4,300 decimal digits."
@@ -49,14 +49,14 @@ class RequestAndReply:
         self.received: list[Any] = []
 
     def pack(self, *values: object) -> bytes:
-        """The values, with every container that is new or has changed."""
+        """Encode the values, with every container that is new or has changed."""
         encoded = [self.encode(value) for value in values]
         filled = [self._contents(container) for container in self.containers]  # grows while it is read
         changed = [None if self._is_known(number, now) else now for number, now in enumerate(filled)]
         return json.dumps({"values": encoded, "containers": changed}).encode()
 
     def unpack(self, data: bytes) -> list[Any]:
-        """The values of the other side's `pack`; ValueError, TypeError or another Exception if it is not one."""
+        """Return the values of the other side's `pack`; ValueError, TypeError or another Exception if it is not one."""
         message = json.loads(data)
         self.received = message["containers"]
         for contents in self.received[len(self.containers) :]:
@@ -68,7 +68,8 @@ class RequestAndReply:
         return [self.decode(value) for value in message["values"]]
 
     def encode(self, value: Any) -> Any:
-        """What JSON has: constants, numbers and texts as they are, else a name and parts. Subclasses lose what they add."""
+        """Return a value as JSON has it: constants, numbers and texts as they are, anything else as a name and parts.
+        Subclasses lose what they add."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
@@ -89,7 +90,7 @@ class RequestAndReply:
         return ["object", self.number_of(value)]
 
     def decode(self, encoded: Any) -> Any:
-        """The value again."""
+        """Return the value of what `encode` made."""
         if not isinstance(encoded, list):
             return encoded
         name, *parts = encoded
@@ -104,13 +105,16 @@ class RequestAndReply:
         return IMMUTABLE[name][2](*map(self.decode, parts))
 
     def _add(self, container: object) -> int:
+        """Give a container the next number."""
         self.numbers[id(container)] = len(self.containers)
         self.containers.append(container)
         return len(self.containers) - 1
 
     def _contents(self, container: object) -> list[Any]:
+        """Return a container as its name and its encoded parts."""
         name, parts = next((name, parts) for name, (kind, parts, _) in MUTABLE.items() if isinstance(container, kind))
         return [name, [self.encode(part) for part in parts(container)]]
 
     def _is_known(self, number: int, contents: list[Any]) -> bool:
+        """Return whether the other side has a container with the same contents."""
         return number < len(self.received) and repr(self.received[number]) == repr(contents)

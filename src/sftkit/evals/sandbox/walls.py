@@ -18,9 +18,9 @@ CAPABILITY_VERSION = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 INSIDE_ID = 1000
 OWN_PROCESSES = 3
-"Launcher, pid 1 and judge, which count among the processes of a program's user and control group."
+"Launcher, pid 1 and judge: they count as processes of the program's user and control group."
 BOX = "/box"
-"Folder of the new root that becomes the root of the program: the kernel makes no user namespace for who is in a chroot."
+"Folder of the new root that becomes the program's: the kernel makes no user namespace for a process in a chroot."
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -33,20 +33,21 @@ def _check(what: str, result: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2). OSError: it failed."""
     names = (source.encode(), target.encode(), kind.encode() if kind else None)
     _check(f"mount {source} on {target}", _libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
 
 
 def make_read_only(path: str, flags: int) -> None:
-    """Take the right to write from a mount (with AT_RECURSIVE: and from those below it); needs Linux 5.12."""
+    """Make a mount read-only (with AT_RECURSIVE: and those below it); needs Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     result = _libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
     _check(f"mount_setattr read-only {path}", result)
 
 
 def new_namespaces() -> bool:
-    """Own mounts, network, processes, IPC and host name; whether it took a user namespace, which root can do without."""
+    """Give this process its own mounts, network, processes, IPC and host name; return whether it took a user namespace,
+    which root does without."""
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if os.geteuid() == 0 and _libc.unshare(apart) == 0:
         return False
@@ -74,7 +75,7 @@ def _show(root: str, path: str) -> None:
 
 
 def build_root(root: str, visible: list[str], mib: int) -> None:
-    """A file system in memory: what Python needs read-only, four devices, and /tmp, the one place to write."""
+    """Build a file system in memory: what Python needs read-only, four devices, and /tmp, the one place to write."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755,size=1m")
     box = root + BOX
@@ -95,7 +96,7 @@ def enter(root: str) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """No capability is left and none can be won; root becomes `user`, who owns nothing (None: a user namespace did it)."""
+    """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace has done that)."""
     for capability in range(64):
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if user is not None:
@@ -109,7 +110,8 @@ def drop_privileges(user: int | None) -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Resource limits of judge and program: seconds of CPU and MiB for each process, processes for all together."""
+    """Set the resource limits of judge and program: seconds of CPU and MiB for each process,
+    processes for all together."""
     mib, processes = 2**20, limits["processes"] + OWN_PROCESSES
     for what, most, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),

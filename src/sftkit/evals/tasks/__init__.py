@@ -40,11 +40,17 @@ def load(
     format: str = "completion",
     max_examples: int | None = None,
 ) -> Task[Any, Any]:
-    """The task of that name, with all its examples read.
+    """Return the task of that name, with all its examples read.
 
-    `data`: a folder with the rows; None: the hub. `shots`: few-shot examples; None: the task's own number.
-    `format`: "completion" continues a text, "chat" asks through the chat template. `max_examples`: only so many; None: all.
-    A name or setting that cannot work is a ConfigError, rows that are missing or cannot be used are a DataError.
+    Args:
+        data: a folder with the rows; None: the hub.
+        shots: few-shot examples; None: the task's own number.
+        format: "completion" continues a text, "chat" asks through the chat template.
+        max_examples: the most examples; None: all.
+
+    Raises:
+        ConfigError: a name or setting that cannot work.
+        DataError: rows that are missing or cannot be used.
     """
     if name not in _BUILDERS:
         close = difflib.get_close_matches(name, TASKS, n=1)

@@ -12,16 +12,19 @@ ARC, OPENBOOKQA = "allenai/ai2_arc", "allenai/openbookqa"
 
 
 def arc_item(row: CheckedRow) -> choices.Item:
+    """Return a row of ARC as an item."""
     question = row.text("question")
     return _item(row, f"Question: {question}\nAnswer:", question)
 
 
 def openbookqa_item(row: CheckedRow) -> choices.Item:
+    """Return a row of OpenBookQA as an item."""
     return _item(row, row.text("question_stem"), row.text("question_stem"))
 
 
 def _item(row: CheckedRow, prompt: str, question: str) -> choices.Item:
-    """`choices` is {"text": [...], "label": [...]}, `answerKey` one of the labels (A to E, or 1 to 5)."""
+    """Return an item of a row whose `choices` is {"text": [...], "label": [...]} and whose `answerKey` is one of the
+    labels (A to E, or 1 to 5)."""
     options = row["choices"]
     if not isinstance(options, dict) or not {"text", "label"} <= set(options):
         raise DataError(f'{row.where}: column "choices": {options!r} is not {{"text": [...], "label": [...]}}')

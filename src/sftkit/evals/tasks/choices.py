@@ -20,7 +20,7 @@ SHOTS_SEED = 1234
 "lm-evaluation-harness's fewshot_random_seed."
 
 DRAWN = {"completion": "random, seed 1234, anew for each example", "chat": "the first ones"}
-"Which shots: in a chat the same for all examples, so that the turns before them are computed once."
+"How shots are drawn; in a chat the same for all examples, so that the turns before them are computed once."
 
 ASK_FOR_LETTER = "Answer with the letter of the right option only."
 
@@ -63,7 +63,7 @@ class Design:
 
 
 def build(design: Design, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
-    """The task of a design. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+    """Return the task of a design. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
     rows = read(design.examples)
     shots = shots or 0
     pool = shot_rows(design.name, design.shots, read, shots, spare=int(design.one_more))
@@ -94,7 +94,7 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
 def settings_of(
     rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int, format: str, selection: str, drawn: str
 ) -> dict[str, Any]:
-    """What someone needs to ask the same questions again."""
+    """Return what it takes to ask the same questions again."""
     settings: dict[str, Any] = {"format": format, "shots": shots, "data": rows[0].origin, "rows": len(rows)}
     settings["selection"] = selection
     if shots:
@@ -103,6 +103,7 @@ def settings_of(
 
 
 def first(max_examples: int | None) -> str:
+    """Describe which rows were taken."""
     return "all rows" if max_examples is None else f"the first {max_examples}"
 
 
@@ -110,7 +111,7 @@ def first(max_examples: int | None) -> str:
 
 
 def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spare: int = 0) -> list[CheckedRow]:
-    """The rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
+    """Return the rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
     if not shots:
         return []
     if split is None:
@@ -126,7 +127,7 @@ def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spa
 def drawn_shots(
     pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, one_more: bool = False
 ) -> Iterator[Sequence[CheckedRow]]:
-    """The shots of each row in turn, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
+    """Yield the shots of each row, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
     rng = random.Random(SHOTS_SEED)
     for row in rows:
         if not shots:
@@ -150,7 +151,8 @@ def continued(
     preamble: str = "",
     kept: dict | None = None,
 ) -> Choices:
-    """Format completion: which choice continues the prompt best; shots stand before it with their first right choice."""
+    """Return an example of format completion: which choice continues the prompt best. Shots stand before it with
+    their first right choice."""
     shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
     return Choices(
         id=f"{name}/{row.index}",
@@ -164,7 +166,7 @@ def continued(
 
 
 def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], group: str) -> Choices:
-    """Format chat: which letter the assistant answers with; shots are earlier turns."""
+    """Return an example of format chat: which letter the assistant answers with. Shots are earlier turns."""
     if len(item.choices) > len(string.ascii_uppercase):
         raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
     messages: list[Message] = []
@@ -183,7 +185,7 @@ def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], grou
 
 
 def options(item: Item) -> str:
-    """The question, a line for each option, and what to answer with."""
+    """Format the question, a line for each option, and what to answer with."""
     lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, item.choices, strict=False)]
     return "\n".join([item.question, "", *lines, "", ASK_FOR_LETTER])
 
@@ -192,7 +194,7 @@ def options(item: Item) -> str:
 
 
 def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
-    """acc: 1 if a right choice is the most likely one, else 0."""
+    """Mark acc: 1 if a right choice is the most likely one, else 0."""
     return [
         {"acc": float(_best(likelihoods.sums) in example.gold)}
         for example, likelihoods in zip(asked, given, strict=True)
@@ -200,7 +202,7 @@ def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Ma
 
 
 def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
-    """acc as above; acc_norm: the same with log-likelihoods divided by the characters of their choices."""
+    """Mark acc, and acc_norm: the same with log-likelihoods divided by the characters of their choices."""
     marks = judge_acc(asked, given)
     for mark, example, likelihoods in zip(marks, asked, given, strict=True):
         each = zip(likelihoods.sums, example.lengths, strict=True)
@@ -211,10 +213,10 @@ def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> li
 
 
 def chance(examples: Sequence[Choices]) -> float:
-    """The accuracy of guessing, on average."""
+    """Return the accuracy of guessing, on average."""
     return sum(len(example.gold) / len(example.continuations) for example in examples) / len(examples)
 
 
 def _best(scores: Sequence[float]) -> int:
-    """Index of the highest, the first one of equals."""
+    """Return the index of the highest score, the first one of equals."""
     return max(range(len(scores)), key=scores.__getitem__)

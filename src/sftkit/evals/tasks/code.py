@@ -23,19 +23,20 @@ def require_sandbox(task: str) -> None:
 
 
 def code_of(answer: str) -> str:
-    """The first Python block of a chat answer, else its first block, else all of it; a block without end runs to the end."""
+    """Return the first Python block of a chat answer, else its first block, else all of it; a block
+    without end runs to the end."""
     blocks = list(BLOCK.finditer(answer))
     python = [block for block in blocks if block["language"].lower() in ("python", "python3", "py")]
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
 def pass_at_1(jobs: Sequence[ProgramTests]) -> list[Marks]:
-    """1 for each program whose tests end without an error."""
+    """Mark pass_at_1: 1 for each program whose tests end without an error."""
     return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 
 
 def settings() -> dict[str, Any]:
-    """Where the programs ran."""
+    """Return where the programs ran."""
     return {
         "python": f"{platform.python_version()}, the standard library alone",
         "limits": asdict(ProgramLimits()),

@@ -38,26 +38,28 @@ class CheckedRow(dict[str, Any]):
 
     @property
     def where(self) -> str:
+        """Return where the row is, for messages."""
         return f"{self.origin}: row {self.index}"
 
     def __missing__(self, column: str) -> Any:
         raise DataError(f'{self.where}: no column "{column}"; it has {", ".join(map(str, self))}')
 
     def text(self, column: str) -> str:
-        """The text in a column."""
+        """Return the text in a column."""
         if not isinstance(value := self[column], str):
             raise DataError(f'{self.where}: column "{column}": {value!r} is not a text')
         return value
 
     def texts(self, column: str) -> list[str]:
-        """The list of texts in a column, at least one."""
+        """Return the list of texts in a column, at least one."""
         value = self[column]
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise DataError(f'{self.where}: column "{column}": {value!r} is not a list of texts')
         return value
 
     def number(self, column: str, below: int) -> int:
-        """The whole number in a column, 0 <= number < `below`; "2" and false count as numbers, as data sets write them."""
+        """Return the whole number in a column, 0 <= number < `below`; "2" and false count as numbers,
+        as data sets write them."""
         value = self[column]
         number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
         if not 0 <= number < below:
@@ -70,7 +72,7 @@ Read = Callable[[DatasetSplit], list[CheckedRow]]
 
 
 def read(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
-    """All rows of a split, from files of `folder`, or from the hub if it is None; at least one."""
+    """Return all rows of a split, at least one, from files of `folder`, or from the hub if it is None."""
     values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder))
     if not values:
         raise DataError(f"{origin}: it has no rows")
@@ -84,7 +86,7 @@ def _from_folder(split: DatasetSplit, folder: Path) -> tuple[list[dict[str, Any]
 
 
 def _files(split: DatasetSplit, folder: Path) -> list[Path]:
-    """The file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
+    """Return the file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
     if not folder.is_dir():
         raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
     present = sorted(path for path in folder.iterdir() if path.is_file() and _suffix(path) is not None)
@@ -120,7 +122,7 @@ def _listed(paths: list[Path]) -> str:
 
 
 def _load(files: list[Path]) -> list[dict[str, Any]]:
-    """Rows of files of one kind. Streamed: nothing is copied into a cache."""
+    """Read the rows of files of one kind. Streamed: nothing is copied into a cache."""
     import datasets
 
     kind = READERS[_suffix(files[0]) or ""]

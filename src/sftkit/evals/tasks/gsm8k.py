@@ -16,7 +16,7 @@ HUB = "openai/gsm8k"
 TEST = DatasetSplit(("gsm8k_test",), HUB, "main", "test")
 TRAIN = DatasetSplit(("gsm8k_train",), HUB, "main", "train")
 SHOTS = 5
-"Format completion; in a chat none."
+"Few-shot examples of format completion; a chat has none."
 MAX_NEW_TOKENS = {"completion": 256, "chat": 512}
 STOP = ("Question:", "</s>", "<|im_end|>")
 
@@ -27,7 +27,8 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
-    """Format completion is lm-evaluation-harness's gsm8k; chat asks the question and reads the answer's number."""
+    """Return the task: format completion is lm-evaluation-harness's gsm8k; chat asks the question and
+    reads the answer's number."""
     in_chat = format == "chat"
     shots = (0 if in_chat else SHOTS) if shots is None else shots
     rows = read(TEST)
@@ -77,7 +78,8 @@ def _turns(row: CheckedRow) -> list[Message]:
 
 
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """exact_match: the number after ####; exact_match_flexible: the last number. As lm-evaluation-harness reads them."""
+    """Mark exact_match: the number after ####; and exact_match_flexible: the last number. As
+    lm-evaluation-harness reads them."""
     return [
         {
             "exact_match": float(_normal(strict(answer.text)) == _normal(question.target)),
@@ -88,7 +90,7 @@ def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
 
 
 def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """exact_match: the number after ####, or the last number where there is no ####, has the right value."""
+    """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
     return [
         {"exact_match": float(number_of(answer.text) == number_of(question.target))}
         for question, answer in zip(asked, given, strict=True)
@@ -96,26 +98,27 @@ def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks
 
 
 def strict(text: str) -> str:
-    """What lm-evaluation-harness's filter strict-match takes from an answer."""
+    """Return what lm-evaluation-harness's filter strict-match takes from an answer."""
     found = STRICT.search(text)
     return found[1].strip() if found else "[invalid]"
 
 
 def flexible(text: str) -> str:
-    """What its filter flexible-extract takes."""
+    """Return what its filter flexible-extract takes."""
     found = FLEXIBLE.findall(text)
     return next(part for part in found[-1] if part).strip() if found else "[invalid]"
 
 
 def _normal(text: str) -> str:
-    """As its exact_match compares them: no commas, no $, nothing before the marker, no full stop at the end."""
+    """Return a text as its exact_match compares it: no commas, no $, nothing before the marker,
+    no full stop at the end."""
     for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
         text = re.sub(ignored, "", text)
     return text.lower()
 
 
 def number_of(text: str) -> float | None:
-    """The value of the number after the last ####, or else of the last number; None if there is none."""
+    """Return the value of the number after the last ####, or else of the last number; None if there is none."""
     _, marker, after = text.rpartition("####")
     marked = NUMBER.search(after) if marker else None
     found = [marked[0]] if marked else NUMBER.findall(text)

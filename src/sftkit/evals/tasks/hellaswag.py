@@ -12,6 +12,7 @@ HUB = "Rowan/hellaswag"
 
 
 def item(row: CheckedRow) -> choices.Item:
+    """Return a row as an item: four endings of a text."""
     context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
     start = cleaned(f"{row.text('activity_label')}: {context}")
     endings = tuple(map(cleaned, row.texts("endings")))
@@ -20,7 +21,7 @@ def item(row: CheckedRow) -> choices.Item:
 
 
 def cleaned(text: str) -> str:
-    """Without the brackets that WikiHow's markup left, exactly as lm-evaluation-harness cleans it."""
+    """Remove the brackets that WikiHow's markup left, exactly as lm-evaluation-harness does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 

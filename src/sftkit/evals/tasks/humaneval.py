@@ -18,7 +18,8 @@ ASK = "Write a solution to the following problem and make sure that it passes th
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
-    """Format completion is lm-evaluation-harness's humaneval; chat asks as humaneval_instruct and runs the answer's code.
+    """Return the task: format completion is lm-evaluation-harness's humaneval; chat asks as humaneval_instruct
+    and runs the answer's code.
 
     ConfigError where the sandbox does not work.
     """
@@ -54,23 +55,24 @@ def _question(row: CheckedRow, format: str) -> Question:
 
 
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """pass_at_1: the prompt with its completion passes the tests."""
+    """Mark pass_at_1: the prompt with its completion passes the tests."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, question.target["prompt"] + answer.text) for question, answer in pairs])
 
 
 def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
+    """Mark pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])
 
 
 def job(question: Question, program: str) -> ProgramTests:
-    """The tests take the asked function from the program; imports and helpers, which some use, from the prompt itself."""
+    """Return a program with its tests, which take the asked function from the program; imports and helpers, which some
+    use, come from the prompt itself."""
     target = question.target
     return ProgramTests(program, target["tests"], names=(target["name"],), given=target["prompt"])
 
 
 def program(question: Question, answer: str) -> str:
-    """The prompt, a function with only a docstring, then the code, which defines it anew or is its body."""
+    """Return the prompt, a function with only a docstring, then the code, which defines it anew or is its body."""
     return f"{question.target['prompt']}\n\n{code.code_of(answer)}"

@@ -18,9 +18,10 @@ MAX_NEW_TOKENS = 1280
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
-    """The prompts as they are (completion) or as user messages (chat).
+    """Return the task: the prompts as they are (completion) or as user messages (chat).
 
-    Without the package langdetect, prompts with an instruction about the language are left out, and settings say how many.
+    Without the package langdetect, prompts with an instruction about the language are left out, and settings say how
+    many.
     """
     if shots:
         raise ConfigError(f"eval.shots: {shots}: ifeval has no few-shot examples; set 0 or null")
@@ -46,7 +47,8 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 
 def _rules(row: CheckedRow) -> list[tuple[str, dict[str, Any]]]:
-    """(instruction, its arguments) of a row, each tried once so that a bad row is an error before anything is asked."""
+    """Return (instruction, its arguments) of a row; each is tried once, so that a bad row is an error
+    before anything is asked."""
     names, arguments = row.texts("instruction_id_list"), row["kwargs"]
     if not isinstance(arguments, list) or len(arguments) != len(names):
         raise DataError(f'{row.where}: column "kwargs": not one entry for each of instruction_id_list')
@@ -76,7 +78,8 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
 
 
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """prompt_*: all instructions are followed; inst_*: each one; strict: as answered, loose: in some trimmed form."""
+    """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
+    loose: in some trimmed form."""
     marks: list[Marks] = []
     for question, answer in zip(asked, given, strict=True):
         strict = [float(_follows(answer.text, *rule)) for rule in question.target]
@@ -89,11 +92,12 @@ def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
 
 
 def _follows(answer: str, name: str, arguments: dict[str, Any]) -> bool:
+    """Return whether an answer that is not empty follows one instruction."""
     return bool(answer.strip() and RULES[name](answer, **arguments))
 
 
 def loose_forms(answer: str) -> list[str]:
-    """The answer whole, without its first line, its last line, both; each with and without asterisks."""
+    """Return the answer whole, without its first line, its last line, both; each with and without asterisks."""
     lines = answer.split("\n")
     forms = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*forms, *(form.replace("*", "") for form in forms)]

@@ -1,7 +1,8 @@
 """Sentences and words of a text as IFEval counts them: NLTK's Punkt and Treebank tokenizers, without their data.
 
-Sentences follow Kiss and Strunk's Punkt with a fixed list of abbreviations and of words that begin sentences, where NLTK
-reads a trained model that would have to be downloaded. Words follow Robert MacIntyre's Treebank rules as NLTK has them.
+Sentences follow Kiss and Strunk's Punkt with a fixed list of abbreviations and of words that begin sentences, where
+NLTK reads a trained model that would have to be downloaded. Words follow Robert MacIntyre's Treebank rules as NLTK has
+them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CLOSING = re.compile(r"[\"')\]}‘’“”«»]+?(?:\s+|(?=--)|$)", re.MULTILI
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of an English text, with the quotes and brackets that close them."""
+    """Return the sentences of an English text, with the quotes and brackets that close them."""
     found: list[str] = []
     start = 0
     for end, following in _breaks(text):
@@ -51,12 +52,12 @@ def sentences(text: str) -> list[str]:
 
 
 def words(text: str) -> int:
-    """Runs of letters, digits and underscores."""
+    """Count runs of letters, digits and underscores."""
     return len(re.findall(r"\w+", text))
 
 
 def capital_words(text: str) -> int:
-    """Treebank words all of whose letters are capital: NASA and I, and both parts of DON'T."""
+    """Count Treebank words all of whose letters are capital: NASA and I, and both parts of DON'T."""
     return sum(word.isupper() for sentence in sentences(text) for word in _treebank(sentence))
 
 
@@ -64,7 +65,8 @@ def capital_words(text: str) -> int:
 
 
 def _breaks(text: str) -> list[tuple[int, int]]:
-    """(end of a sentence, start of the next one), judged at the last end mark of each word and at one that begins it."""
+    """Return (end of a sentence, start of the next one), judged at the last end mark of each word
+    and at one that begins it."""
     last: dict[tuple[int, bool], re.Match[str]] = {}
     for match in _END.finditer(text):
         start = _word_start(text, match.start())
@@ -77,18 +79,20 @@ def _breaks(text: str) -> list[tuple[int, int]]:
 
 
 def _word_start(text: str, position: int) -> int:
+    """Return where the word at a position begins."""
     while position and not text[position - 1].isspace():
         position -= 1
     return position
 
 
 def _ends_sentence(context: str) -> bool:
-    """Whether a sentence ends inside `context`: a word with its end mark and what comes next."""
+    """Return whether a sentence ends inside `context`: a word with its end mark and what comes next."""
     tokens = [token for line in context.split("\n") for token in _TOKEN.findall(line)]
     return any(_ends(token, following) for token, following in pairwise(tokens))
 
 
 def _ends(token: str, following: str) -> bool:
+    """Return whether a sentence ends after a token, given the next one."""
     if token in (".", "?", "!"):
         return True
     if not token.endswith("."):
@@ -105,7 +109,7 @@ def _ends(token: str, following: str) -> bool:
 
 
 def _begins_sentence(token: str) -> bool | None:
-    """Whether a token is the first of a sentence; None: its case does not tell."""
+    """Return whether a token is the first of a sentence; None if its case does not tell."""
     if token in tuple(";:,.!?") or token[0].islower():
         return False
     word = token.lower() if _is_abbreviation(token) else token.lower().removesuffix(".")
@@ -113,12 +117,13 @@ def _begins_sentence(token: str) -> bool | None:
 
 
 def _is_abbreviation(token: str) -> bool:
+    """Return whether a token is an abbreviation with its period."""
     bare = token[:-1].lower()
     return token.endswith(".") and (bare in ABBREVIATIONS or bare.split("-")[-1] in ABBREVIATIONS)
 
 
 def _with_closing(found: list[str]) -> list[str]:
-    """Quotes and brackets right after an end mark belong to the sentence before; empty ones are dropped."""
+    """Move quotes and brackets right after an end mark to the sentence before; sentences left empty are dropped."""
     whole: list[str] = []
     for sentence in found:
         match = _CLOSING.match(sentence) if whole else None
@@ -166,6 +171,7 @@ _TREEBANK = [
 
 
 def _treebank(sentence: str) -> list[str]:
+    """Return the words of a sentence."""
     for pattern, replacement in _TREEBANK:
         sentence = pattern.sub(replacement, sentence)
     return sentence.split()

@@ -23,7 +23,8 @@ STOP = ("[DONE]",)
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
-    """Format completion is lm-evaluation-harness's mbpp; chat asks as mbpp_instruct, shots as earlier turns.
+    """Return the task: format completion is lm-evaluation-harness's mbpp; chat asks as
+    mbpp_instruct, shots as earlier turns.
 
     All tests of a row must pass, after its test_setup_code. ConfigError where the sandbox does not work.
     """
@@ -45,7 +46,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 
 def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
-    """The rows of these tasks: a file may hold all 974, numbered as they were published."""
+    """Return the rows of these tasks: a file may hold all 974, numbered as they were published."""
     found = [row for row in rows if row["task_id"] in ids]
     if not found:
         raise DataError(f"{rows[0].origin}: no row with a task_id from {min(ids)} to {max(ids)}")
@@ -70,7 +71,8 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
 
 
 def _target(row: CheckedRow) -> dict[str, Any]:
-    """The tests, and the names that they take from the program: what the published solution defines of those in them."""
+    """Return the tests, and the names that they take from the program: those in them that the
+    published solution defines."""
     tests = "\n".join([row.text("test_setup_code"), *row.texts("test_list")])
     try:
         solution, asked = ast.parse(row.text("code")), ast.walk(ast.parse(tests))
@@ -95,16 +97,16 @@ def _ask(row: CheckedRow) -> Message:
 
 
 def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """pass_at_1: what was written before [DONE] passes the tests."""
+    """Mark pass_at_1: what was written before [DONE] passes the tests."""
     return code.pass_at_1([job(question, answer.text) for question, answer in zip(asked, given, strict=True)])
 
 
 def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
-    """pass_at_1: the code in the answer passes the tests."""
+    """Mark pass_at_1: the code in the answer passes the tests."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])
 
 
 def job(question: Question, program: str) -> ProgramTests:
-    """The program with the tests of its question."""
+    """Return the program with the tests of its question."""
     return ProgramTests(program, question.target["tests"], names=tuple(question.target["names"]))

@@ -17,7 +17,8 @@ LETTERS = ("A", "B", "C", "D")
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.ChoiceTask:
-    """`max_examples` are spread evenly over the subjects, the first ones of each. acc is over all questions."""
+    """Return the task. `max_examples` are spread evenly over the subjects, the first ones of each;
+    acc is over all questions."""
     shots = shots or 0
     rows = read(TEST)
     pool = read(DEV) if shots else []
@@ -35,7 +36,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 
 def spread(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
-    """The first rows of every subject, as many of each as goes, in the order of the file."""
+    """Return the first rows of every subject, as evenly many as possible, in the order of the file."""
     if max_examples is None or max_examples >= len(rows):
         return list(rows)
     seen: dict[str, int] = defaultdict(int)
@@ -49,6 +50,7 @@ def spread(rows: Sequence[CheckedRow], max_examples: int | None) -> list[Checked
 def _shots_by_subject(
     rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
 ) -> dict[str, list[CheckedRow]]:
+    """Return subject -> its first `shots` rows of the pool."""
     subjects = {row.text("subject") for row in rows}
     of_subject: dict[str, list[CheckedRow]] = {subject: [] for subject in subjects}
     for row in pool:
@@ -70,13 +72,14 @@ def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choic
 
 
 def _item(row: CheckedRow) -> choices.Item:
-    """The options stand in the prompt; what continues it is a letter."""
+    """Return an item whose options stand in the prompt, and a letter continues it."""
     options = _chat_item(row)
     lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options.choices, strict=True))
     return choices.Item(f"{options.question}\n{lines}\nAnswer:", options.question, LETTERS, options.gold)
 
 
 def _chat_item(row: CheckedRow) -> choices.Item:
+    """Return an item whose choices are the options."""
     question, options = row.text("question").strip(), row.texts("choices")
     if len(options) != len(LETTERS):
         raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')

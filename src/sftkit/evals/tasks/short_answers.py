@@ -11,13 +11,15 @@ PIQA, SUPER_GLUE = "baber/piqa", "aps/super_glue"
 
 
 def piqa_item(row: CheckedRow) -> choices.Item:
+    """Return a row of PIQA as an item."""
     goal = row.text("goal")
     options = row.text("sol1"), row.text("sol2")
     return choices.Item(f"Question: {goal}\nAnswer:", goal, options, (row.number("label", 2),))
 
 
 def boolq_item(row: CheckedRow) -> choices.Item:
-    """The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false, true) as in BoolQ itself."""
+    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false,
+    true) as in BoolQ itself."""
     question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
     column = "answer" if "answer" in row else "label"
     return choices.Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))

@@ -39,14 +39,16 @@ A: The 1992 Olympics were held in Barcelona, Spain.
 
 
 def mc1_choices(row: CheckedRow) -> tuple[list[str], list[int]]:
-    """(choices, indices of the right one): of column mc1_targets, or the best answer before all incorrect ones."""
+    """Return (choices, indices of the right one): of column mc1_targets, or the best answer
+    before all incorrect ones."""
     if "mc1_targets" in row:
         return _targets(row, "mc1_targets")
     return [row.text("Best Answer").strip(), *_answers(row, "Incorrect Answers")], [0]
 
 
 def mc2_choices(row: CheckedRow) -> tuple[list[str], list[int]]:
-    """(choices, indices of the right ones): of column mc2_targets, or all correct answers before all incorrect ones."""
+    """Return (choices, indices of the right ones): of column mc2_targets, or all correct answers
+    before all incorrect ones."""
     if "mc2_targets" in row:
         return _targets(row, "mc2_targets")
     right = _answers(row, "Correct Answers")
@@ -54,6 +56,7 @@ def mc2_choices(row: CheckedRow) -> tuple[list[str], list[int]]:
 
 
 def _targets(row: CheckedRow, column: str) -> tuple[list[str], list[int]]:
+    """Return (choices, indices of the right ones) of a column of targets."""
     value = row[column]
     if not isinstance(value, dict) or not {"choices", "labels"} <= set(value):
         raise DataError(f'{row.where}: column "{column}": {value!r} is not {{"choices": [...], "labels": [...]}}')
@@ -64,7 +67,7 @@ def _targets(row: CheckedRow, column: str) -> tuple[list[str], list[int]]:
 
 
 def _answers(row: CheckedRow, column: str) -> list[str]:
-    """The answers of a cell, which "; " separates."""
+    """Return the answers of a cell, which semicolons separate."""
     answers = [answer.strip() for answer in row.text(column).split(";") if answer.strip()]
     if not answers:
         raise DataError(f'{row.where}: column "{column}": no answer in it')
@@ -72,7 +75,7 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
 
 
 def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
-    """mc2: the share of the true choices in the summed probability of all choices."""
+    """Mark mc2: the share of the true choices in the summed probability of all choices."""
     marks: list[Marks] = []
     for example, likelihoods in zip(asked, given, strict=True):
         most = max(likelihoods.sums)
@@ -82,7 +85,8 @@ def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Ma
 
 
 def _item(row: CheckedRow, multiple: bool, shuffled: bool) -> choices.Item:
-    """`shuffled`: files list true choices first, which a letter must not give away; always in the same order."""
+    """Return a row as an item. `shuffled`: files list true choices first, which a letter must not give away; the order
+    of a row is always the same."""
     question = row.text("question" if "question" in row else "Question")
     options, right = mc2_choices(row) if multiple else mc1_choices(row)
     order = list(range(len(options)))
@@ -93,7 +97,7 @@ def _item(row: CheckedRow, multiple: bool, shuffled: bool) -> choices.Item:
 
 
 def build(name: str, read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.ChoiceTask:
-    """truthfulqa_mc1 or truthfulqa_mc2. The authors' six questions are its shots; it takes no others."""
+    """Return truthfulqa_mc1 or truthfulqa_mc2. The authors' six questions are its shots; it takes no others."""
     multiple = name == "truthfulqa_mc2"
     design = choices.Design(
         name=name,
