@@ -107,8 +107,8 @@ class ParameterCount:
     head: int
     "of the output projection, which may be the input embedding too"
     encoder: int = 0
-    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys and
-    values"""
+    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys
+    and values"""
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
