@@ -223,8 +223,8 @@ class Blocks:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Forbid compilation within the context, as compile.on_recompile says, and explain an error that memory ran
-        out."""
+        """Forbid compilation within the context, as compile.on_recompile says, and explain an
+        error that memory ran out."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, explained(self._plan, self._cfg, self._layout):
@@ -249,8 +249,8 @@ class Blocks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, where nothing should be; give a pipelined model all of its
-        weights."""
+        """Count what is compiled within the context, where nothing should be; give a pipelined
+        model all of its weights."""
         with whole_weights(self.model.orig_model), self.watch.evaluating():
             yield
 

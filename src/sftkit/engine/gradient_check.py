@@ -232,8 +232,8 @@ class _Sides:
         orig_model = self.model.orig_model
         for piece in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
             if piece is not None:
-                # After unshard() the module's parameters are the whole weights, the same objects each time, so hooks on
-                # them stay valid.
+                # After unshard() the module's parameters are the whole weights, the same objects each time, so
+                # hooks on them stay valid.
                 piece.unshard()
             for name, p in orig_model.named_parameters():
                 if name in of and name not in heard and not isinstance(p, DTensor):

@@ -23,8 +23,8 @@ TOKENS = 32
 
 
 def same_rows(rt: Runtime) -> bool:
-    """Return whether all ranks get the same documents, as under tensor parallelism: both sides pass through its
-    exchange."""
+    """Return whether all ranks get the same documents, as under tensor parallelism: both sides
+    pass through its exchange."""
     return rt.topology.tensor > 1
 
 

@@ -137,8 +137,8 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
     """Return the parameter with the largest relative difference, and the scale of all.
 
     Args:
-        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot product of
-            that and ours.
+        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot
+            product of that and ours.
         blocks: name of a parameter -> name of its block.
     """
     of_block: dict[str, float] = defaultdict(float)

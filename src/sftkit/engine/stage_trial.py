@@ -33,9 +33,9 @@ def measured_layers(
 ) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is fastest, by measured times of the model's parts.
 
-    The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all ranks
-    find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it; random state
-    is as before.
+    The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
+    ranks find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it;
+    random state is as before.
 
     Raises:
         ConfigError: a model that has no stages.

@@ -139,8 +139,8 @@ def exchange(
     One small exchange between the ranks, no host sync.
 
     Args:
-        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the precision of
-            the sum over ranks.
+        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the
+            precision of the sum over ranks.
         totals: this rank's sums over its micro-batches.
         stop: this rank asks to end training.
         spikes: judges the step; None: it is not judged.

@@ -110,8 +110,8 @@ class EncoderDecoder(ABC):
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
-        """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other nor each other's
-        inputs."""
+        """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
+        nor each other's inputs."""
         with dense_kernels() if backend == "sdpa" else nullcontext():
             outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
@@ -147,6 +147,6 @@ def require_inputs(examples: Examples, what: str) -> None:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the fields of a config that follow from the tokenizer: the padding token, and the token that texts begin
-    with."""
+    """Return the fields of a config that follow from the tokenizer: the padding token, and the
+    token that texts begin with."""
     return {"decoder_start_token_id": start_id(tokenizer), "pad_token_id": tokenizer.pad_token_id}

@@ -26,8 +26,8 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
     """Convert the model to float8 as train.fp8 says and print a line about it; do nothing if it is null.
 
     Raises:
-        ConfigError: tensor parallelism, micro-batches whose positions are no multiple of 16, or what convert_to_fp8
-            refuses.
+        ConfigError: tensor parallelism, micro-batches whose positions are no multiple of 16, or
+            what convert_to_fp8 refuses.
     """
     if cfg.train.fp8 is not None:
         if rt.topology.tensor > 1:
@@ -54,8 +54,8 @@ def convert_to_fp8(
     precision: str,
     compile: bool,
 ) -> int:
-    """Replace the linear layers of the decoder blocks in place; weights, their names and what is saved stay as they
-    are.
+    """Replace the linear layers of the decoder blocks in place; weights, their names and what
+    is saved stay as they are.
 
     Call it before compilation and wrapping. The number of positions of a micro-batch must be a multiple of 16.
 
@@ -95,8 +95,8 @@ def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, c
 
 
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Return the linear layers that float8 suits: in decoder blocks, so neither head nor embeddings; wide enough and
-    divisible."""
+    """Return the linear layers that float8 suits: in decoder blocks, so neither head nor embeddings;
+    wide enough and divisible."""
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
     return [m for m in linears if all(n % _MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
 

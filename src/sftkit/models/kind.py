@@ -69,8 +69,8 @@ class ModelKind(Protocol):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Return the documents with what an encoder is given for each, made once and kept in data.cache_dir; without an
-        encoder as they are.
+        """Return the documents with what an encoder is given for each, made once and kept in data.cache_dir;
+        without an encoder as they are.
 
         Raises:
             DataError: they name nothing that could be encoded, or what they name cannot be read.
@@ -84,8 +84,8 @@ class ModelKind(Protocol):
         """
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return an encoder's inputs, given as batches have them, as transformers' own forward pass and generation take
-        them."""
+        """Return an encoder's inputs, given as batches have them, as transformers' own forward pass
+        and generation take them."""
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
         """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer."""

@@ -248,8 +248,8 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and is not
-    filled at random.
+    """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
+    is not filled at random.
 
     Raises:
         ConfigError: such a weight.
@@ -345,8 +345,8 @@ def inherit(
     precision: str,
     positions: int | None = None,
 ) -> tuple[int, str]:
-    """Return the row length, taken from the run that the model comes from unless it is set, and lines that say what is
-    inherited.
+    """Return the row length, taken from the run that the model comes from unless it is set, and lines
+    that say what is inherited.
 
     Raises:
         ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.

@@ -1,5 +1,5 @@
-"""Padding of the vocabulary to a multiple of some number of rows, which suits the matrix products of the head. In
-memory only.
+"""Padding of the vocabulary to a multiple of some number of rows, which suits the matrix products of
+the head. In memory only.
 
 The rows behind those of the tokens are zeros: no token looks them up, no logit is made of them, and no file has them.
 They stay zeros: their gradient is 0, and so is each update or decay of them.
@@ -19,8 +19,8 @@ from sftkit.models.vocabulary import NewRows, new_rows, resize, set_new_rows, vo
 
 
 def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
-    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays the number of token
-    rows.
+    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays
+    the number of token rows.
 
     A model on the meta device gets the zeros when its weights are read.
 

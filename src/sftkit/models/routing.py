@@ -63,8 +63,8 @@ def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def routing_of(orig_model: PreTrainedModel, given: float | None) -> Routing | None:
-    """Attach hooks to the routers of a model that is not compiled yet, and return what reads them; None: it has no
-    experts.
+    """Attach hooks to the routers of a model that is not compiled yet, and return what reads them;
+    None: it has no experts.
 
     Args:
         given: loss.router_aux_loss_coef.
@@ -169,8 +169,8 @@ def _told_with_loss(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...])
 
 
 def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, with_loss: bool) -> None:
-    """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E], weights and choice
-    [B C, k]."""
+    """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E],
+    weights and choice [B C, k]."""
     first, _, last = output
     logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -72,8 +72,8 @@ def replica_of(cfg: Config) -> Replica | None:
 
 
 def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
-    """Return the bytes of weights, gradients and optimizer states; for "auto" those of the smallest optimizer that it
-    may choose."""
+    """Return the bytes of weights, gradients and optimizer states; for "auto" those of the smallest
+    optimizer that it may choose."""
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
     # Whole bytes of each: this is a lower bound, and of 8-bit states the scales are a hundredth.
@@ -93,8 +93,8 @@ def size_of(model: ModelConfig) -> ModelSize | None:
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
-    """Return the fields of the transformers config of the model that a run starts from, of its text part; None where
-    unknown."""
+    """Return the fields of the transformers config of the model that a run starts from, of its text
+    part; None where unknown."""
     return _scratch_fields(model) if model.scratch is not None else _read(model, _text_fields)
 
 
@@ -123,8 +123,8 @@ def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
 
 
 def _folder(path: str, revision: str | None) -> Path | None:
-    """Return where the files are: a folder, a run's newest checkpoint, or a snapshot in the hub's cache, which may hold
-    the config alone."""
+    """Return where the files are: a folder, a run's newest checkpoint, or a snapshot in the hub's cache, which
+    may hold the config alone."""
     folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
@@ -181,8 +181,8 @@ def _elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Return the parameters by the fields of a transformers config, without norms and biases; None where it names no
-    sizes."""
+    """Return the parameters by the fields of a transformers config, without norms and biases; None
+    where it names no sizes."""
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())

@@ -1,5 +1,5 @@
-"""Which rank of a pipeline holds which parameters of a model; on the others they are on the meta device
-(parallel/stages.py)."""
+"""Which rank of a pipeline holds which parameters of a model; on the others they are on the meta
+device (parallel/stages.py)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Stages:
         return int(self.mesh.mesh[self.holders[name][0]][0])
 
     def elsewhere(self, state: str) -> bool:
-        """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that this rank does not
-        hold."""
+        """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that
+        this rank does not hold."""
         return any(self.place not in places and _is_of(state, name) for name, places in self.holders.items())
 
     def written_here(self, state: str) -> bool:

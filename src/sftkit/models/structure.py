@@ -21,8 +21,8 @@ TOKEN_ROWS = "sftkit_token_rows"
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Return the rows of the input embedding without padding (models/padding.py); there may be more than the tokenizer
-    has tokens."""
+    """Return the rows of the input embedding without padding (models/padding.py); there may be more than
+    the tokenizer has tokens."""
     return getattr(orig_model, TOKEN_ROWS, None) or embedding_of(orig_model).shape[0]
 
 
@@ -107,15 +107,15 @@ class ParameterCount:
     head: int
     "of the output projection, which may be the input embedding too"
     encoder: int = 0
-    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys
-    and values"""
+    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded
+    positions to keys and values"""
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Count the parameters by the work they take per token.
 
-    Tables (of tokens or positions, of which a token reads a row) take none, and padding of the vocabulary is not
-    counted.
+    Tables (of tokens or positions, of which a token reads a row) take none, and padding of the
+    vocabulary is not counted.
     """
     # All parameters, without the padding of the vocabulary, and those of the head.
     projection = list(output_projection(orig_model).parameters())
@@ -154,8 +154,8 @@ CROSS_KEYS = re.compile(
 
 
 def is_table(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter outside of an embedding is a table that is added to the positions as it is: [1,
-    positions, H]."""
+    """Return whether a parameter outside of an embedding is a table that is added to the positions as
+    it is: [1, positions, H]."""
     return parameter.ndim == 3 and parameter.shape[0] == 1
 
 

@@ -42,8 +42,8 @@ class TextToText(EncoderDecoder):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Tokenize the encoder's texts: ids, int64 [I, data.max_length], truncated there, and a mask of the same shape,
-        True at tokens."""
+        """Tokenize the encoder's texts: ids, int64 [I, data.max_length], truncated there, and a mask of the
+        same shape, True at tokens."""
         require_inputs(examples, "text")
         texts = list(dict.fromkeys(examples.given))
         number = {text: i for i, text in enumerate(texts)}

@@ -29,8 +29,8 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `vocab_size` entries, the four special tokens (ids 0-3) and all 256 bytes among
-    them.
+    """Train a tokenizer of at most `vocab_size` entries, the four special tokens (ids 0-3) and
+    all 256 bytes among them.
 
     Documents end with <|endoftext|>, which is eos; nothing is put before them. The same texts give the same tokenizer.
     """

@@ -1,5 +1,5 @@
-"""Models that describe pictures, as transformers composes them: an encoder of pictures (ViT) and a decoder that attends
-to it (GPT-2)."""
+"""Models that describe pictures, as transformers composes them: an encoder of pictures (ViT) and a decoder
+that attends to it (GPT-2)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class VisionToText(EncoderDecoder):
         return {**special_ids(tokenizer), **fields, "encoder": dict(fields["encoder"]), "decoder": decoder}
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the pixels' mean and standard deviation in the config, where the image processor beside the weights
-        names them."""
+        """Keep the pixels' mean and standard deviation in the config, where the image processor
+        beside the weights names them."""
         super().prepare(orig_model, tokenizer)
         # With a pad id GPT-2 searches every batch for padding, to warn of it, which waits for the device.
         orig_model.config.decoder.pad_token_id = None

@@ -143,8 +143,8 @@ def resize(orig_model: PreTrainedModel, rows: int) -> None:
 
 
 def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H] unless tied, and
-    bias [V]."""
+    """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
+    unless tied, and bias [V]."""
     embedding, projection = embedding_of(orig_model), output_projection(orig_model)
     found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
     return found if projection.bias is None else [*found, projection.bias]
@@ -152,8 +152,8 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
-    """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in new rows, zeros in
-    padding.
+    """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in
+    new rows, zeros in padding.
 
     Args:
         tensor: one of vocabulary_of, whole or sharded.
@@ -173,8 +173,8 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in fp64: the same on every
-    rank."""
+    """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in
+    fp64: the same on every rank."""
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, rows, MEAN_ROWS):
         part = source[(slice(first, min(first + MEAN_ROWS, rows)), *columns)]

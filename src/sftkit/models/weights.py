@@ -120,8 +120,8 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return name -> tensor to fill, a shared one under its first name; without those of other ranks (on the meta
-    device)."""
+    """Return name -> tensor to fill, a shared one under its first name; without those of other
+    ranks (on the meta device)."""
     seen: set[int] = set()
     found = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
