@@ -90,8 +90,8 @@ def document_attention(
     Returns:
         (attended values [N, H, D], log-sum-exp fp32 [H, N])
     """
-    # Private, both kernels: the public functions have an autograd of their own and return no
-    # log-sum-exp to save for ours.
+    # Private, both kernels: an operator with its own gradient needs forward and backward apart, and no public
+    # function gives it the latter.
     if kernel == "fa4":
         out, lse = fa4()._flash_attn_fwd(
             query,

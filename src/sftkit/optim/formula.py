@@ -36,8 +36,8 @@ def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> 
         counts: [P], update numbers from 1, on any device; of 0 the result is not finite.
 
     Returns:
-        fp64 [P, 2] there: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of beta2=0.999
-        would be off by 6e-5.
+        fp64 [P, 2] on that device: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of
+        beta2=0.999 would be off by 6e-5.
     """
     counts = counts.double()
     beta1, beta2 = betas

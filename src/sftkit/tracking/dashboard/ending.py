@@ -23,13 +23,15 @@ class Ending:
     state: str
     "finished, stopped (Ctrl-C), preempted (another signal, or the time limit) or failed, as in run_status.json"
     exit_code: int
-    "0 of a finished run alone: a process that was told to stop and has saved ends with 0, its training is not at its end"
+    """0 of a finished run alone: a process that was told to stop and has saved ends with 0, its
+    training is not at its end"""
     summary: dict[str, Any]
     "run/*, for the table of runs"
 
 
 def begun(resumed: bool) -> dict[str, Any]:
-    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one without its earlier end."""
+    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one
+    without its earlier end."""
     return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
 
 
