@@ -80,7 +80,7 @@ RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "e
 TABLE_ROWS = 1000
 "So many of the newest rows are in a table on the dashboard; samples.jsonl has all."
 CONSOLE_VALUES = 8
-"An evaluation with more values shows the mean ones on the console."
+"The console line of an evaluation with more values has the means, and each task's main value."
 GAP = "  "
 _WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
 "Columns of a step's line, the most important first."
