@@ -188,6 +188,7 @@ def compile_arguments(compile: CompileConfig, dynamic_layout: bool = False) -> d
     dynamic = None if compile.dynamic == "marked" else True if dynamic_layout else compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
+        # Of a private module, but torch.compile's documentation names it, and reads a mode's options with it.
         of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
         return {**found, "options": {**of_mode, **compile.options}}
     return found if compile.mode is None else {**found, "mode": compile.mode}
@@ -230,6 +231,7 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call with the row dimensions of its tensors marked as dynamic before it."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        # Private: tree_leaves finds the tensors inside named tuples and lists as well.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):

@@ -30,8 +30,8 @@ _SINGLE = "model.safetensors"
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     """Allocate the parameters that are on the meta device; move buffers and real parameters to the device."""
-    # Private: what from_pretrained keeps in fp32, the bias that balances experts. Buffers are set through `_buffers`
-    # because to_empty would leave those that were computed without their values.
+    # Private: what from_pretrained keeps in fp32, the bias that balances experts. Buffers are kept through `_buffers`,
+    # private too, because to_empty would leave them without the values that were computed.
     exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():

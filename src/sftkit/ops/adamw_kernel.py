@@ -85,6 +85,7 @@ def _adamw(
     factor = tl.load(clip)
     if factor != factor:  # nan: everything stays
         return
+    # Whose piece it is, by a binary search in the table.
     piece = tl.program_id(0)
     low = piece * 0
     high = low + rows
@@ -94,6 +95,7 @@ def _adamw(
             low = middle
         else:
             high = middle
+    # What the row says of that parameter.
     row = table + low * COLUMNS
     elements = tl.load(row + 1)
     if ALIGNED:
@@ -116,6 +118,7 @@ def _adamw(
     rate2 = tl.load(scalars + 2)
     eps = tl.load(scalars + 3)
 
+    # The update, a block at a time.
     begin = (piece - tl.load(row)) * PIECE
     for done in range(0, PIECE, BLOCK):
         element = begin + done + tl.arange(0, BLOCK)

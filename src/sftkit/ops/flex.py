@@ -116,6 +116,7 @@ def attend(
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
+    # By hand, not by create_block_mask: that would evaluate the whole mask, and its blocks are known from the starts.
     counts, indices, reverse_counts, reverse_indices = blocks
     block_mask = BlockMask(
         seq_lengths=(whole, whole),

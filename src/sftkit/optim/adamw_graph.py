@@ -201,7 +201,7 @@ class GraphAdamW(AdamW):
         if not self._gradients:
             super().zero_grad(set_to_none)
             return
-        torch._foreach_zero_(list(self._gradients.values()))
+        torch._foreach_zero_(list(self._gradients.values()))  # private: one launch for all
         for param, kept in self._gradients.items():
             param.grad = kept.view(param.shape)
 

@@ -31,11 +31,13 @@ def experts(report: dict[str, Any]) -> Html | None:
     found = mapping(report.get("experts"))
     if not found:
         return None
+    # Sizes: as wide as the page, cells no higher than they need to be.
     rows: list[list[float]] = found["load"]
     count = len(rows[0])
     across = (WIDTH - LEFT) / count
     down = min(MOST_HIGH, max(across, 8.0))
     height = len(rows) * down + 22
+    # The cells, which say their value when pointed at, unless they are too many.
     told = count * len(rows) <= _MOST_TITLES
     cells = [
         el(
@@ -51,6 +53,7 @@ def experts(report: dict[str, Any]) -> Html | None:
         for layer, row in enumerate(rows)
         for expert, load in enumerate(row)
     ]
+    # The words around them.
     most, least = max(map(max, rows)), min(map(min, rows))
     label = f"Load of {count} experts in {len(rows)} layers: most {show(most)}, least {show(least)} of an even share"
     caption = el(
