@@ -31,7 +31,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
     ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:
-        """Return torch's callback for a frame, which tells of a refusal and runs the frame instead."""
+        """Return torch's callback for a frame, which reports a refusal and runs the frame instead."""
         refuse: Any = ask(callback)
         if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
             return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly

@@ -42,7 +42,7 @@ def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
 
 
 class RecordsOfRanks:
-    """Keeps what each rank has told; texts are exchanged only when one has something new."""
+    """Keeps the records of each rank as last exchanged; texts are exchanged only when one has something new."""
 
     def __init__(self, rt: Runtime) -> None:
         self._rt = rt

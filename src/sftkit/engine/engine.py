@@ -29,7 +29,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine computes: what was chosen, before its first step, where the recipe says auto."""
+    """The choices that an engine has made before its first step, where the recipe says auto."""
 
     attention: str
     "name of the backend"
@@ -45,7 +45,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine knows of its steps so far."""
+    """A report on an engine's steps so far."""
 
     metrics: dict[str, float]
     "compile/*; see docs/metrics.md"
@@ -56,7 +56,7 @@ class EngineReport:
 
 
 class Engine(Protocol):
-    """How an optimizer step is computed: all its micro-batches, graphs, gradient sums, communication and the update.
+    """Computes optimizer steps: all their micro-batches, graphs, gradient sums, communication and the update.
 
     Every rank has one and calls the same methods: `warm_up` once, then `step` inside `guarded`, and `close` at the end.
     """

@@ -17,9 +17,9 @@ _SIZES = (8, 5)
 _ROW_LENGTH = 16
 "Positions of the row without the compiler, for each rank that shares it."
 MICRO_BATCHES = 3
-"At most so many, or the stages of a pipeline if more: the fewest that make a step add bf16 gradients up in fp32."
+"Maximum, or the stages of a pipeline if more: the fewest that make a step add bf16 gradients up in fp32."
 TOKENS = 32
-"At most so many different tokens in the documents: all ranks compare the same few rows of embedding and head."
+"Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
 
 
 def same_rows(rt: Runtime) -> bool:

@@ -17,7 +17,7 @@ from sftkit.models.structure import decoder_blocks, embedding_of, output_project
 from sftkit.ops.dtensor import local, local_region
 
 _SAMPLE = 4096
-"At most so many elements of a parameter are compared, evenly spread."
+"Maximum number of elements of a parameter that are compared, evenly spread."
 LAST_ROWS = 8
 "Rows at the end of embedding and head, all compared: padding, added tokens and the last chunk of the loss are there."
 FLOOR, FLOOR_OF_EXPERTS = 1e-2, 5e-2

@@ -19,7 +19,7 @@ def plain_sums(model: ModelWithLoss, batch: Batch, multiple: int = 1) -> Iterato
     Call it inside ops.attention.plain_attention.
 
     Args:
-        multiple: documents are padded to a multiple of so many positions.
+        multiple: documents are padded to a multiple of this number of positions.
     """
     if isinstance(model.objective, Balanced) and model.orig_model.training:
         for row in single_rows(batch):

@@ -20,13 +20,13 @@ SCALE = 0.01
 DRAWS = 3
 "Passes with random roundings, of which the worst counts."
 APART = 3.0
-"The limit is so many times the distance of such a pass: both ways to compute the same round, in 28 blocks and more."
+"The limit is this many times the distance of such a pass: both ways to compute the same round, in 28 blocks and more."
 MOST, MOST_OF_SCALE = 0.5, 0.05
 "No limit is wider: an attention scale wrong by 1.2 times moves gradients by 0.7 and more, a wrong divisor all of them."
 
 
 class Roundings(NamedTuple):
-    """How far roundings move gradients of the plain model: the worst of `DRAWS` passes."""
+    """Distance that roundings move gradients of the plain model: the worst of `DRAWS` passes."""
 
     relative: float
     "relative difference of the parameter that they move furthest"

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was decided about a run's memory, before anything is compiled."""
+    """The decisions about a run's memory, made before anything is compiled."""
 
     optim: OptimConfig
     "with the name of an optimizer, never auto"

@@ -54,7 +54,7 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _gradients_of_replicas(s: EstimateInputs, parameters: float) -> CollectiveTraffic:
-    """Return the exchange of so many gradients among replicas."""
+    """Return the exchange of the gradients of `parameters` parameters among replicas."""
     return CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
 
 

@@ -19,7 +19,7 @@ SMALLEST_HIDDEN_SIZE = 2048
 NARROWEST = 512
 "Matrices with a side below this stay in bf16: they do not pay, and the routers of experts need their precision."
 _MULTIPLE = 16
-"What the float8 product asks of every dimension."
+"The float8 product needs every dimension to be a multiple of this."
 
 
 def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:

@@ -15,7 +15,7 @@ from sftkit.data.types import EncoderInputs, Examples
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+    """The head, which turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
 
     weight: Tensor
     "[V, H]"
@@ -29,7 +29,7 @@ class Head(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """How texts are generated: what is called for each next token, and what it is given for all of them."""
+    """A function that is called for each next token of generated texts, and its arguments that stay the same."""
 
     read: Callable[..., Any]
     """called as transformers' causal models are, with input_ids [B, T], attention_mask, position_ids, past_key_values,

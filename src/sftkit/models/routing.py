@@ -22,11 +22,11 @@ from sftkit.ops.gather_rows import process_group
 COEFFICIENT = "router_aux_loss_coef"
 "Field of a config with the weight of the loss."
 NOT_READ = ("longcat_flash", "inkling")
-"Model types whose routers give something else than logits, weights and choice."
+"Model types whose routers return something else than logits, weights and choice."
 
 
 class _Watched:
-    """What the hooks of all routers read and compiled code guards on.
+    """State that the hooks of all routers read and compiled code guards on.
 
     Not an attribute of a module: Dynamo takes the sizes of a module's tensors for fixed.
     """
@@ -143,7 +143,7 @@ class Routing:
         """Return the sum over rows, 0-d, of targets x E x sum over experts of (share of positions x mean probability).
 
         Args:
-            chosen, probability: [B, E], as `taken` gives them. tokens, targets: [B], of whole rows.
+            chosen, probability: [B, E], as `taken` returns them. tokens, targets: [B], of whole rows.
         """
         seen = (tokens * len(self._routers)).to(chosen.dtype).clamp(min=1.0)
         of_rows = chosen.shape[-1] * (chosen * probability).sum(-1) / seen.square()

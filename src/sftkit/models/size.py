@@ -40,7 +40,7 @@ class ModelSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Replica:
-    """What a whole copy of the model needs on a GPU that trains it."""
+    """The needs of a whole copy of the model on a GPU that trains it."""
 
     parameters: int
     optimizer: str

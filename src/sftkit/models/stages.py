@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass
 class Stages:
-    """Which stage holds what, the same on every rank, and this rank's place."""
+    """The stages of a pipeline and what each holds, the same on every rank, and this rank's place."""
 
     layers: tuple[int, ...]
     "of each stage, how many; the last stage has the final norm and the head too"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from sftkit.errors import ConfigError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"What configs call the number of routed experts of a block."
+"Fields of configs with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
 "Attribute of a model whose vocabulary is padded: rows that are no padding."
 
@@ -169,10 +169,10 @@ def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
 
 
 class AttentionWindow(NamedTuple):
-    """Which keys a query of a layer sees."""
+    """The keys that a query of a layer sees."""
 
     keys: int | None
-    "the last so many positions, its own included; None: all up to its own"
+    "number of the last positions that are seen, its own included; None: all up to its own"
     chunked: bool = False
     "only those of its own chunk: documents are split into chunks of `keys` positions"
 

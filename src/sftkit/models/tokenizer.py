@@ -14,7 +14,8 @@ from sftkit.data import sources
 END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
 
-# No token crosses these pieces: a word with the space before it, one digit, a run of signs, white space.
+# Text is split into these first, and no token crosses a split: a word with the space before it, one digit, a run
+# of signs, white space.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 

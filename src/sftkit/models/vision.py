@@ -33,13 +33,14 @@ log = logging.getLogger(__name__)
 
 PIXELS = "pixel_values"
 PROCESSOR = "preprocessor_config.json"
-"What transformers calls the file of an image processor."
+"File of an image processor, as transformers names it."
 _MIDDLE = 0.5
 "Mean and standard deviation of pixels where neither the model nor its image processor names them: those of ViT."
 
 
 class Pixels(NamedTuple):
-    """What an encoder takes: its sizes, and the mean and standard deviation that pixels in 0..1 are normalised with."""
+    """The input of an encoder: its sizes, and the mean and standard deviation that pixels in
+    0..1 are normalised with."""
 
     channels: int
     height: int

@@ -15,7 +15,7 @@ from sftkit.models.structure import embedding_of, output_projection, vocab_size
 from sftkit.ops.dtensor import local, local_region
 
 _MULTIPLE = 64
-"A vocabulary that grows gets a multiple of so many rows, which suits tensor cores."
+"A vocabulary that grows gets a multiple of this number of rows, which suits tensor cores."
 MEAN_ROWS = 1024
 "Rows that a mean reads at a time."
 
@@ -25,7 +25,7 @@ _ADDED, _NEW_ROWS = "sftkit_added_tokens", "sftkit_new_rows"
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """What add_tokens has added to a tokenizer."""
+    """The tokens that add_tokens has added to a tokenizer."""
 
     tokens: tuple[str, ...]
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class AddedTokens:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Which rows of a vocabulary are not in the model's files, or are there but belong to no token."""
+    """The rows of a vocabulary that are not in the model's files, or are there but belong to no token."""
 
     before: int
     "rows in the files"
@@ -92,7 +92,7 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     tokenizer of Gemma 3 1B has one for images, its model does not.
 
     Raises:
-        ConfigError: another token of it lies beyond the rows.
+        ConfigError: another token of the tokenizer has no row.
     """
     rows, added, special = vocab_size(orig_model), added_tokens(tokenizer), tokenizer.added_tokens_decoder
     written = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]

@@ -1,4 +1,4 @@
-"""Sums by name: what an objective gives for a batch, and what a step adds up over its micro-batches."""
+"""Sums by name: those that an objective returns for a batch, and their totals over the micro-batches of a step."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ DENSE_KERNELS = [
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch lie, in the form that the backend reads; the other fields are None."""
+    """The places of a batch's documents, in the form that the backend reads; the other fields are None."""
 
     backend: str
     max_length: int

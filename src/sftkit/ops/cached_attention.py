@@ -29,6 +29,8 @@ def attend_cached(
 ) -> tuple[torch.Tensor, None]:
     """Attend from one position, as transformers calls it.
 
+    The query heads that share a key head are treated as that number of positions that see the same keys.
+
     The query heads of a key head count as so many positions that see the same keys.
 
     Args:

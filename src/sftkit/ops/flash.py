@@ -23,7 +23,7 @@ KERNELS = ("fa4", "varlen")
 "fa4: flash_attn.cute (extra attention-fa4); varlen: the FlashAttention-2 that torch ships."
 
 MOST_REPEATS = {"fa4": 4, "varlen": 2}
-"Up to so many query heads per key head the backward pass repeats keys and values."
+"Maximum number of query heads per key head for which the backward pass repeats keys and values."
 
 
 def missing(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:

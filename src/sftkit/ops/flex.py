@@ -18,7 +18,7 @@ Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """What FlexAttention is asked for, as functions that hold no tensor."""
+    """The arguments of a call of FlexAttention, its mask and scores as functions that hold no tensor."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -30,7 +30,7 @@ def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: flo
 
 
 def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
-    """Return the learning rate and the root of exp_avg_sq's correction after so many updates, with bias correction.
+    """Return the two numbers of AdamW's bias correction after each count of updates.
 
     Args:
         counts: [P], update numbers from 1, on any device; of 0 the result is not finite.

@@ -14,9 +14,9 @@ Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
 "Margins of a chart, in the units of its view box."
 _MOST_TITLES = 60
-"At most so many points of a line, and its last one, say their value when pointed at."
+"Maximum number of points of a line, besides its last, that show their value when pointed at."
 _LOG_RATIO = 20.0
-"Values whose largest is more than so many times the smallest get a logarithmic axis."
+"An axis is logarithmic if the largest value is more than this many times the smallest."
 
 
 @dataclass(frozen=True)

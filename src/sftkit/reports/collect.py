@@ -52,13 +52,13 @@ Curve = list[list[float | None]]
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
 "Files of which a run directory has at least one."
 MOST_RUNS = 5
-"A message names at most so many runs."
+"Maximum number of runs that a message names."
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
 RESUMED = "Resumed from a verified checkpoint"
 "Name of the check in proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
-"A thinned curve is cut into so many stretches."
+"Number of stretches that a thinned curve is divided into."
 
 
 def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:

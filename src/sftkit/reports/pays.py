@@ -16,7 +16,7 @@ the other example is twice."""
 
 @dataclass(frozen=True)
 class Pays:
-    """What a compiled run saves over the same run without the compiler."""
+    """The savings of a compiled run over the same run without the compiler."""
 
     eager_step_seconds: float
     compiled_step_seconds: float
@@ -26,7 +26,7 @@ class Pays:
     steps: int | None
     "number of steps from which on compiling pays; None: never"
     minutes: float | None
-    "duration of a run of so many steps, either way"
+    "duration of a run of `steps` steps, which is the same either way"
 
     @property
     def words(self) -> str:

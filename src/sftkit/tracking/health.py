@@ -29,7 +29,7 @@ from sftkit.tracking.window import Window
 
 @dataclass(frozen=True)
 class RankLoss:
-    """What a rank tells the others of its loss in a step that is left out."""
+    """The loss of a rank in a step that is left out, as the other ranks get it."""
 
     loss: float
     "nats per target"
@@ -50,7 +50,7 @@ class RankLoss:
 
 @dataclass(frozen=True)
 class Known:
-    """What the host has learned of a step, the same on every rank."""
+    """A step whose flags the host has read, the same on every rank."""
 
     step: int
     stop: bool

@@ -13,7 +13,7 @@ from sftkit.objectives.sums import Totals
 
 @dataclass(frozen=True)
 class Flags:
-    """What all ranks must know of a step, in one small vector, so that it reaches the host in one copy."""
+    """Flags of a step that all ranks must know, in one small vector, so that they reach the host in one copy."""
 
     vector: Tensor
     "fp32 [11], the same on every rank"

@@ -1,4 +1,4 @@
-"""What a run has done since its first step, over all its starts: what curves can be drawn over beside `step`."""
+"""The progress of a run since its first step, over all its starts: curves can be drawn over it as over `step`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _WINDOW = 128
 ENOUGH = 32
 "With fewer steps than this nothing is called a spike."
 SIGMAS = 6.0
-"A spike is more than so many standard deviations above the mean."
+"A spike is more than this many standard deviations above the mean."
 LEAST = 0.01
 "A standard deviation counts as at least this share of the mean."
 JUDGED = ("loss", "gradient norm")

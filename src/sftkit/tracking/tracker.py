@@ -74,11 +74,11 @@ ENDS: dict[type[BaseException], EventKind] = {
 }
 "Error that ends training -> its kind of event."
 STARVED_PCT, STARVED_LINES = 20.0, 3
-"Training is starved of data if it waits for more than this share of the time in so many logged lines in a row."
+"Training is starved of data if it waits for more than this percentage of the time in this many logged lines in a row."
 SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
 RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
 TABLE_ROWS = 1000
-"So many of the newest rows are in a table on the dashboard; samples.jsonl has all."
+"Maximum number of rows in a table on the dashboard, the newest; samples.jsonl has all."
 CONSOLE_VALUES = 8
 "The console line of an evaluation with more values has the means, and each task's main value."
 GAP = "  "

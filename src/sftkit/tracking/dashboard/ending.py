@@ -1,4 +1,4 @@
-"""How a run ended, for a dashboard: its state, an exit code, and why."""
+"""The end of a run, for a dashboard: its state, an exit code, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known when training has ended, with its last checkpoint or with an error."""
+    """The end of training, with its last checkpoint or with an error."""
 
     state: str
     "finished, stopped (Ctrl-C), preempted (another signal, or the time limit) or failed, as in run_status.json"

@@ -26,7 +26,7 @@ Values = Mapping[str, float | None]
 
 
 class Dashboard(Protocol):
-    """What a backend can do. Its methods are called on one thread and may raise, or never come back."""
+    """A service that shows a run. Its methods are called on one thread and may raise, or never return."""
 
     name: str
     run_id: str
