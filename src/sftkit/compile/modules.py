@@ -22,8 +22,8 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
 "The option that these modes turn on."
 ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
-"""Number of a tensor's dimensions -> those that follow the row length: boundaries [D], ids [B, T], states [B,
-T, H], masks [B, 1, T, T]."""
+"""Number of a tensor's dimensions -> those that follow the row length: boundaries [D], ids [B, T], states
+[B, T, H], masks [B, 1, T, T]."""
 
 
 class CompiledPart(NamedTuple):

@@ -81,8 +81,8 @@ def build(
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
-        # What the compiler will see: float8 layers, and attention. The cache is read first, since the choice of
-        # attention tries kernels out.
+        # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
+        # attention may run kernels.
         apply_fp8(cfg, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)
         choice = choose_backend(cfg, orig_model, layout, rt)
@@ -93,8 +93,8 @@ def build(
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
-        # Hooks on routers come before compilation: they are part of the graphs. Compilation is lazy: graphs are built
-        # in the warm-up. It comes before sharding, whose hooks stay around the graphs.
+        # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
+        # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
         model = ModelWithLoss(
             orig_model, choice.backend, objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
         )

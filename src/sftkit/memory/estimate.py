@@ -149,7 +149,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
-    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: they are views of the buckets
+    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: they lie in the buckets
     head = width * m.vocab * m.hidden
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
@@ -297,8 +297,8 @@ def _state_bytes(s: EstimateInputs) -> int:
 
 
 def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
-    """Return the bytes of the loss: an fp32 gradient of the head, next to the larger of a chunk of logits and
-    its copy in the precision of the weights; and the last hidden states through the final norm, the choice of
+    """Return the bytes of the loss: the head's fp32 gradient, next to the larger of a chunk of logits and that
+    gradient's copy in the precision of the weights; and the last hidden states through the final norm, the choice of
     targets and their gradient."""
     m, width = s.shape, WIDTH[s.precision]
     logits = width * min(s.chunk_tokens, tokens) * m.vocab

@@ -120,7 +120,7 @@ def make_plan(
         length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
         setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
-    # Which optimizer auto stands for may hang on whether the default fits, and the sharding on the optimizer.
+    # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
@@ -132,9 +132,8 @@ def make_plan(
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
-    earlier = parameters * earlier_gradient_width(
-        layout, rt.precision
-    )  # of shards and stages the warm-up has real ones
+    # Shards and stages count 0: their warm-up makes such gradients itself.
+    earlier = parameters * earlier_gradient_width(layout, rt.precision)
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
@@ -387,7 +386,7 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
 
 
 def _chunk(s: EstimateInputs) -> list[Option]:
-    """Return a quarter of the loss's chunk of tokens, if that is 64 or more."""
+    """Return a quarter of the loss's chunk of tokens, but 64 at least; nothing if that is not smaller."""
     quarter = max(s.chunk_tokens // 4, 64)
     return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 

@@ -201,7 +201,7 @@ def attend(
         return see_all(query, key, value, attention_mask, scale, dropout, position_bias), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
-    # What no backend, or not this one, computes is an error, never left out.
+    # What the backend does not compute is an error, never left out.
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     if position_bias is not None and documents.mask is None:

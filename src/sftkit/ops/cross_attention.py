@@ -31,9 +31,8 @@ def input_boundaries(
         visible: bool [B, K S], False for positions of an input that are padding; None: none are.
 
     Returns:
-        None: rows have one input each, all of it seen. For kernels that know boundaries int32 [1, 1, 1, B K +
-            1], where the queries of
-        each input start in the B T positions; else bool [B, 1, T, K S], True where a query sees a key.
+        None: rows have one input each, all of it seen. For kernels that know boundaries int32 [1, 1, 1, B K + 1], where
+        the queries of each input start in the B T positions; else bool [B, 1, T, K S], True where a query sees a key.
     """
     if inputs == 1 and visible is None:
         return None

@@ -18,7 +18,9 @@ MOMENTUM = 0.95
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Return nearly U V^T of the singular value decomposition, by five quintic Newton-Schulz steps in bf16 (K.
+    """Return nearly U V^T of the singular value decomposition.
+
+    It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
 
     Jordan 2024).
 

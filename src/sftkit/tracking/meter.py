@@ -195,9 +195,8 @@ class Meter:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:
-            False where other sums were measured: then only the shapes are taken over. Tokens of
-                sources with other names
-            are not taken over either.
+            False where other sums were measured: then only the shapes are taken over. Tokens of sources with other
+            names are not taken over either.
         """
         self.shapes.go_on(window)
         if window["sums"] != list(self._sums.names):

@@ -61,8 +61,7 @@ class Spikes:
 
         Returns:
             (fp32 [2, 4]: for each of JUDGED its value, the mean and the standard deviation before it, and 1 for a
-            spike;
-            bool 0-d: whether the step is left out)
+            spike; bool 0-d: whether the step is left out)
         """
         values = torch.stack([loss.double(), norm.double()])
         known = ~self._history.isnan()
