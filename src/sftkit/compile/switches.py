@@ -49,7 +49,7 @@ def compiler_switches(
         if compile.enabled:
             limit = _MARGIN + graphs
             dynamo: dict[str, Any] = {
-                # Blocks overlap with DDP's exchange already, and its own splitting would cut their graphs
+                # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs
                 # up: see pytorch #108966.
                 "optimize_ddp": False,
                 # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.

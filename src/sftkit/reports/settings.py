@@ -81,8 +81,8 @@ def _text(value: Any) -> str:
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """Return the hub model that this run, or the run that it goes on from, started with; None: it
-    was trained from scratch."""
+    """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
+    or from a local folder."""
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
         if not isinstance(path, str):
