@@ -1,4 +1,4 @@
-"""The project's wandb workspace as code. Only `save`, and `check_key` before it, ask a server."""
+"""The project's wandb workspace as code. Only `save` asks a server."""
 
 from __future__ import annotations
 
