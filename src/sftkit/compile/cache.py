@@ -1,7 +1,7 @@
 """Compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
 
-The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and machine
-code, which is run when a graph asks for it, so whoever can write the file can run code in the training process.
+The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and
+machine code, which is run when a graph asks for it, so whoever can write the file can run code in the training process.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ log = logging.getLogger(__name__)
 SUFFIX = ".compiled"
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
+"Settings of compile that change no graph, so they are not in the key."
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
+"Fields of a config that say where a model comes from and change no graph."
 
 
 def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
-    """Load what compile.cache holds for this run, if it names anything: before attention is chosen, which uses kernels."""
+    """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels."""
     if cfg.compile.enabled and cfg.compile.cache:
         said = load(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.device.index or 0)
         rt.say(said)
 
 
 def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
-    """Save what the warm-up compiled to compile.cache, if it names anything.
+    """Save what the warm-up compiled to compile.cache, if it is set.
 
     torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
     folder; a single file holds the main rank's.
@@ -56,7 +58,8 @@ def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) 
 
 
 def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
-    """sha256 of what the compiled code depends on: model, shapes, settings, versions, device. torch checks again."""
+    """Return the sha256 of what compiled code depends on: model, shapes, settings, versions,
+    device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
     return _digest(
@@ -74,7 +77,7 @@ def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -
 
 
 def _environment(device: torch.device) -> dict[str, object]:
-    """Versions and device: code compiled under others is of no use."""
+    """Return versions and device: code compiled under others is of no use."""
     cuda = device.type == "cuda"
     return {
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -86,20 +89,21 @@ def _environment(device: torch.device) -> dict[str, object]:
 
 
 def _digest(parts: dict[str, Any]) -> str:
-    """The same for equal parts, whatever their order."""
+    """Return the sha256 of the parts, the same for equal parts in whatever order."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load(where: str, key: str, index: int = 0) -> str:
-    """Hand torch the compiled code that was saved under this key; every rank does.
+    """Hand torch the compiled code that was saved under this key; every rank calls it.
 
     Args:
         index: number of this rank's GPU in its machine.
-        where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or an fsspec URL of either.
+        where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or
+            an fsspec URL of either.
 
     Returns:
-        what happened, for the console. A file that is missing, damaged or of another key never stops a run: the graphs are
-        then compiled.
+        what happened, for the console. A file that is missing, damaged or of another key never stops a run: its graphs
+        are then compiled.
     """
     path = _file(where, key, index)
     if path is None:
@@ -113,7 +117,7 @@ def load(where: str, key: str, index: int = 0) -> str:
         artifacts, kernels = unpack(content)
         loaded = torch.compiler.load_cache_artifacts(artifacts)
         write_kernels(kernels)
-    except Exception as error:  # what a foreign file makes torch raise is not ours to know
+    except Exception as error:  # torch may raise anything for a file that it cannot use
         loaded, problem = None, str(error)
     if loaded is None:
         log.warning("compile.cache: %s: torch cannot read it (%s); compiling anew", path, problem)
@@ -122,10 +126,14 @@ def load(where: str, key: str, index: int = 0) -> str:
 
 
 def save(where: str, key: str, writes: bool, index: int = 0) -> str:
-    """Write what was compiled, on a rank that `writes`, unless all of it came from the same file. Returns a line to print."""
+    """Write what was compiled, on a rank that `writes`, unless it all came from the same file.
+
+    Returns a line to print.
+    """
     path = _file(where, key, index)
     if not writes or path is None:
         return ""
+    # torch._dynamo's own counter, which has no public name: without a miss all graphs came from the cache.
     if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
         return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
@@ -142,14 +150,14 @@ def save(where: str, key: str, writes: bool, index: int = 0) -> str:
 
 
 def pack(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
-    """One sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
+    """Return one sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
     sizes = {name: len(code) for name, code in kernels.items()}
     first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
     return first + b"\n" + artifacts + b"".join(kernels.values())
 
 
 def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """The inverse of `pack`.
+    """Split what `pack` has put together into (torch's artifacts, kernels by name).
 
     Raises:
         ValueError: the bytes are no such sequence.
@@ -164,7 +172,7 @@ def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
 
 
 def read_kernels() -> dict[str, bytes]:
-    """FlashAttention-4's compiled kernels on this machine, by path within their folder; none if it is not in use."""
+    """Return FlashAttention-4's compiled kernels on this machine by path within their folder; none if unused."""
     if "flash_attn" not in sys.modules:
         return {}
     folder = fa4_folder()
@@ -172,7 +180,11 @@ def read_kernels() -> dict[str, bytes]:
 
 
 def write_kernels(kernels: dict[str, bytes]) -> None:
-    """Put kernels where FlashAttention-4 looks for them; those that are there already stay."""
+    """Put kernels where FlashAttention-4 looks for them; those that are there already stay.
+
+    Raises:
+        ValueError: a name leads out of the folder, or is no object file.
+    """
     folder = fa4_folder().resolve()
     for name, code in kernels.items():
         path = (folder / name).resolve()
@@ -183,15 +195,17 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
 
 
 def _file(where: str, key: str, index: int) -> str | None:
-    """The file for this key and GPU: `where` itself if it is or looks like a file, for the first GPU only, else a file in
-    that folder."""
+    """Return the file for this key and GPU; None: there is none for this GPU.
+
+    It is `where` itself if that is or looks like a file, for the first GPU only, else a file in that folder.
+    """
     if where.endswith(SUFFIX) or ("://" not in where and Path(where).is_file()):
         return where if index == 0 else None
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
 
 def _read(path: str, key: str) -> tuple[bytes | None, str]:
-    """(content, "") or (None, why not)."""
+    """Return (content, "") or (None, why there is none)."""
     try:
         whole = _bytes(path)
     except FileNotFoundError:
@@ -212,6 +226,7 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
 
 
 def _bytes(path: str) -> bytes:
+    """Return the content of a file or URL."""
     if "://" not in path:
         return Path(path).read_bytes()
     import fsspec  # type: ignore[import-untyped]
@@ -221,7 +236,7 @@ def _bytes(path: str) -> bytes:
 
 
 def _write(path: str, whole: bytes) -> None:
-    """All of it or nothing: a reader never sees half a file."""
+    """Write all of it or nothing: a reader never sees half a file."""
     if "://" in path:
         import fsspec  # type: ignore[import-untyped]
 
@@ -237,6 +252,7 @@ def _write(path: str, whole: bytes) -> None:
 
 
 def _version(package: str) -> str | None:
+    """Return the installed version of a package; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

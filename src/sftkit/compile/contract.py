@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """What encoder and decoder run besides their blocks and embeddings and has parameters of its own: the final norm, mostly.
+    """Return the modules with parameters beside blocks and embeddings in encoder and decoder: mostly the final norm.
 
-    Not torch's own modules: they are one operator, and Dynamo does not trace them on their own. Nor an encoder's pooler, which
-    computes nothing here: see models.encoder_decoder.
+    Torch's own modules are left out: they are one operator, and Dynamo does not trace them on their own. So is an
+    encoder's pooler, which computes nothing here: see models.encoder_decoder.
     """
     blocks = set(decoder_blocks(orig_model))
     return [
@@ -45,19 +45,20 @@ def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 def compile_model(
     orig_model: PreTrainedModel, compile: CompileConfig, dynamic_layout: bool = False, sharded: bool = False
 ) -> int:
-    """Compile in place, before any wrapping or sharding: module types and parameter names stay as they are. Graphs are built
-    at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
+    """Compile in place and lazily, before any wrapping or sharding: module types and parameter names stay as they are.
+
+    Graphs are built at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
 
     Args:
-        dynamic_layout: row lengths vary freely: one graph with symbolic sizes, or a symbolic row length.
+        dynamic_layout: row lengths vary freely, so all sizes are symbolic, or the row length alone where it is marked.
         sharded: no process has all weights at once, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
 
     Raises:
-        ConfigError: scope block for a model whose blocks transformers does not name; a module of compile.modules that is
-            not there or not of a step.
+        ConfigError: scope block for a model whose blocks transformers does not name; a module of compile.modules that
+            does not exist or that a step does not call.
     """
     if not compile.enabled:
         return 0
@@ -77,6 +78,7 @@ def compile_model(
 
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
+    """Return the modules that the scope compiles, each on its own."""
     if scope == "model":
         return [part for part in called(orig_model) if next(part.children(), None) is not None]
     blocks = decoder_blocks(orig_model)
@@ -89,22 +91,22 @@ def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Mo
 
 
 def begin_step() -> None:
-    """Before each forward pass of training: CUDA graphs may reuse the memory of the pass before.
+    """Tell torch, before each forward pass of training, that CUDA graphs may reuse the memory of the pass before.
 
-    Gradients that must outlive it are copied: see engine.step.GradientSum.
+    Gradients that must outlive that pass are copied: see engine.step.GradientSum.
     """
     if uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
 
 
 def uses_cuda_graphs() -> bool:
-    """Whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
+    """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
     return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 @contextmanager
 def run_eagerly() -> Iterator[None]:
-    """Inside, compiled modules run their plain Python: any shape, no compile, and the compiled code stays valid."""
+    """Run the plain Python of compiled modules within the context: any shape, no compile; compiled code stays valid."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -113,12 +115,12 @@ def run_eagerly() -> Iterator[None]:
 def step_contract(
     on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """From the end of the warm-up to the end of training: nothing is compiled any more in a step.
+    """Hold training to what the warm-up compiled: within the context nothing is compiled any more in a step.
 
     Args:
-        on_recompile: error: the step that needs a new graph ends training; eager: that call runs uncompiled, and
-            `fell_back` is told; warn: it is compiled, and `CompileWatch.recompile_kinds` says why.
-        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is error.
+        on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
+            `fell_back` is called; "warn": it is compiled, and `CompileWatch.recompile_kinds` says why.
+        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is "error".
         fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
@@ -132,6 +134,7 @@ def step_contract(
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
+    # Private: torch._dynamo's callback before each compile, which also comes before a backward graph is built.
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_refuse_backward)
     try:
@@ -147,18 +150,20 @@ def step_contract(
 
 
 def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
+    """Return the stance of torch.compiler for this setting, as a context."""
     if on_recompile == "eager":
         return eager_on_recompile(lambda message, owner: fell_back(describe(message, owner)))
     return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
 
 
 def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:
-    # A backward graph is built when it is first needed, where no stance is asked.
+    """Raise when a backward graph is about to be built: that happens at its first run, where no stance is asked."""
     if args.callback_trigger is dynamo_callback.CallbackTrigger.LAZY_BACKWARD:
         raise _recompile_error(f"the backward pass of graph {args.compile_id} was never run in the warm-up")
 
 
 def _recompile_error(reason: str) -> RecompileError:
+    """Build the error for a graph that the warm-up did not compile."""
     return RecompileError(
         f"a training step needs a graph that the warm-up did not compile: {reason}\n"
         "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any row "
@@ -168,9 +173,9 @@ def _recompile_error(reason: str) -> RecompileError:
 
 
 def undo_compile(model: torch.nn.Module) -> None:
-    """Back to eager for good."""
+    """Return a model to eager for good."""
     for module in model.modules():
-        module._compiled_call_impl = None
+        module._compiled_call_impl = None  # private: what Module.compile sets, which has no inverse
     torch._dynamo.reset()
 
 
@@ -182,32 +187,37 @@ def warm_up(
     any_rank: Callable[[bool], bool],
     sharded: bool = False,
 ) -> bool:
-    """Build every graph: a forward and backward pass of each declared shape, random state and gradients as before.
+    """Build every graph: a forward and backward pass of each declared shape.
+
+    Random state is afterwards as before, and there are no gradients.
 
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
-        any_rank: whether the flag is set on any rank, so that all fall back together.
-        sharded: ranks wait for each other inside run_shape, so whether all can compile is asked with a small function
-            first, and an error of one rank after that ends the run.
+        shapes: (rows, row length) of each.
+        any_rank: returns whether the flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other inside run_shape, so a small function first finds out whether all can
+            compile, and an error of one rank after that ends the run.
 
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     if not compile.enabled:
-        with torch.random.fork_rng(devices=devices):  # to see that the largest batch fits
+        # Nothing to build, but the largest batch must fit.
+        with torch.random.fork_rng(devices=devices):
             run_shape(*shapes[-1])
         model.zero_grad(set_to_none=True)
         return False
     error: Exception | None = _compiler_problem(compile) if sharded else None
     if sharded and any_rank(error is not None):
         return _fall_back(model, compile, error)
+    # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
     with torch.random.fork_rng(devices=devices):
         try:
             for rows, row_length in shapes:
                 for _ in range(_passes(compile)):
                     run_shape(rows, row_length)
-                    model.zero_grad(set_to_none=True)  # as a step starts; and CUDA graphs reuse their memory
+                    model.zero_grad(set_to_none=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:
@@ -218,15 +228,16 @@ def warm_up(
     if not any_rank(error is not None):
         return True
     if error is not None:
+        # An error that eager execution has too is not the compiler's fault: it is raised from here.
         undo_compile(model)
         with torch.random.fork_rng(devices=devices):
-            run_shape(*shapes[-1])  # an error that eager has too is no compiler's fault: it is raised from here
+            run_shape(*shapes[-1])
         model.zero_grad(set_to_none=True)
     return _fall_back(model, compile, error)
 
 
 def _compiler_problem(compile: CompileConfig) -> Exception | None:
-    """What a function of one operator raises when it is compiled; None if it runs."""
+    """Return the error of compiling a function of one operator; None if it runs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
@@ -236,7 +247,10 @@ def _compiler_problem(compile: CompileConfig) -> Exception | None:
 
 
 def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception | None) -> bool:
-    """Train eagerly with a warning, or not at all, as compile.on_failure says; `error`: None, it was another rank's."""
+    """Train eagerly with a warning, or not at all, as compile.on_failure says; returns False.
+
+    `error`: None where it was another rank's.
+    """
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
@@ -246,5 +260,8 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
 
 
 def _passes(compile: CompileConfig) -> int:
-    """CUDA graphs: the first pass compiles, the second lets kernels settle, the third records."""
+    """Return how many passes build a graph.
+
+    With CUDA graphs the first compiles, the second warms up, the third records.
+    """
     return 3 if has_cuda_graphs(compile) else 1

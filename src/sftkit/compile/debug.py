@@ -31,20 +31,21 @@ ARTIFACTS = {
     "recompiles": ("recompiles",),
     "perf_hints": ("perf_hints", "cudagraphs"),
 }
-"What compile.debug may name: the framework's logs that belong to it."
+"What compile.debug may name -> torch's logs that belong to it."
 ORIGINS = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)\], Original ATen: \[(.*)\]")
 LAUNCHES = {
     "triton": re.compile(r"(\w+)\.run\("),
     "c++": re.compile(r"(cpp_\w+)\("),
     "library": re.compile(r"(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\("),
 }
-"How a line of generated code begins that runs a kernel."
+"Kind of a kernel -> how a line of generated code that runs one begins."
 
 
 class CompilerFiles(logging.Handler):
-    """Writes the framework's logs into one folder, each record under the id of its graph, generated code a file each."""
+    """Writes torch's logs into one folder, each record under the id of its graph, generated code a file each."""
 
     def __init__(self, folder: Callable[[], Path], debug: Iterable[str]) -> None:
+        """Take records of the logs that `debug` names. `folder`: returns where to write."""
         super().__init__(logging.DEBUG)
         self._folder = folder
         self.names = {artifact: name for name in debug for artifact in ARTIFACTS[name]}
@@ -54,39 +55,43 @@ class CompilerFiles(logging.Handler):
 
     @property
     def folder(self) -> Path:
-        """Where it is by now: the place of a run changes at its first step."""
+        """Return where to write by now: the place of a run changes at its first step."""
         return self._folder()
 
     def make_folder(self) -> None:
-        """Make it when there is something to write."""
+        """Make the folder, when there is something to write, without the files of an earlier start."""
         if not self._ready:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start of this run
+            shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             self._ready = True
 
     def is_theirs(self, record: logging.LogRecord) -> bool:
-        """Whether the record goes to the terminal as ever, being none of those that are written here."""
+        """Return whether the record goes to the terminal as ever: it is none of those that are written here."""
         return _artifact(record) not in self.names
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record under the id of its graph."""
         name, text = self.names.get(_artifact(record)), record.getMessage()
         if name is None:
             return
+        # Private: the id of the graph that is being compiled, which the record is about.
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
             self.make_folder()
             if name == "output_code":
                 if text.startswith("Output code:"):
                     self._add_code(graph, text.partition("\n")[2])
-            elif (
-                name != "graphs" or "TRACED GRAPH" in text
-            ):  # its other records are metadata of thousands of characters
+            # Other records of graphs are metadata of thousands of characters.
+            elif name != "graphs" or "TRACED GRAPH" in text:
                 with (self.folder / f"{name}.txt").open("a") as file:
                     file.write(f"[{graph}] {text.strip()}\n\n")
         except OSError:
             self.handleError(record)
 
     def _add_code(self, graph: str, code: str) -> None:
+        """Write generated code to a file of its own and remember its kernels."""
+        # Private: Inductor's graph that is being compiled, which knows its direction and
+        # operators; the log has neither.
         from torch._inductor.virtualized import V
 
         direction = "backward" if getattr(V.graph, "is_backward", False) else "forward"
@@ -110,18 +115,19 @@ class CompilerFiles(logging.Handler):
 
 @contextmanager
 def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
-    """Inside, what compile.debug names goes into <place>/compile/rank000/ and not to the terminal; from before anything
-    is compiled.
+    """Write what compile.debug names into <place>/compile/rank000/, not to the terminal, within the context.
 
-    A graph from a cache is not logged as one that is compiled, so all but `recompiles` turn the caches of graphs off
+    It is entered before anything is compiled.
+
+    A graph that comes from a cache is not logged, so all but `recompiles` turn the caches of graphs off
     (compiler_switches). The compiled code stays the same; machine code of kernels still comes from disk.
 
     Args:
-        place: where the run writes at that moment; see Runtime.place.
+        place: returns where the run writes at that moment; see Runtime.place.
 
     Yields:
-        what writes <place>/compile/summary.md and summary.json, on the main rank: each graph, its kernels, the operators
-        they came from. It may be called again: after the warm-up, and at the end.
+        a function that writes <place>/compile/summary.md and summary.json, on the main rank: each graph, its kernels,
+        the operators they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
@@ -143,11 +149,14 @@ def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) 
 def torch_logs_to(
     handler: logging.Handler, for_terminal: Callable[[logging.LogRecord], bool], **settings: Any
 ) -> Iterator[None]:
-    """Inside, a handler hears torch's logs too, and the terminal only what is for it; then they are as torch has them.
+    """Give a handler torch's logs within the context, and the terminal only what is for it; then put all back.
 
     Args:
+        handler: is given every record.
+        for_terminal: returns whether a record goes to the terminal.
         settings: of torch._logging.set_logs.
     """
+    # Private module, but its set_logs is the documented one.
     torch._logging.set_logs(**settings)
     loggers = torch_loggers()
     terminals = [terminal for logger in loggers for terminal in logger.handlers]
@@ -166,11 +175,12 @@ def torch_logs_to(
 
 
 def torch_loggers() -> list[logging.Logger]:
-    """The framework's loggers that write to the terminal; a record reaches one of them. Its log of traces is not one.
+    """Return torch's loggers that write to the terminal, except its log of traces; a record reaches one of them.
 
     The class of their handlers differs between versions, so torch itself is asked whether a handler is one of its own.
     """
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    # Private: _is_torch_handler is what torch's own set_logs asks before it removes handlers.
     ours = [logger for logger in loggers if logger.name.split(".")[0] == "torch"]
     return [
         logger for logger in ours if logger.name != "torch.__trace" and any(map(_is_torch_handler, logger.handlers))
@@ -178,7 +188,7 @@ def torch_loggers() -> list[logging.Logger]:
 
 
 def _write_summary(rank: int, files: CompilerFiles) -> None:
-    """What `compiler_logs` yields."""
+    """Write summary.json and summary.md on the main rank; every rank makes its folder."""
     files.make_folder()
     if rank != 0:
         return
@@ -192,9 +202,12 @@ def _write_summary(rank: int, files: CompilerFiles) -> None:
 def summarize(
     records: Iterable[dynamo_utils.CompilationMetrics], generated: Iterable[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """One dict for each pass of each graph: id, pass, function, captured_ops, aten_ops, seconds, phases, recompile_reason,
-    files, kernels (None: no code was logged).
+    """Return one dict for each pass of each graph.
+
+    Its keys: id, pass, function, captured_ops, aten_ops, seconds, phases, recompile_reason, files, kernels
+    (None: no code was logged).
     """
+    # What torch's records say of each pass.
     graphs: dict[tuple[str, str], dict[str, Any]] = {}
     functions: dict[str, str] = {}
     for record in records:
@@ -210,6 +223,7 @@ def summarize(
             "phases": {phase: round(seconds, 3) for phase, seconds in phases.items()},
             "recompile_reason": record.recompile_reason,
         }
+    # The code that was logged for it.
     for code in generated:
         graph = graphs.setdefault((code["id"], code["pass"]), _entry(code["id"], code["pass"]))
         graph["aten_ops"] = (graph["aten_ops"] or 0) + (code["aten_ops"] or 0)
@@ -222,21 +236,23 @@ def summarize(
 
 
 def _entry(graph: str, direction: str) -> dict[str, Any]:
+    """Return the dict of a pass of which nothing is known yet."""
     unknown = dict.fromkeys(("captured_ops", "aten_ops", "seconds", "recompile_reason", "kernels"))
     return {"id": graph, "pass": direction, "function": "?"} | unknown | {"phases": {}, "files": []}
 
 
 def _function(record: dynamo_utils.CompilationMetrics) -> str:
+    """Return the name and place of the function that a record is about."""
     return f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
 
 
 def kernels(code: str) -> list[dict[str, Any]]:
-    """The kernels that a module of Inductor's generated code runs, in the order of their first launch.
+    """Return the kernels that a module of Inductor's generated code runs, in the order of their first launch.
 
     Returns:
-        a dict each: name; kind, "triton", "c++" or "library" (a matrix product, an operator of its own); launches; aten, the
-        operators that it came from; nodes, their names in the captured graph. A C++ kernel says where it came from by its
-        name alone, so it has no nodes.
+        a dict each: name; kind, "triton", "c++" or "library" (a matrix product or another operator that is not
+        generated); launches; aten, the operators that it came from; nodes, their names in the captured graph. A C++
+        kernel says where it came from by its name alone, so it has no nodes.
     """
     found: dict[str, dict[str, Any]] = {}
     origins: tuple[list[str], list[str]] | None = None
@@ -258,11 +274,13 @@ def kernels(code: str) -> list[dict[str, Any]]:
 
 
 def _words(listed: str) -> list[str]:
+    """Return the entries of a list in a comment."""
     return [word for word in listed.split(", ") if word]
 
 
 def _in_name(kernel: str, kind: str) -> list[str]:
-    """The operators in the name of a kernel: `cpp_fused_add_silu_backward_0` has aten.add and aten.silu_backward."""
+    """Return the operators in the name of a kernel: `cpp_fused_add_silu_backward_0` has
+    aten.add, aten.silu_backward."""
     if kind == "library" or "_fused_" not in kernel:
         return [kernel.removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")]
     words = re.sub(r"^.*?_fused_|_\d+$", "", kernel).split("_")
@@ -276,7 +294,7 @@ def _in_name(kernel: str, kind: str) -> list[str]:
 
 
 def as_markdown(content: dict[str, Any]) -> str:
-    """summary.json for reading."""
+    """Return the content of summary.json for reading."""
     graphs = content["graphs"]
     lines = [
         f"# What the compiler made\n\ntorch {content['torch']}, main rank. docs/compile.md says how to read this.\n"
@@ -302,7 +320,7 @@ def as_markdown(content: dict[str, Any]) -> str:
 
 
 def _kernel_counts(kernels: list[dict[str, Any]] | None) -> tuple[int | None, int | None]:
-    """Fused kernels that Inductor wrote, and calls of libraries."""
+    """Return (fused kernels that Inductor wrote, calls of libraries); None each: unknown."""
     if kernels is None:
         return None, None
     library = [kernel for kernel in kernels if kernel["kind"] == "library"]
@@ -310,12 +328,15 @@ def _kernel_counts(kernels: list[dict[str, Any]] | None) -> tuple[int | None, in
 
 
 def _origin(kernel: dict[str, Any]) -> str:
+    """Return the operators that a kernel came from, for a table."""
     return ", ".join(name.removeprefix("aten.") for name in kernel["aten"])
 
 
 def _cell(value: float | None) -> str:
+    """Return a cell of a table, empty for None."""
     return "" if value is None else str(value)
 
 
 def _artifact(record: logging.LogRecord) -> str:
+    """Return which of torch's logs a record belongs to; empty: none."""
     return getattr(logging.getLogger(record.name), "artifact_name", None) or ""

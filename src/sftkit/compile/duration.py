@@ -1,4 +1,4 @@
-"""How long a warm-up took, kept beside the compiled code, so that the next one on this machine can say how long it will be."""
+"""The duration of a warm-up, kept beside the compiled code, so that the next one here can say what to expect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftkit.rundir.files import replace_shared
 
 
 def under_way(compile: CompileConfig, key: str) -> str:
-    """Return what the warm-up does, with its seconds where they are known from an earlier one of the same key.
+    """Return a line on what the warm-up does, with the seconds of an earlier one of the same key where they are known.
 
     Args:
         key: of compile.cache.
@@ -31,7 +31,8 @@ def under_way(compile: CompileConfig, key: str) -> str:
 
 
 def note(key: str, seconds: float) -> None:
-    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that does not take them costs nothing."""
+    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error."""
+    # torch._dynamo's own counter, as in cache.save: without a miss all graphs came from a cache.
     found = {"seconds": round(seconds, 1), "compiled_anew": counters["inductor"]["fxgraph_cache_miss"] > 0}
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
@@ -39,5 +40,5 @@ def note(key: str, seconds: float) -> None:
 
 
 def _file(key: str) -> Path:
-    """In the folder of torch's own compiled code, with which it is deleted. torch has no public name for it."""
-    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"
+    """Return the file, in the folder of torch's own compiled code, so that both are deleted together."""
+    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"  # cache_dir is private; torch has no public name for it

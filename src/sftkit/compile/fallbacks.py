@@ -1,4 +1,4 @@
-"""Calls of compiled code that run uncompiled because a guard failed: torch's stance for it keeps no count of them."""
+"""Counts calls of compiled code that run uncompiled because a guard failed: torch's stance for it does not."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
 
 @contextmanager
 def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
-    """Inside, a call whose guards fail runs uncompiled, as under torch's stance `eager_on_recompile`; what is compiled
-    stays in use, and functions inside that call use it where their own guards hold.
+    """Run a call whose guards fail uncompiled within the context, as under torch's stance `eager_on_recompile`.
+
+    What is compiled stays in use, and functions inside that call use it where their own guards hold.
 
     That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
     `fail_on_recompile`, whose refusal of a frame is taken as its reason, and the frame runs instead of ending.
 
     Args:
-        fell_back: called at each such call with torch's message, which names the code and the failed guards, and with the
-            `self` of that code, None for a function.
+        fell_back: called at each such call with torch's message, which names the code and the failed guards, and with
+            the `self` of that code, None for a function.
     """
-    ask = eval_frame._callback_from_stance  # what torch asks at each frame; there is no public hook, as of torch 2.15
+    # Private: the function that torch asks at each frame. There is no public hook, as of torch 2.15.
+    ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:
+        """Return torch's callback for a frame, which reports a refusal and runs the frame instead."""
         refuse: Any = ask(callback)
         if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
             return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
@@ -43,7 +46,8 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
             strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
-        run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # whose compiled code may be used
+        # Private: by this attribute torch knows whose compiled code the frame may use.
+        run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
         return run_and_tell
 
     eval_frame._callback_from_stance = recording

@@ -1,8 +1,9 @@
-"""Hooks that the train step does not run: those of modules that it never calls, and those that compiled code does not know.
+"""Hooks that the train step does not run: those of modules that it never calls, and those that
+compiled code does not know.
 
-Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing it is a
-recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards), and one that is added
-later is left out without a word.
+Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing
+it is a recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards), and one
+that is added later is left out without a word.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-"Where torch.nn.Module keeps its hooks, by a number that no two hooks of a process share."
+"""Attributes in which torch.nn.Module keeps its hooks, by a number that no two hooks of a process share. They are
+private: no public function lists a module's hooks."""
 EVERY_MODULE = "every module"
-"In place of a name: hooks that torch.nn.modules.module registers for all modules."
+"In place of a module's name, for hooks that torch.nn.modules.module registers for all modules."
 _ROOT = "the model itself"
 COMPILED = (
     "which the compiled code does not notice: add or remove hooks before the engine is built, or train with "
@@ -34,7 +36,8 @@ UNCALLED = (
     "norm or a block"
 )
 OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
-"Whose own hooks on such modules are no fault: FSDP's on head and model are for other passes than a step."
+"""Packages whose own hooks on such modules are no fault: FSDP's hooks on head and model are for
+other passes than a step."""
 
 
 class Hook(NamedTuple):
@@ -46,15 +49,18 @@ class Hook(NamedTuple):
 
 
 class HookWatch:
-    """Remembers the hooks of a model when its step has been compiled, and finds those that the step does not run."""
+    """Remembers a model's hooks when its step has been compiled, and finds those that the step does not respect."""
 
     def __init__(self, orig_model: PreTrainedModel, captured: bool = False) -> None:
-        """`captured`: the whole step is one graph, not single modules of it."""
+        """Remember the hooks of the model. `captured`: the whole step is one graph, not single modules of it."""
         self._model, self._hooks, self._captured = orig_model, _hooks(orig_model), captured
 
     def unheeded(self) -> list[str]:
-        """A line for each kind of hook of a module that the train step does not run, and for each that it runs though it
-        is gone, with what to do. One look at each module."""
+        """Return a line, with what to do, for each kind of hook that the step does not run, or still
+        runs though it is removed.
+
+        Looks at each module once.
+        """
         now = _hooks(self._model)
         inside = self._inside() if now != self._hooks else set()
         changed = {
@@ -72,7 +78,7 @@ class HookWatch:
         return sorted(changed | uncalled)
 
     def _inside(self) -> set[str]:
-        """Names of the modules whose hooks are part of compiled code."""
+        """Return the names of the modules whose hooks are part of compiled code."""
         if not self._captured:
             return _compiled(self._model)
         run = {module for part in called(self._model) for module in part.modules()}
@@ -80,13 +86,14 @@ class HookWatch:
 
 
 def _of_library(hook: Any) -> bool:
-    """Whether a hook is one that parallelism has put there."""
+    """Return whether a hook is one that parallelism has put there."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(OF_LIBRARIES)
 
 
 def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
+    """Return all hooks of the model, and those that torch runs for every module."""
     own = (
         Hook(name or _ROOT, kind, number)
         for name, module in orig_model.named_modules()
@@ -102,7 +109,9 @@ def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
 
 
 def _compiled(orig_model: PreTrainedModel) -> set[str]:
-    """Names of the modules whose hooks are part of compiled code; those of a module that is called uncompiled run."""
+    """Return the names of modules whose hooks are part of compiled code; a compiled module's
+    own hooks run around it."""
+    # Private: what Module.compile sets; no public attribute says whether a module is compiled.
     compiled = [module for module in orig_model.modules() if module._compiled_call_impl is not None]
     inside = {child for module in compiled for child in module.modules() if child is not module}
     found = {name for name, module in orig_model.named_modules() if module in inside}

@@ -1,4 +1,5 @@
-"""compile.modules and compile.options: which modules are compiled and with what, checked before anything is compiled."""
+"""compile.modules and compile.options: which modules are compiled and with what, checked
+before anything is compiled."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder, decoder_blocks, output_projection
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
-"What is never called itself, so that its items are compiled one by one."
+"Containers that are never called themselves: their items are compiled one by one."
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
 "The option that these modes turn on."
 ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
-"Of a tensor of so many dimensions, which follow the row length: boundaries [D], ids [B, T], states [B, T, H], masks [B, 1, T, T]."
+"""Number of a tensor's dimensions -> those that follow the row length: boundaries [D], ids [B, T], states
+[B, T, H], masks [B, 1, T, T]."""
 
 
 class CompiledPart(NamedTuple):
@@ -34,14 +36,14 @@ class CompiledPart(NamedTuple):
 
 
 def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bool = False) -> list[CompiledPart]:
-    """Return what compile.modules names, in the order of the model; of two entries for a module the longer path counts.
+    """Return the modules that compile.modules names, in the model's order; the longer path counts if two name one.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
 
     Raises:
-        ConfigError: a path that the model does not have, that a step never calls or that lies in another one; with what is
-            there.
+        ConfigError: a path that the model does not have, that a step never calls or that lies inside another
+            one; it names what there is.
     """
     assert compile.modules is not None
     found: dict[str, CompiledPart] = {}
@@ -65,7 +67,7 @@ def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
 
 
 def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The module at a path, or the items of the list there."""
+    """Yield the path and module at a path, or those of the items of a list there."""
     module: torch.nn.Module = orig_model
     there: list[str] = []
     for name in path.split("."):
@@ -86,7 +88,8 @@ def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.
 
 
 def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Module) -> tuple[str, torch.nn.Module]:
-    """Of a model inside the model that is the decoder with its head (GPT-2 behind a ViT) the decoder, which is what a step calls."""
+    """Return the decoder and its path for a module that is the decoder with its head, as GPT-2 behind a ViT; else as
+    given. A step calls the decoder alone."""
     inner = decoder(orig_model)
     if isinstance(module, PreTrainedModel) and inner in module.modules():
         return next((name, inner) for name, one in orig_model.named_modules() if one is inner)
@@ -94,6 +97,7 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
 
 
 def _check_apart(found: dict[str, CompiledPart]) -> None:
+    """Refuse a path that lies inside another one."""
     for path in found:
         parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
         outer = next((parent for parent in parents if parent in found), None)
@@ -104,6 +108,7 @@ def _check_apart(found: dict[str, CompiledPart]) -> None:
 
 
 def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], sharded: bool) -> None:
+    """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
     others = f"name other modules, such as {_some(_good_paths(orig_model))}"
     for path, part in found.items():
@@ -125,7 +130,7 @@ def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], s
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:
-    """Paths of the children of the decoder that are worth naming."""
+    """Return the paths of the children of the decoder that are worth naming."""
     inside = decoder(orig_model)
     prefix = next(name for name, module in orig_model.named_modules() if module is inside)
     return [
@@ -137,6 +142,7 @@ def _good_paths(orig_model: PreTrainedModel) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
+    """Return the first twelve names and how many more there are."""
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
@@ -157,7 +163,9 @@ def check_options(compile: CompileConfig) -> None:
 
 
 def _check_option(place: str, name: str, value: object) -> None:
-    from torch._inductor import config  # takes a moment, which a recipe without options need not wait for
+    """Refuse a name or a type of value that Inductor's config does not have. `place`: of the option in the recipe."""
+    # Private, but its names are those of torch.compile(options=...). Imported late: it takes a moment.
+    from torch._inductor import config
 
     known = config.get_config_copy()
     if name not in known:
@@ -170,21 +178,24 @@ def _check_option(place: str, name: str, value: object) -> None:
 
 
 def compile_arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str, Any]:
-    """Return the arguments of torch.compile. It takes a mode or options, not both: with options the mode's are among them.
+    """Return the arguments of torch.compile.
+
+    It takes a mode or options, not both: with options the mode's are among them.
 
     Args:
-        dynamic_layout: row lengths vary freely: sizes are symbolic, unless the row length is marked.
+        dynamic_layout: row lengths vary freely, so all sizes are symbolic, unless the row length alone is marked.
     """
     dynamic = None if compile.dynamic == "marked" else True if dynamic_layout else compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
+        # Of a private module, but torch.compile's documentation names it, and reads a mode's options with it.
         of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
         return {**found, "options": {**of_mode, **compile.options}}
     return found if compile.mode is None else {**found, "mode": compile.mode}
 
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:
-    """Whether any graph is to be recorded and replayed."""
+    """Return whether any graph will be recorded as a CUDA graph and replayed."""
     own = [with_own(compile, module) for module in (compile.modules or {}).values() if module.enabled] or [compile]
     recorded = (
         c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own
@@ -207,20 +218,24 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
 
 
 def compile_part(module: torch.nn.Module, compile: CompileConfig, dynamic_layout: bool = False) -> None:
-    """Compile in place, lazily; with compile.dynamic=marked the row length of all that the module is given is marked."""
+    """Compile in place, lazily. With compile.dynamic=marked the row length of every given tensor is marked."""
     module.compile(**compile_arguments(compile, dynamic_layout))
     if compile.dynamic == "marked":
         assert module._compiled_call_impl is not None
-        # Dynamo traces no mark, so it is set around the compiled call; a hook of the module would be inside it.
+        # Private: the compiled call. Dynamo cannot trace a mark, so it is set around that call; a
+        # hook would be inside it.
         module._compiled_call_impl = _marking(module._compiled_call_impl)
 
 
 def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call with the row dimensions of its tensors marked as dynamic before it."""
+
     def marked(*args: Any, **kwargs: Any) -> Any:
+        # Private: tree_leaves finds the tensors inside named tuples and lists as well.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):
-                    if leaf.shape[dimension] > 1:  # torch makes graphs of their own for sizes 0 and 1
+                    if leaf.shape[dimension] > 1:  # torch specialises on sizes 0 and 1
                         torch._dynamo.mark_dynamic(leaf, dimension)
         return call(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What went wrong with compiled code, of all ranks: guards may fail on one of them alone."""
+"""What went wrong with compiled code on all ranks: guards may fail on one of them alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sftkit.runtime.start import Runtime
 
 @dataclass(frozen=True)
 class Records:
-    """Of one rank, or of several: counts are added up, texts of others than the main rank say of which they are."""
+    """What went wrong on one rank, or on several: then counts are added up, and texts of other
+    ranks than 0 name theirs."""
 
     recompiles: int = 0
     fallbacks: int = 0
@@ -28,7 +29,7 @@ class Records:
 
 
 def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
-    """Of this rank, so far."""
+    """Return the records of this rank, so far."""
     return Records(
         int(watch.counts()["compile/recompiles"]),
         watch.fallbacks,
@@ -41,14 +42,17 @@ def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
 
 
 class RecordsOfRanks:
-    """Keeps what each rank has told; texts are exchanged only when one has something new."""
+    """Keeps the records of each rank as last exchanged; texts are exchanged only when one has something new."""
 
     def __init__(self, rt: Runtime) -> None:
         self._rt = rt
         self._ranks = [Records()] * rt.world_size
 
     def exchanged(self, own: Records) -> Records:
-        """Of all ranks; every rank must call it: one flag, and the records where any rank's are not those of before."""
+        """Return the records of all ranks; every rank must call it.
+
+        It exchanges one flag, and the records only where those of a rank have changed.
+        """
         if self._rt.any_rank(own != self._ranks[self._rt.rank]):
             if self._rt.world_size > 1:
                 torch.distributed.all_gather_object(self._ranks, own)
@@ -56,13 +60,15 @@ class RecordsOfRanks:
         return together(self._ranks)
 
     def known(self, own: Records) -> Records:
-        """Of this rank now and of the others when they were last asked: where training ends with an error, ranks do not
-        wait for each other."""
+        """Return this rank's records as they are now, and those of the others as last exchanged.
+
+        For training that ends with an error, when ranks do not wait for each other.
+        """
         return together([own if rank == self._rt.rank else told for rank, told in enumerate(self._ranks)])
 
 
 def together(ranks: Sequence[Records]) -> Records:
-    """Records of all, by rank."""
+    """Return the records of all ranks as one."""
 
     def texts(field: str) -> tuple[str, ...]:
         found: dict[str, str] = {}

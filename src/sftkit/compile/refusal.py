@@ -1,7 +1,7 @@
 """A refusal to compile, in words: whose code was refused, and which of its guards failed.
 
-torch names the function whose frame it was asked about. Where a model's forward is wrapped (transformers 5.23 wraps that of
-every block, older versions that of the decoder), it is the wrapper, which all classes share.
+torch names the function whose frame it was asked about. Where a model's forward is wrapped, that is the wrapper, which
+all classes share (transformers 5.23 wraps that of every block, older versions that of the decoder).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 
 def describe(message: str, owner: object) -> str:
-    """Return the place and the failed guards: `LlamaDecoderLayer.forward (FILE:LINE): tensor 'hidden_states' size mismatch`.
+    """Return the place and the failed guards: `LlamaDecoderLayer.forward (FILE:LINE): tensor
+    'hidden_states' size mismatch`.
 
     Args:
         message: of the RuntimeError that torch raises under the stance `fail_on_recompile`.
@@ -29,6 +30,7 @@ def describe(message: str, owner: object) -> str:
     if not place:
         return f"unknown code: {guards}"
     file, name, line = place.groups()
+    # A wrapper of the owner's forward is replaced by the forward itself.
     layers = list(_layers(owner))
     codes = [(layer.__code__.co_filename, layer.__code__.co_name) for layer in layers]
     if (file, name) not in codes:
@@ -47,7 +49,7 @@ def module_in(trace: TracebackType | None) -> torch.nn.Module | None:
 
 
 def _layers(owner: object) -> Iterator[FunctionType]:
-    """The functions that a module's forward is made of, the outermost wrapper first, its own last."""
+    """Yield the functions that a module's forward is made of, the outermost wrapper first, its own last."""
     function: Any = getattr(owner, "forward", None)
     while function is not None:
         plain = getattr(function, "__func__", function)
@@ -57,7 +59,7 @@ def _layers(owner: object) -> Iterator[FunctionType]:
 
 
 def _in_own_words(guards: str, parameters: list[str]) -> str:
-    """What a wrapper calls args[0] and kwargs['mask'], by the names of the parameters of what it wraps."""
+    """Rename a wrapper's args[0] and kwargs['mask'] in guards to the parameters of the function that it wraps."""
 
     def name(position: re.Match[str]) -> str:
         index = int(position[1])

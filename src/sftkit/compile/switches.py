@@ -1,4 +1,5 @@
-"""The process-wide settings of dynamo, functorch and inductor that a run changes: set here, and put back when it ends."""
+"""The process-wide settings of dynamo, functorch and inductor that a run changes: set here,
+and put back when it ends."""
 
 from __future__ import annotations
 
@@ -16,21 +17,23 @@ from torch.fx.experimental import _config as symbolic_shapes
 from sftkit.config.schema import FROM_COMPILER, CompileConfig
 
 MOST_RECORDS = 100_000
-"Compilation records that are kept: torch keeps 64, and recompiles are counted from all of a run."
+"Compilation records that are kept: torch keeps 64, but recompiles are counted from all records of a run."
 _MARGIN = 8
-"Graphs of a function beyond those that a run declares, before torch may think of giving up on it."
+"Graphs of a function beyond those that a run declares, before torch may give up on it."
 _NOT_STRICT = "mix_order_reduction_non_strict_mode"
+"An option of Inductor that not every version of torch has."
 _THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
 _ANY_LENGTH = {f"triton.{_NOT_STRICT}": True} if _THERE else {"triton.mix_order_reduction": False}
-"""On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of elements and 4,096 rows on, and guards on
-both: rows on the other side of them would need a second graph."""
+"""Options for free row lengths. On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of
+elements and 4,096 rows on, and guards on both: rows on the other side would need a second graph. Not strict, it drops
+the guards; a torch without that option does without the fusion."""
 
 
 @contextmanager
 def compiler_switches(
     compile: CompileConfig, activation_memory_budget: float = 1.0, dynamic_layout: bool = False, graphs: int = 0
 ) -> Iterator[None]:
-    """Inside, the compiler is set as the run's step needs it; from before the warm-up to after the last step.
+    """Set the compiler as the run's step needs it, within the context: from before the warm-up to after the last step.
 
     Args:
         activation_memory_budget: share of each graph's activations that is kept for its backward pass, 0 to 1. What is
@@ -38,6 +41,7 @@ def compiler_switches(
         dynamic_layout: row lengths vary freely.
         graphs: how many the run declares: compiled modules times shapes.
     """
+    # Private: the limit has a setter, but no getter.
     records = dynamo_utils._compilation_metrics.maxlen or dynamo_utils.DEFAULT_COMPILATION_METRICS_LIMIT
     with ExitStack() as stack:
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
@@ -45,24 +49,27 @@ def compiler_switches(
         if compile.enabled:
             limit = _MARGIN + graphs
             dynamo: dict[str, Any] = {
-                # Blocks already give overlap; DDP's own splitting would cut them up, see pytorch #108966.
+                # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs
+                # up: see pytorch #108966.
                 "optimize_ddp": False,
-                # Past recompile_limit graphs of one function torch turns to eager without an error: none may come near it.
+                # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.
                 "recompile_limit": limit,
                 "accumulated_recompile_limit": max(256, limit),
             }
+            # What each graph recomputes instead of keeping it, chosen by FLOPs and not by measured times.
             functorch: dict[str, Any] = {
                 "activation_memory_budget": activation_memory_budget,
                 "activation_memory_budget_runtime_estimator": "flops",
             }
-            # Graphs that a log is wanted of must be compiled here: none is written for one that comes from a cache.
+            # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
             logged = bool(FROM_COMPILER & set(compile.debug))
             if logged:
                 functorch["enable_autograd_cache"] = False
                 stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             stack.enter_context(torch._dynamo.config.patch(dynamo))
             stack.enter_context(torch._functorch.config.patch(functorch))
-            # With duck shapes a warm-up whose rows happen to equal its row length gives a graph for square batches only.
+            # Duck shapes give equal sizes one symbol: a warm-up whose number of rows happens to equal its row length
+            # would give a graph for square batches only.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]
             if dynamic_layout:
                 stack.enter_context(torch._inductor.config.patch(_ANY_LENGTH))

@@ -1,4 +1,7 @@
-"""What the compiler did, from the framework's own records: graphs, recompiles, graph breaks, seconds, cache hits."""
+"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
+
+The records, callbacks and counters of torch._dynamo are private; torch has no public ones.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,19 @@ NESTED = {
     "codegen": "inductor_code_gen_cumulative_compile_time_us",
     "kernels": "triton_compile_time_us",
 }
-"Phase of a compile and the framework's field of its time, which has the time of all later phases in it."
+"Phase of a compile -> torch's field of its time, in microseconds, which includes all later phases."
 BACKWARD = "backward_cumulative_compile_time_us"
-"A backward graph that is compiled at its first run: all its phases."
+"Field of the time of all phases of a backward graph that is compiled at its first run, in microseconds."
 
 
 class CompileWatch:
-    """Counts graphs, recompiles, graph breaks and seconds from the framework's own records, from construction on, inside
-    `compiler_switches`, which keeps enough of them."""
+    """Counts graphs, recompiles, graph breaks and seconds from torch's own records, from its construction on.
+
+    Use it inside `compiler_switches`, which keeps enough records.
+    """
 
     def __init__(self) -> None:
+        """Begin to count."""
         self._skip = len(dynamo_utils.get_compilation_metrics())
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()
@@ -48,7 +54,7 @@ class CompileWatch:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, nothing should be compiled: whatever is counts in `in_evaluation`."""
+        """Count what is compiled within the context, where nothing should be, in `in_evaluation`."""
         before = len(self._records())
         self.evaluations += 1
         try:
@@ -57,30 +63,32 @@ class CompileWatch:
             self.in_evaluation += len(self._records()) - before
 
     def fell_back(self, reason: str) -> None:
-        """Count a call of compiled code that runs uncompiled: no record of the framework's has it."""
+        """Count a call of compiled code that runs uncompiled: none of torch's records has it."""
         self.fallbacks += 1
         self._fallback_kinds.setdefault(_kind(reason), reason)
 
     def fallback_kinds(self) -> list[str]:
-        """Why calls ran uncompiled: place and failed guards, one of each kind, as in `recompile_kinds`."""
+        """Return why calls ran uncompiled: place and failed guards, one of each kind, as in `recompile_kinds`."""
         return list(self._fallback_kinds.values())
 
     def warm_up_done(self) -> None:
-        """From here on, every compile is a recompile."""
+        """Count every compile from here on as a recompile."""
         self._warm_at = len(self._records())
 
     def _records(self) -> list[dynamo_utils.CompilationMetrics]:
+        """Return torch's records since the construction."""
         return dynamo_utils.get_compilation_metrics()[self._skip :]
 
     def _late(self) -> list[dynamo_utils.CompilationMetrics]:
-        """Compiles and refusals to compile after the warm-up; a backward pass counts only if its forward pass is older."""
+        """Return compiles and refusals after the warm-up; a backward pass counts only if its forward pass is older."""
         records = self._records()
         late = records[len(records) if self._warm_at is None else self._warm_at :]
         forward = {r.compile_id for r in late if r.is_forward is not False}
         return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
 
     def counts(self) -> dict[str, float]:
-        """compile/graphs, recompiles, fallbacks, graph_breaks, seconds, seconds/<phase>, cache_hits: docs/metrics.md."""
+        """Return graphs, recompiles, fallbacks, graph breaks, seconds and cache hits as in
+        docs/metrics.md: compile/*."""
         forward = [r for r in self._records() if r.is_forward is True]
         resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
         return {
@@ -94,7 +102,7 @@ class CompileWatch:
         }
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase over all compiles; no second is in two phases. docs/compile.md says what a phase does."""
+        """Return the seconds of each phase over all compiles, without overlap. docs/compile.md explains the phases."""
         known = [phase for phase, field in NESTED.items() if hasattr(dynamo_utils.CompilationMetrics, field)]
         total = dict.fromkeys([*known, "backward"], 0.0)
         for record in self._records():
@@ -103,18 +111,18 @@ class CompileWatch:
         return total
 
     def recompile_kinds(self) -> list[str]:
-        """One reason of each kind: of those that differ in sizes only, the first."""
+        """Return one reason of each kind: of those that differ in sizes only, the first."""
         kinds: dict[str, str] = {}
         for reason in self.recompile_reasons():
             kinds.setdefault(_kind(reason), reason)
         return list(kinds.values())
 
     def recompile_reasons(self) -> list[str]:
-        """Why each compile after warm-up happened: the guard that failed, or the new frame's name."""
+        """Return why each compile after the warm-up happened: the guard that failed, or the new frame's name."""
         return [_why(record) for record in self._late()]
 
     def graph_break_reasons(self) -> list[str]:
-        """`file:line: reason` of every graph break and of every function that was left to eager, each once."""
+        """Return `file:line: reason` of every graph break and of every function that was left to eager, each once."""
         new = [b for b in dynamo_utils.graph_break_reasons if not any(b is old for old in self._earlier_breaks)]
         places = [f"{b.user_stack[-1].filename}:{b.user_stack[-1].lineno}" if b.user_stack else "?" for b in new]
         broken = [f"{place}: {_first_line(b.reason)}" for place, b in zip(places, new, strict=True)]
@@ -127,14 +135,17 @@ class CompileWatch:
         return list(dict.fromkeys(broken + skipped))
 
     def close(self) -> None:
-        if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:  # reset() forgets them
+        """Stop measuring seconds."""
+        # torch._dynamo.reset() has forgotten the callbacks, if it was called.
+        if self._on_start in (handler := dynamo_callback.callback_handler).start_callbacks:
             handler.remove_start_callback(self._on_start)
             handler.remove_end_callback(self._on_end)
 
 
 def phase_seconds(record: dynamo_utils.CompilationMetrics) -> dict[str, float]:
-    """Seconds of each phase of one compile, without those of the phases inside it; a phase that did not happen is left
-    out. A backward graph with a record of its own is one phase.
+    """Return the seconds of each phase of one compile, without those of the phases inside it.
+
+    A phase that did not happen is left out. A backward graph with a record of its own is one phase.
     """
     if record.is_forward is False:
         return {"backward": (getattr(record, BACKWARD, None) or 0) / 1e6}
@@ -145,18 +156,20 @@ def phase_seconds(record: dynamo_utils.CompilationMetrics) -> dict[str, float]:
             continue
         seconds[phase] = us / 1e6
         if outer:
-            seconds[phase] = min(seconds[phase], seconds[outer])  # autotuning compiles kernels before code is generated
+            # Autotuning compiles kernels before code is generated, so an inner phase may be the longer one.
+            seconds[phase] = min(seconds[phase], seconds[outer])
             seconds[outer] -= seconds[phase]
         outer = phase
     return seconds
 
 
 def _left_eager(record: dynamo_utils.CompilationMetrics) -> bool:
-    """A function that torch gave up on: neither `counters` nor `graph_break_reasons` know of it."""
+    """Return whether torch gave up on a function: neither `counters` nor `graph_break_reasons` know of it."""
     return record.fail_type is not None and record.is_forward is not False
 
 
 def _why(record: dynamo_utils.CompilationMetrics) -> str:
+    """Return why a graph was compiled."""
     if record.recompile_reason:
         return re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
     if record.is_forward is False:
@@ -165,15 +178,16 @@ def _why(record: dynamo_utils.CompilationMetrics) -> str:
 
 
 def _kind(reason: str) -> str:
-    """What reasons that differ in sizes only have in common."""
+    """Return what reasons that differ in sizes only have in common."""
     return re.sub(r"\d+", "0", reason)
 
 
 def _first_line(text: str) -> str:
+    """Return the first line of a text."""
     return (text.strip().splitlines() or ["unknown"])[0]
 
 
 def _cache_hits() -> int:
-    """Graphs of this process that came from a cache on disk instead of the compiler."""
+    """Return how many graphs of this process came from a cache on disk instead of the compiler."""
     counters = dynamo_utils.counters
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]

@@ -1,4 +1,4 @@
-"""The compiled engine: decoder blocks compiled one by one in place, replicas or shards, our attention, loss and optimizers."""
+"""The compiled engine: blocks compiled one by one in place, replicas or shards, our attention, loss and optimizers."""
 
 from __future__ import annotations
 
@@ -79,26 +79,30 @@ def build(
         ConfigError: the recipe asks for what this model, layout or machine cannot do.
     """
     check_options(cfg.compile)
-    with ExitStack() as stack:  # what fails on the way puts back what was set
+    with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
+        # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
+        # attention may run kernels.
         apply_fp8(cfg, orig_model, layout, rt)
-        compile_cache.restore(cfg, orig_model, layout, rt)  # before attention is chosen, which uses kernels
+        compile_cache.restore(cfg, orig_model, layout, rt)
         choice = choose_backend(cfg, orig_model, layout, rt)
         check_marked(cfg.compile, choice.backend)
+        # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
             layers = measured_layers(cfg, orig_model, objective, layout, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
         plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
         planned(plan)
+        # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
+        # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
         model = ModelWithLoss(
             orig_model, choice.backend, objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
         )
         modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.partial)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
-        wrapped = distribute(
-            model, source, plan.sharding, rt, cfg.train
-        )  # after compile: what is sharded is hooked around graphs
+        wrapped = distribute(model, source, plan.sharding, rt, cfg.train)
+        # Last, for its states belong to the parameters as they are now: DTensors where the model is sharded.
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
         engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
@@ -106,7 +110,7 @@ def build(
 
 
 class Blocks:
-    """See engine.Engine."""
+    """The engine that trains. See engine.Engine."""
 
     def __init__(
         self,
@@ -121,11 +125,12 @@ class Blocks:
         at_close: ExitStack,
         write_logs: Callable[[], None],
     ) -> None:
-        """
+        """Keep what `build` has made.
+
         Args:
             wrapped: what the step calls: `model`, compiled and distributed.
             attention: the backend that the model has, and why.
-            at_close: puts back what was set in the process for it.
+            at_close: puts back what the engine has set in the process.
             write_logs: writes the summary of the compiler's logs.
         """
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
@@ -134,23 +139,25 @@ class Blocks:
         layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
         self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size, layers)
         self.compiled = False
-        "after the warm-up: whether the step is"
+        "whether the step is compiled; known after the warm-up"
         self._at_close, self._write_logs = at_close, write_logs
         self._watch: CompileWatch | None = None
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
-        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken: every
-        graph is built and a run that does not fit ends here."""
+        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken:
+        every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
+        # Before anything is compiled: does the forward pass compute what the plain model does?
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
         with whole_weights(orig_model):
             check = check_documents(self.model, eager, rt.device, layout.max_length)
+        # Build every graph with the optimizer's states allocated, so that the peak is that of a step.
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)
@@ -163,10 +170,13 @@ class Blocks:
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(self.compiled)
+            # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
+            # graphs that are there.
             watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             parameters = list(parameters_of(self.optimizer.param_groups))
             same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled, allowed)
+        # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
@@ -184,7 +194,7 @@ class Blocks:
         return WarmUp(self.compiled, seconds, checks)
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
-        """The warm-up's largest batch again, without the compiler."""
+        """Compare the loss of the warm-up's largest batch with one that is computed without the compiler."""
         orig_model = self.model.orig_model
         if not self.compiled or has_dropout(orig_model):
             return compiled_check(None, None, orig_model.dtype)
@@ -194,7 +204,7 @@ class Blocks:
             return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
-        """What the stages of a pipeline take, for the console."""
+        """Time the stages of a pipeline and return lines about them for the console."""
         batch = heaviest(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
@@ -203,7 +213,7 @@ class Blocks:
         return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, places)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
-        """What the warm-up built, for the console."""
+        """Return a line for the console about what the warm-up built."""
         declared = ", ".join(f"{rows} x {length}" for rows, length in self._layout.shapes)
         kind = f"{self._layout.kind} rows, shapes {declared}"
         if not self.compiled:
@@ -213,7 +223,8 @@ class Blocks:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Inside, nothing is compiled any more, as compile.on_recompile says, and running out of memory is explained."""
+        """Forbid compilation within the context, as compile.on_recompile says, and explain an
+        error that memory ran out."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, explained(self._plan, self._cfg, self._layout):
@@ -222,7 +233,8 @@ class Blocks:
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """The compiled forward and backward passes, gradients summed in fp32, one exchange, clipping inside the update."""
+        """Run the compiled forward and backward passes and update: gradients are summed in fp32, exchanged once, and
+        clipped inside the update."""
         model, optimizer, objective = self._wrapped, self.optimizer, self.model.objective
         max_norm = self._cfg.optim.max_grad_norm
         return optimizer_step(
@@ -231,17 +243,19 @@ class Blocks:
 
     @property
     def watch(self) -> CompileWatch:
+        """Return the record of what was compiled, which exists from the warm-up on."""
         assert self._watch is not None, "warm_up comes first"
         return self._watch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, nothing should be compiled, and the model is whole."""
+        """Count what is compiled within the context, where nothing should be; give a pipelined
+        model all of its weights."""
         with whole_weights(self.model.orig_model), self.watch.evaluating():
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """What the compiler did on all ranks, from its own records."""
+        """Return what the compiler did on all ranks, from its own records."""
         assert self._hooks is not None, "warm_up comes first"
         watch = self.watch
         own = records_of(watch, self._hooks.unheeded())
@@ -261,7 +275,7 @@ class Blocks:
         )
 
     def close(self) -> None:
-        """Write the compiler's summary, put its settings back; a full disk costs the summary."""
+        """Write the compiler's summary and put its settings back; a full disk costs only the summary."""
         write, self._write_logs = self._write_logs, lambda: None
         try:
             write()

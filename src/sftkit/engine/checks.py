@@ -1,4 +1,4 @@
-"""What an engine shows of itself: two documents in a row, compiled against eager, what the compiler did."""
+"""The checks that an engine reports: documents in a row, gradients, compiled against eager, what the compiler did."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 
 
 def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logits_limit: float = 1e-4) -> list[Check]:
-    """What two documents in one row gave before the first step: logits, loss, isolation.
+    """Return the checks of two documents in one row, made before the first step: logits, loss, isolation.
 
     Args:
-        backend: attention of the run. Where `check` had to be made with another one, isolation is not known of it.
-        logits_limit: of `limits`.
+        dtype: of the weights.
+        backend: attention of the run. Where `check` had to be made with another one, its isolation is unknown.
+        logits_limit: largest relative difference of the logits, from roundings.limits.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
     isolated = check.leak <= _SAME[dtype] * check.changed and check.changed > 0
@@ -57,9 +58,10 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
 
 
 def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Check:
-    """What the gradients of a few short documents gave before the first step.
+    """Return the check of the gradients of a few short documents, made before the first step.
 
     Args:
+        allowed: the limits for this model; roundings that were measured widen them.
         backend: attention of the run; where the eager half had to be made with another one, it is named.
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
@@ -85,13 +87,18 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
 
 
 def _words(found: GradientDifference) -> str:
-    """The worst parameter, the scale of all, and how many are too small to be measured by themselves."""
+    """Return a line: the worst parameter, the scale of all, and how many are too small to be measured by themselves."""
     small = f", {found.below} of {found.parameters} too small beside their block" if found.below else ""
     return f"{found.relative:.1e} at most ({found.parameter}), scale {found.scale:.5f}{small}"
 
 
 def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dtype) -> Check:
-    """The warm-up's batch through the compiled step and eagerly: nats per target; None where that was not run."""
+    """Return the check of the warm-up's batch, through the compiled step and eagerly.
+
+    Args:
+        compiled, eager: nats per target; None: not run.
+        dtype: of the weights.
+    """
     how = "the warm-up batch of the largest declared shape, forward pass of the compiled step and of the eager one"
     if compiled is None or eager is None:
         return Check("Compiled step computes what eager does", None, "not compiled, or with dropout", "-", how)
@@ -102,13 +109,13 @@ def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dty
 
 
 def compile_checks(graphs: int | None, evaluations: int, records: Records, error: BaseException | None) -> list[Check]:
-    """What the compiler did, from the framework's own records.
+    """Return the checks of what the compiler did, from torch's own records.
 
     Args:
-        graphs: of this rank; None: nothing is compiled.
-        evaluations: so far.
+        graphs: how many this rank has; None: nothing is compiled.
+        evaluations: how many there were so far.
         records: of all ranks.
-        error: what ended training, if anything did: a recompile or graph break that was refused is one that happened.
+        error: what ended training, if anything did: a recompile or graph break that was refused counts as one.
     """
     how = "torch.compile's own records of every rank"
     if graphs is None:
@@ -135,7 +142,7 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
 
 
 def hooks_check(unheeded: Sequence[str]) -> Check:
-    """Whether the step still runs the hooks that the model has; `unheeded`: what HookWatch found."""
+    """Return the check that the step runs the hooks that the model has; `unheeded`: what HookWatch found."""
     how = (
         "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of them; "
         "and whether the step calls the module at all"

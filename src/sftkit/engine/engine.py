@@ -18,21 +18,21 @@ from sftkit.tracking.tracker import EventKind
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A step that is ready to run."""
+    """The result of a warm-up: the step is ready to run."""
 
     compiled: bool
     seconds: float
-    "what the warm-up took"
+    "duration of the warm-up"
     checks: list[Check]
-    "what was checked on the way"
+    "made on the way"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine computes, as chosen for the recipe's auto before its first step."""
+    """The choices that an engine has made before its first step, where the recipe says auto."""
 
     attention: str
-    "backend"
+    "name of the backend"
     attention_why: str
     optimizer: str
     memory_plan: str
@@ -40,39 +40,41 @@ class Setup:
     checkpoint_bytes: float
     "size of one checkpoint of all ranks: weights and optimizer states"
     pipeline_layers: tuple[int, ...] | None = None
-    "of each stage of a pipeline, as measured or as the recipe has them; None: no pipeline"
+    "layers of each stage of a pipeline, as measured or as the recipe has them; None: no pipeline"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine knows of its steps so far."""
+    """A report on an engine's steps so far."""
 
     metrics: dict[str, float]
     "compile/*; see docs/metrics.md"
     events: list[tuple[EventKind, list[str]]]
-    "what a person should know, by kind, all since the start"
+    "kind, and all messages of that kind since the start"
     checks: list[Check]
     "for proof.json"
 
 
 class Engine(Protocol):
-    """How an optimizer step is computed: all its micro-batches, graphs, gradient sums, communication and the update.
+    """Computes optimizer steps: all their micro-batches, graphs, gradient sums, communication and the update.
 
     Every rank has one and calls the same methods: `warm_up` once, then `step` inside `guarded`, and `close` at the end.
     """
 
     @property
     def model(self) -> ModelWithLoss:
-        """The plain model with its objective, for the validation loss; not what the step calls. `model.orig_model` is all
-        that evaluation, generation and checkpoints see."""
+        """Return the plain model with its objective, for the validation loss; the step does not call it.
+
+        `model.orig_model` is all that evaluation, generation and checkpoints see.
+        """
 
     @property
     def optimizer(self) -> Optimizer:
-        """Whose states a checkpoint holds."""
+        """Return the optimizer, whose states a checkpoint holds."""
 
     @property
     def setup(self) -> Setup:
-        """How it computes, for records."""
+        """Return how the engine computes, for records."""
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
         """Do whatever must not happen in a step: compile for the declared shapes, see that the largest one fits.
@@ -87,28 +89,29 @@ class Engine(Protocol):
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Around all steps: what may not happen inside ends training with an error that says why."""
+        """Return a context for all steps: what may not happen inside ends training with an error that says why."""
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """One update from the mean over a global batch; none where a loss or the gradient norm is not finite, or where
-        `spikes` leaves the step out.
+        """Make one update from the mean over a global batch; none where a loss or the gradient norm is not finite, or
+        where `spikes` leaves the step out.
 
         Args:
-            batches: of this rank, with micro-batches on the device.
+            batches: those of this rank, with micro-batches on the device.
+            learning_rate: of this update.
             stop: this rank asks to end training, which all ranks find in the flags of the outcome.
             spikes: judges the step by those before, on the device; None: it is not judged.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: what it made the engine do is in the report."""
+        """Return a context for an evaluation: what the engine had to do for it is in the report."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """What is known of the steps since the start, of all ranks; every rank calls it.
+        """Return what is known of the steps since the start, of all ranks; every rank calls it.
 
         Args:
-            error: what ended training early: then a rank may call it alone, and knows of others what they told before.
+            error: what ended training early: then a rank may call it alone, with what others have told before.
         """
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """Before anything is trained: are the gradients of our step those of the plain model, document by document?
 
-A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks included:
-in a declared shape through the compiled code, and in one short row without the compiler. The plain model sees each of them
-alone, by transformers' own forward pass and torch's cross entropy. Gradients are compared in a sample of each parameter
-(gradient_samples), so nothing as large as a gradient is kept. Afterwards there are no gradients, and random state and weights are as before.
+A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks
+included: in a declared shape through the compiled code, and in one short row without the compiler. The plain model sees
+each of them alone, by transformers' own forward pass and torch's cross entropy. Gradients are compared in a sample of
+each parameter (gradient_samples), so nothing as large as a gradient is kept. Afterwards there are no gradients, and
+random state and weights are as before.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class GradientCheck:
     why_not: str = ""
     "why the compiled step is not compared; empty where there is none"
     backend: str = ""
-    "attention of the eager one"
+    "attention backend of the eager one"
     roundings: Roundings | None = None
-    "what roundings alone do to this model's gradients; measured where one of the two is beyond the limits"
+    "how far roundings alone move this model's gradients; measured where one of the two is beyond the limits"
 
 
 def check_gradients(
@@ -64,14 +65,14 @@ def check_gradients(
     compiled: bool,
     allowed: Limits,
 ) -> GradientCheck:
-    """Compare, after the warm-up; every rank calls it.
+    """Compare our gradients with the plain model's, after the warm-up; every rank calls it.
 
     Args:
         wrapped: what the step calls: `model`, distributed.
         parameters: those that are trained.
         eager: attention backend where nothing is compiled.
-        compiled: whether the step is. With dropout two passes differ, so only a model without is compared compiled.
-        allowed: beyond these, in half precision, it is measured what roundings alone do (engine.roundings).
+        compiled: whether the step is compiled. It is not compared with dropout, where two passes differ.
+        allowed: beyond these limits, in half precision, what roundings alone do is measured (engine.roundings).
     """
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
     dtype = orig_model.dtype
@@ -82,9 +83,11 @@ def check_gradients(
         try:
             orig_model.train(not dropout)
             model.backend = eager
+            # Without the compiler, in one short row of two documents: sdpa takes only one document a row.
             with short_windows(orig_model), run_eagerly():
-                micro_batches = short_rows(orig_model, layout, rt, alone=eager == "sdpa")  # takes no more a row
+                micro_batches = short_rows(orig_model, layout, rt, alone=eager == "sdpa")
                 same = GradientCheck(sides.compare(*micro_batches), None, "", eager)
+            # Through the compiled code, in a declared shape and in training mode, as its guards expect.
             model.backend = attention
             if compiled and dropout:
                 same = replace(same, why_not="dropout")
@@ -92,6 +95,7 @@ def check_gradients(
                 orig_model.train()
                 micro_batches = declared_rows(orig_model, layout, rt)
                 same = replace(same, compiled=sides.compare(*micro_batches))
+            # Beyond the limits: is this model that sensitive to rounding?
             known = [d for d in (same.eager, same.compiled) if d is not None]
             if allowed.gradients is None or dtype == torch.float32 or all(map(allowed.hold, known)):
                 return same
@@ -104,7 +108,7 @@ def check_gradients(
 
 
 class _Sides:
-    """The two ways to the same gradients."""
+    """The two ways to the same gradients: our step and the plain model."""
 
     def __init__(
         self,
@@ -121,12 +125,13 @@ class _Sides:
         tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
         self.places = places_of(model.orig_model, self.named, tokens)
         self.names = rt.united(list(self.places))
-        "of all ranks: a stage has places in its own parameters only"
+        "names of all ranks: a pipeline stage has places in its own parameters only"
 
     def compare(self, whole: list[Batch], own: list[Batch]) -> GradientDifference:
-        """
+        """Return the difference between our gradients and the plain model's.
+
         Args:
-            whole: micro-batches of this rank's rows. own: what it computes of each.
+            whole: micro-batches of this rank's rows. own: what this rank computes of each.
         """
         targets = self._targets(whole)
         with _alone(self.wrapped, self.rt):
@@ -135,7 +140,7 @@ class _Sides:
         return self._largest(ours, plain)
 
     def roundings(self, whole: list[Batch]) -> Roundings:
-        """The plain model against itself with other roundings."""
+        """Return how far the plain model's gradients move when it is rounded at random."""
         targets, draws = self._targets(whole), []
         with _alone(self.wrapped, self.rt):
             plain = self._plain(whole, targets)
@@ -145,7 +150,7 @@ class _Sides:
         return worst(draws)
 
     def _targets(self, whole: list[Batch]) -> int:
-        """Of all that the gradients of a rank are made of."""
+        """Return the number of targets in all batches that add to the gradients of a rank."""
         targets = sum(self.model.objective.count(batch) for batch in whole)
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
@@ -153,18 +158,19 @@ class _Sides:
         return targets
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
-        """As in engine.step.optimizer_step, up to the update."""
+        """Return the samples of our gradients, made as in engine.step.optimizer_step up to the update."""
         totals = Totals.zeros(self.model.objective.measured, self.rt.device, self.model.orig_model.dtype)
         divisor = targets * round(gradient_scale(self.rt))  # replicas do without the exchange that averages
         gradients(self.wrapped, self.parameters, micro_batches, divisor, totals, self.rt)
         return self._taken()
 
     def _plain(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
-        """Document by document, uncompiled; ranks that share rows all have whole ones here, so there is more to add up.
+        """Return the samples of the plain model's gradients: document by document, uncompiled.
 
-        Gradients are read where autograd gives them to a parameter, before any exchange, and added up over the ranks by a
-        plain sum; but not under tensor parallelism, where no rank has those of a whole matrix, and not of weights that are
-        gathered without FSDP2, where the exchange is part of the backward pass.
+        Ranks that share rows all have whole ones here, so there is more to add up. Gradients are read where autograd
+        gives them to a parameter, before any exchange, and added up over the ranks by a plain sum. Two cases keep the
+        exchange: tensor parallelism, where no rank has the gradient of a whole matrix, and weights that are gathered
+        without FSDP2, where the exchange is part of the backward pass.
         """
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
@@ -199,7 +205,7 @@ class _Sides:
         return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.places.items()}
 
     def _over_alike(self, values: Tensor) -> Tensor:
-        """Elementwise sum over the ranks that have places in the same parameters."""
+        """Return the elementwise sum over the ranks that have places in the same parameters."""
         stages = stages_of(self.model.orig_model)
         if stages is None:
             return self.rt.sum(values)
@@ -208,7 +214,7 @@ class _Sides:
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:
-        """Inside, what autograd gives a parameter is added up, of whole parameters at the places of each: float64."""
+        """Add up what autograd gives each whole parameter within the context, at its places: name -> float64 [N]."""
         sums = {
             name: torch.zeros(len(at), dtype=torch.float64, device=at.device)
             for name, (_, at, _) in self.places.items()
@@ -226,7 +232,9 @@ class _Sides:
         orig_model = self.model.orig_model
         for piece in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
             if piece is not None:
-                piece.unshard()  # from then on the module has the whole weights, the same objects each time
+                # After unshard() the module's parameters are the whole weights, the same objects each time, so
+                # hooks on them stay valid.
+                piece.unshard()
             for name, p in orig_model.named_parameters():
                 if name in of and name not in heard and not isinstance(p, DTensor):
                     handles.append(p.register_hook(partial(add, name)))
@@ -241,13 +249,13 @@ class _Sides:
                 handle.remove()
 
     def _taken(self) -> dict[str, Tensor]:
-        """A sample of each gradient, float64, for the parameters' gradients to be freed."""
+        """Return a sample of each gradient, float64 [N], and free the parameters' gradients."""
         found = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.places.items()}
         self.model.zero_grad(set_to_none=True)
         return found
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
-        """Over all ranks, which find the same."""
+        """Return the largest difference over all ranks, the same on each."""
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}
         for name, places in self.places.items():
@@ -258,5 +266,6 @@ class _Sides:
 
 
 def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
-    """Inside, replicas keep their gradients to themselves: what DDP exchanges first decides how it exchanges later."""
+    """Return a context in which replicas do not exchange gradients: DDP lays out its buckets by the first exchange,
+    which must be one of training."""
     return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, False, rt)

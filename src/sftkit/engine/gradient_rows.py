@@ -13,37 +13,41 @@ from sftkit.models.structure import vocab_size
 from sftkit.runtime.start import Runtime
 
 _SIZES = (8, 5)
-"Positions of the documents of a micro-batch, at most."
+"Largest lengths of the documents of a micro-batch, in positions."
 _ROW_LENGTH = 16
-"Of the row without the compiler, for each rank that shares it."
+"Positions of the row without the compiler, for each rank that shares it."
 MICRO_BATCHES = 3
-"At most: the fewest that make a step add bf16 gradients up in fp32; in a pipeline also as many as it has stages."
+"Maximum, or the stages of a pipeline if more: the fewest that make a step add bf16 gradients up in fp32."
 TOKENS = 32
-"Different tokens in the documents, at most: the rows of embedding and head that all ranks compare are the same few."
+"Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
 
 
 def same_rows(rt: Runtime) -> bool:
-    """Whether all ranks get the same documents: under tensor parallelism, where both sides go through the same exchange."""
+    """Return whether all ranks get the same documents, as under tensor parallelism: both sides
+    pass through its exchange."""
     return rt.topology.tensor > 1
 
 
 def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
-    """What documents are made of: int64 [K], ascending; and what padding is."""
+    """Return the tokens of the documents, and 0, which is padding: int64 [K], ascending."""
     return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
 
 
 def short_rows(
     orig_model: PreTrainedModel, layout: Layout, rt: Runtime, alone: bool
 ) -> tuple[list[Batch], list[Batch]]:
-    """(whole micro-batches, this rank's parts of them) of one row with two documents and padding, or of two rows with one
-    each if `alone`."""
+    """Return (whole micro-batches, this rank's parts of them): one row with two documents and padding, or two rows with
+    one document each if `alone`."""
     row_length = _ROW_LENGTH * rt.topology.parts
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
     return _micro_batches(orig_model, layout, rt, rows, row_length, 4, row_length)
 
 
 def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> tuple[list[Batch], list[Batch]]:
-    """The same in the smallest declared shape, a document a row where rows have no more; the other rows are padding."""
+    """Return the same in the smallest declared shape.
+
+    Where rows hold one document each, two rows have one; others are padding.
+    """
     rows, row_length = layout.shapes[0]
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
@@ -62,8 +66,10 @@ def _micro_batches(
     max_doc_length: int,
     docs_per_row: int | None = None,
 ) -> tuple[list[Batch], list[Batch]]:
-    """(whole micro-batches, this rank's parts of them): random tokens, others for each rank that has other rows, every third
-    of them no target."""
+    """Build (whole micro-batches, this rank's parts of them) of random tokens, every third of them no target.
+
+    Each rank with rows of its own gets other tokens.
+    """
     room = min(max_doc_length, row_length // max(map(len, rows)))
     sizes = [min(size, room) for size in _SIZES]
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)

@@ -1,4 +1,4 @@
-"""What of gradients is compared: places in every parameter, and the largest difference of two gradients there."""
+"""Samples of gradients: which elements of each parameter are compared, and the largest difference of two gradients."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from sftkit.models.structure import decoder_blocks, embedding_of, output_project
 from sftkit.ops.dtensor import local, local_region
 
 _SAMPLE = 4096
-"Elements of a parameter that are compared, at most, evenly spread."
+"Maximum number of elements of a parameter that are compared, evenly spread."
 LAST_ROWS = 8
-"Of embedding and head: where a vocabulary was padded or grown, and the last chunk of the loss ends."
+"Rows at the end of embedding and head, all compared: padding, added tokens and the last chunk of the loss are there."
 FLOOR, FLOOR_OF_EXPERTS = 1e-2, 5e-2
-"""A parameter is measured against its own gradient, but against no less than this share of that of its block: some have little
-but rounding errors (the bias of keys without positions, projections of queries where scores hardly differ). In a block of
-experts a rounding may send a token to another one. How many are below is told."""
+"""A difference is measured against the parameter's own gradient, but at least against this share of its block's
+gradient: some parameters have little but rounding errors (the bias of keys without positions, projections of queries
+where scores hardly differ). The share is larger in a block of experts, where a rounding may send a token to another
+expert. The check says how many parameters are below it."""
 
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """Of two sets of gradients."""
+    """The difference of two sets of gradients."""
 
     relative: float
-    "of the parameter with the largest: norm of the difference over the norm, of the sample"
+    "largest of all parameters: norm of the difference over the norm of the plain gradient, in the sample"
     parameter: str
+    "the one with the largest"
     scale: float = 1.0
-    "of all parameters: dot product of ours and the plain ones over the squared norm of the plain ones"
+    "over all parameters: dot product of ours and the plain ones over the squared norm of the plain ones"
     below: int = 0
-    "parameters whose gradient is less than the floor, a share of their block's"
+    "parameters whose gradient is below the floor, a share of their block's"
     parameters: int = 0
+    "how many were compared"
 
 
 class Places(NamedTuple):
@@ -45,23 +48,25 @@ class Places(NamedTuple):
 
     parameter: str
     at: Tensor
-    "int64 [N]: places in the flattened parameter, on its device; of one that is cut by columns in this rank's part"
+    "int64 [N], on its device: places in the flattened parameter, or in this rank's shard if it is sharded by columns"
     each: float
-    "how many elements of the parameter one of them stands for"
+    "how many elements of the parameter one place stands for"
 
 
 def places_of(
     orig_model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], tokens: Tensor
 ) -> dict[str, Places]:
-    """The places of each parameter, by its name. Of embedding and head [V, H] there are three entries: the rows of
-    `tokens` and the last rows, all of them, and a sample of the others, whose gradients are far smaller.
+    """Return the places of each parameter, by its name.
+
+    Embedding and head [V, H] have three entries each: all elements of the rows of `tokens`, all of the last rows, and a
+    sample of the other rows, whose gradients are far smaller.
 
     Args:
-        tokens: int64 [K], those of the documents.
+        tokens: int64 [K], the tokens of the documents.
     """
     vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
     found: dict[str, Places] = {}
-    spread: dict[tuple[int, torch.device], Tensor] = {}  # blocks are alike: one tensor for all of a size
+    spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their places
     for name, parameter in parameters.items():
         size, device = window(parameter)[1], parameter.device
         if (size, device) not in spread:
@@ -85,18 +90,20 @@ def places_of(
 
 
 def evenly(size: int) -> Tensor:
-    """Places in `size` elements, SAMPLE of them at most, int64: an odd distance passes through all columns."""
+    """Return at most _SAMPLE places in `size` elements, int64. An odd distance passes through all columns."""
     return torch.arange(0, size, -(-size // _SAMPLE) | 1)
 
 
 def _elements(rows: Tensor, width: int) -> Tensor:
-    """All places of some rows of a matrix."""
+    """Return all places in some rows of a matrix."""
     return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 
 def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """(place of this rank's first element in the flattened whole, size of the whole); of a parameter that is cut by columns
-    this rank's part is the whole."""
+    """Return (place of this rank's first element in the flattened whole, size of the whole).
+
+    For a parameter that is sharded by columns, this rank's shard counts as the whole.
+    """
     if not isinstance(parameter, DTensor):
         return 0, parameter.numel()
     rows, *columns = local_region(parameter)
@@ -106,13 +113,13 @@ def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def own_part(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """Which of these places this rank has: bool [N]."""
+    """Return which of these places this rank has: bool [N]."""
     first = window(parameter)[0]
     return (at >= first) & (at < first + local(parameter).numel())
 
 
 def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """The gradient of a parameter at those of these places that this rank has, 0 where it has none: float64."""
+    """Return the gradient at those of these places that this rank has: float64, zeros where there is no gradient."""
     own = at[own_part(parameter, at)] - window(parameter)[0]
     if parameter.grad is None:
         return torch.zeros(len(own), dtype=torch.float64, device=own.device)
@@ -120,19 +127,19 @@ def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
 
 
 def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
-    """Name of each parameter of a block -> name of the block."""
+    """Return name of each parameter of a block -> name of the block."""
     names = {id(module): name for name, module in orig_model.named_modules()}
     blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
     return {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
 
 
 def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> GradientDifference:
-    """The parameter with the largest relative difference, and the scale of all.
+    """Return the parameter with the largest relative difference, and the scale of all.
 
     Args:
-        sums: by parameter, squared norms of the difference and of the plain model's gradient, and the dot product of the
-            latter and ours.
-        blocks: by parameter of a block, the block.
+        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot
+            product of that and ours.
+        blocks: name of a parameter -> name of its block.
     """
     of_block: dict[str, float] = defaultdict(float)
     for name, (_, norm, _) in sums.items():

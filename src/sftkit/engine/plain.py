@@ -1,4 +1,4 @@
-"""The other side of what is checked: each document alone through transformers' own forward pass, whole logits, torch's own loss."""
+"""The plain model that ours is checked against: each document alone by transformers' forward pass, torch's loss."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from sftkit.objectives.sums import Sums
 
 
 def plain_sums(model: ModelWithLoss, batch: Batch, multiple: int = 1) -> Iterator[Sums]:
-    """The sums of a batch, document by document, so that the caller's backward pass frees one before the next. Inside
-    ops.attention.plain_attention.
+    """Yield the sums of a batch document by document, so that the caller's backward pass frees one before the next.
+
+    Call it inside ops.attention.plain_attention.
 
     Args:
-        multiple: of positions that a document is filled to.
+        multiple: documents are padded to a multiple of this number of positions.
     """
     if isinstance(model.objective, Balanced) and model.orig_model.training:
         for row in single_rows(batch):
             yield from _of_row(model, model.objective, row, multiple)
         return
     if model.routing is not None:
-        model.routing.begin(None)  # what is counted is the step's, in whose shape a document is not
+        model.routing.begin(None)  # the load of experts is counted in training steps only
     for inputs, targets in documents(batch, multiple):
         yield _of_document(model, inputs, targets)
 
 
 def _of_document(model: ModelWithLoss, inputs: dict[str, Tensor], targets: Tensor) -> Sums:
+    """Return the sums of one document, in fp32 or more."""
     logits = model.kind.plain_logits(model.orig_model, inputs)[0]
     return model.objective.sums_of_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
 
 def _of_row(model: ModelWithLoss, objective: Balanced, row: Batch, multiple: int) -> Iterator[Sums]:
-    """Those of a row's documents with their share of its auxiliary loss: what the row chooses is counted before, in passes
-    without gradients; the rest of the loss is a sum over documents."""
+    """Yield the sums of a row's documents, each with its share of the row's auxiliary loss.
+
+    What the whole row chooses must be known first: it is counted in passes without gradients. Given that, the loss
+    is a sum over documents.
+    """
     routing, ids = model.routing, row.doc_ids[row.doc_ids >= 0]
     assert routing is not None
     own = list(zip(documents(row, multiple), torch.bincount(ids).tolist(), strict=True))
 
     def passed(inputs: dict[str, Tensor], targets: Tensor, length: int) -> tuple[Sums, Tensor, Tensor]:
-        """(sums, chosen, probability) of a document."""
+        """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
         routing.begin(torch.arange(len(targets), device=targets.device)[None] < length)
         sums = _of_document(model, inputs, targets)
         chosen, probability = routing.taken()

@@ -1,7 +1,7 @@
 """The reference engine: each document alone through the plain model, whole logits, torch's own loss and AdamW.
 
-Nothing of ours that makes a step fast is in it: no packing, no masks, no chunked loss, no compiler, no kernels, no shards.
-So it is the other side of what the tests of exactness and `make validate` compare. It is slow: a pass for each document.
+It has nothing of what makes our step fast: no packing, no masks, no chunked loss, no compiler, no kernels, no shards.
+So the tests of exactness and `make validate` compare the other engines with it. It is slow: a pass for each document.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(
     layout: Layout,
     rt: Runtime,
 ) -> Reference:
-    """The engine for a model in fp32 or fp64, whole on every rank.
+    """Build the engine for a model in fp32 or fp64, whole on every rank.
 
     Raises:
         ConfigError: the weights are bf16 or sharded, or another optimizer than AdamW is asked for.
@@ -66,21 +66,22 @@ def build(
 
 
 class Reference:
-    """See engine.Engine."""
+    """The engine without optimizations. See engine.Engine."""
 
     def __init__(self, cfg: Config, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
-        """`model`: in fp32 or fp64, on the device."""
+        """Make the optimizer. `model`: in fp32 or fp64, on the device."""
         self._max_norm, self._rt = cfg.optim.max_grad_norm, rt
         self.model, self._layout = model, layout
-        optim = replace(cfg.optim, name=DEFAULT)  # auto has no other here
+        optim = replace(cfg.optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(model.orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
-        attention = str(model.orig_model.config._attn_implementation)
-        size = sum(3.0 * p.numel() * p.element_size() for p in model.orig_model.parameters())  # and two moments
+        attention = str(model.orig_model.config._attn_implementation)  # private: the config has no public name for it
+        # Weights and two moments.
+        size = sum(3.0 * p.numel() * p.element_size() for p in model.orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
     def warm_up(self, say: Callable[[str], None]) -> WarmUp:
-        """One forward and backward pass of the largest batch, to see that it fits."""
+        """Run one forward and backward pass of the largest batch, to see that it fits."""
         started, orig_model = time.perf_counter(), self.model.orig_model
         orig_model.train()
         batch = heaviest(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
@@ -92,13 +93,13 @@ class Reference:
         return WarmUp(False, time.perf_counter() - started, [compiled_check(None, None, orig_model.dtype)])
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Nothing is refused here."""
+        """Return a context that refuses nothing."""
         return nullcontext()
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """Gradients of the mean over the global batch, document by document; one exchange; one update."""
+        """Sum the gradients of the mean over the global batch, document by document; exchange them once; update."""
         totals, losses = self._nothing(), []
         for batch in batches.micro_batches:
             sums = self._forward_backward(batch, batches.divisor)
@@ -106,7 +107,7 @@ class Reference:
             losses.append(sums[LOSS])
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
         for parameter in parameters_of(self.optimizer.param_groups):
-            if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, and the others wait for it
+            if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, but the others wait for it
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
@@ -117,21 +118,24 @@ class Reference:
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 
     def _nothing(self) -> Totals:
+        """Return totals of 0."""
         return Totals.zeros(self.model.objective.measured, self._rt.device, self.model.orig_model.dtype)
 
     def _forward_backward(self, batch: Batch, divisor: int) -> Totals:
+        """Add the gradients of a micro-batch's loss / divisor and return its sums."""
         totals, orig_model = self._nothing(), self.model.orig_model
-        with plain_attention(orig_model):  # once for all: to switch it walks through all modules
+        with plain_attention(orig_model):  # once for all documents: it walks through all modules
             for sums in plain_sums(self.model, batch):
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
         return totals
 
     def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """No graphs."""
+        """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
         return EngineReport(
             {"compile/graphs": 0, "compile/recompiles": 0, "compile/fallbacks": 0, "compile/graph_breaks": 0},
@@ -140,14 +144,14 @@ class Reference:
         )
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: nothing was changed."""
 
 
 class PlainAdamW(FusedAdamW):
     """torch.optim.AdamW, one tensor and one operator after the other, as an optim.protocol.Optimizer."""
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
-        """One update, or none for a coefficient of nan, which the host reads."""
+        """Make one update, or none for a coefficient of nan, which the host reads."""
         if bool(coefficient.isnan()):
             return
         set_learning_rate(self.param_groups, learning_rate)

@@ -1,4 +1,4 @@
-"""What several ranks hold alike, weights and optimizer states, compared to the bit: ranks that drift apart end the run."""
+"""Compares to the bit the weights and optimizer states that several ranks hold: ranks that drift apart end the run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from sftkit.optim.state import named_states
 from sftkit.runtime.start import Runtime
 
 CHECKSUM_COLUMNS = 1 << 16
-"Words that a tensor is folded to before they are weighted: 512 KiB, the only temporary memory."
+"Words that a tensor is folded to before they are weighted: int64, 512 KiB, the only temporary memory."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 20010911
 
 
 class Replicas:
-    """Compares checksums of all ranks. Under DDP everything is held by all of them; of shards each replica's rank has the
-    same; tensor-parallel ranks share norms, see `holders`. Where weights are only cut, without replicas, only buffers that checkpoints keep are alike."""
+    """Compares checksums of all ranks.
+
+    Under DDP all ranks hold everything; with HSDP the ranks at the same place of each replica hold the same shards;
+    tensor-parallel ranks share norms, see `holders`. Where weights are sharded without replicas, only the buffers that
+    checkpoints keep are compared.
+    """
 
     def __init__(self, orig_model: PreTrainedModel, optimizer: Optimizer, rt: Runtime, every: int | None) -> None:
-        """`every`: steps between comparisons; None: there are none."""
+        """Remember what is compared. `every`: steps between comparisons; None: there are none."""
         self._orig_model, self._optimizer, self._rt = orig_model, optimizer, rt
         self._every = every if rt.world_size > 1 else None
 
@@ -34,7 +38,7 @@ class Replicas:
         """Compare, if it is time to; every rank must call it. Waits for the device where it compares.
 
         Args:
-            is_kept: what there is at this step is saved or evaluated.
+            is_kept: whether this step is saved or evaluated.
 
         Raises:
             ReplicaError: on every rank, with the ranks that differ and the first tensor in which they do.
@@ -50,8 +54,10 @@ class Replicas:
             raise self._error(step, differing, len(tensors))
 
     def _shared(self) -> dict[str, torch.Tensor]:
-        """Tensors of which another rank holds the same piece, by name, the same names on every rank but of other stages; of a
-        stage all."""
+        """Return the tensors of which another rank holds the same shard, by name.
+
+        Names are the same on every rank, except that pipeline stages differ: a rank has all of its own stage.
+        """
         held = {name: p for name, p in self._orig_model.named_parameters() if not p.is_meta}
         named = {**held, **kept_buffers(self._orig_model)}
         named |= named_states(self._optimizer, self._orig_model)
@@ -59,8 +65,10 @@ class Replicas:
 
     @torch.no_grad()
     def _exchange(self, tensors: Sequence[torch.Tensor | None]) -> list[list[tuple[int, int]]]:
-        """Of each tensor what every rank has: (the first rank that holds this piece, checksum); None: another stage's, a piece
-        of its own that nobody else has."""
+        """Return for each tensor what every rank has: (the first rank that holds the same shard, checksum).
+
+        A tensor that is None is another stage's: it counts as a shard of its own that no other rank has.
+        """
         device, ranks = self._rt.device, self._rt.world_size
         sums, first = [], []
         for tensor in tensors:
@@ -76,6 +84,7 @@ class Replicas:
         return [[(piece, found) for piece, found in rows] for rows in self._rt.sum(table).permute(2, 0, 1).tolist()]
 
     def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
+        """Build the error that names the ranks and the first tensor, and write it to the rank's status."""
         name, groups = differing[0]
         *odd, most = groups
         unsure = len(odd[-1]) == len(most)  # nobody is in the minority
@@ -92,20 +101,23 @@ class Replicas:
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that checkpoints keep, by name. Others follow what a rank has seen: some rotary frequencies do."""
+    """Return the buffers that checkpoints keep, by name.
+
+    Others follow what a rank has seen: some rotary frequencies do.
+    """
     return {
         f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in module._non_persistent_buffers_set  # private: torch has no public way to ask
     }
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
     """Return the ranks that must hold the same bits of a tensor as this one, itself among them.
 
-    Tensor-parallel ranks add up the gradients of their copies in a group each: two addends have one sum, of more it depends
-    on the order in the group, so those copies need not be alike.
+    Tensor-parallel ranks each add up the gradients of their copies in a group of their own. Two addends have one sum;
+    with more it depends on the order within the group, so those copies need not be alike.
     """
     if not isinstance(tensor, DTensor):
         return list(range(world_size))
@@ -122,11 +134,11 @@ def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum over the bits of this rank's piece: int64 0-d on its device. No host sync.
+    """Return a sum over the bits of this rank's shard: int64 0-d on its device. No host sync.
 
-    Integers only, modulo 2^64, so exact in any order. Elements whose positions differ by a multiple of COLUMNS are added up,
-    the sums weighted by odd numbers: a change of one element always changes it, changes of several can only cancel out
-    within a column or by a chance of 2^-63.
+    It adds integers modulo 2^64, so it is exact in any order. Elements whose positions differ by a multiple of
+    CHECKSUM_COLUMNS are added up, and the sums are weighted by odd numbers: a change of one element always changes it,
+    changes of several can only cancel out within a column or by a chance of 2^-63.
     """
     flat = local(tensor).detach().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
@@ -139,7 +151,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights(device: torch.device) -> torch.Tensor:
-    """Return odd numbers, the same on every rank: int64 [COLUMNS]."""
+    """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
     if device not in _weights:
         generator = torch.Generator().manual_seed(_SEED)
         made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
@@ -151,10 +163,10 @@ _weights: dict[torch.device, torch.Tensor] = {}
 
 
 def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:
-    """Return the holders of each piece that do not have the same, grouped by what they have, the fewest first.
+    """Return, for each shard whose holders differ, the holders grouped by what they have, the smallest group first.
 
     Args:
-        sums: of each rank (the first rank that holds its piece, checksum).
+        sums: of each rank (the first rank that holds the same shard, checksum).
     """
     pieces: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (piece, found) in enumerate(sums):
@@ -163,4 +175,5 @@ def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:
 
 
 def _named(ranks: list[int]) -> str:
+    """Return `rank 3` or `ranks 1, 2`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""What rounding may do to logits and gradients: known limits, and where those are passed a measurement on this model."""
+"""How far rounding may move logits and gradients: known limits, and where they are passed a measurement."""
 
 from __future__ import annotations
 
@@ -16,55 +16,61 @@ from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.self_check import REFUSED_FROM
 
 SCALE = 0.01
-"How far the scale of all gradients may be from 1 in bf16: measured, with 4 to 28 blocks on a CPU, up to a quarter of that."
+"Largest distance of the gradients' scale from 1 in bf16: up to a quarter of it was measured, 4 to 28 blocks on a CPU."
 DRAWS = 3
-"Passes with roundings of other random draws, of which the worst counts."
+"Passes with random roundings, of which the worst counts."
 APART = 3.0
-"How many times as far as such passes two ways to compute the same may be apart: both round, in 28 blocks and more."
+"The limit is this many times the distance of such a pass: both ways to compute the same round, in 28 blocks and more."
 MOST, MOST_OF_SCALE = 0.5, 0.05
-"No limit is wider: an attention scale that is wrong by 1.2 changes gradients by 0.7 and more, a wrong divisor all of them."
+"No limit is wider: an attention scale wrong by 1.2 times moves gradients by 0.7 and more, a wrong divisor all of them."
 
 
 class Roundings(NamedTuple):
-    """How far roundings move gradients of the plain model: the worst of `DRAWS` passes."""
+    """Distance that roundings move gradients of the plain model: the worst of `DRAWS` passes."""
 
     relative: float
-    "of the parameter that they move furthest"
+    "relative difference of the parameter that they move furthest"
     scale: float
-    "of all gradients together: distance from 1"
+    "distance of the scale of all gradients from 1"
 
 
 class Limits(NamedTuple):
-    """Largest relative differences between our step and the plain model that are rounding."""
+    """Largest relative differences between our step and the plain model that rounding explains."""
 
     logits: float
     gradients: float | None
-    "of a parameter; None: not known"
+    "of a parameter; None: unknown"
     scale: float
-    "of all gradients together"
+    "distance of the scale of all gradients from 1"
 
     def hold(self, found: GradientDifference) -> bool:
-        """Whether gradients are the same."""
+        """Return whether gradients are the same up to rounding."""
         return self.gradients is not None and found.relative < self.gradients and abs(found.scale - 1.0) < self.scale
 
     def widened(self, measured: Roundings) -> Limits:
-        """Those of a model whose gradients roundings move further than those of others."""
+        """Return the limits for a model whose gradients are moved further by roundings than others'."""
         assert self.gradients is not None
         gradients = max(self.gradients, min(APART * measured.relative, MOST))
         return Limits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MOST_OF_SCALE)))
 
 
 def limits(dtype: torch.dtype, blocks: int, fp8: bool = False) -> Limits:
-    """What rounding may do, by the dtype of the weights.
+    """Return what rounding may do, by the dtype of the weights.
 
-    fp32: 1e-4. Of bf16 and fp16, with eps the distance from 1 to the next number: two kernels round what each block adds to
-    the residual stream differently, and such steps add up like a random walk: eps x sqrt(blocks). Gradients go through the
-    blocks twice and the worst of all parameters is taken: four times that. Measured on an H200 in bf16 from random weights,
-    2 to 80 blocks of six architectures: logits up to 0.4 of the limit, gradients up to 0.7; an attention scale that is wrong
-    by 1.2 changes gradients by 4 times the limit and more. Roundings of all parameters do not add up to another scale: 1 %.
-    A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the scale, with
-    losses 0.004 % apart over 100 steps): where these limits are passed, `Roundings` are measured. Float8 products scale each
-    matrix by what else is in the batch: 5 % of the logits, as no more may start, and no limit of the gradients is known.
+    fp32: 1e-4.
+
+    bf16 and fp16, with eps the distance from 1 to the next number: two kernels round differently what each block adds
+    to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits. Gradients go
+    through the blocks twice, and the worst of all parameters is taken: four times that. Roundings of all parameters do
+    not add up to another scale: 1 %.
+
+    Measured on an H200 in bf16 from random weights, 2 to 80 blocks of six architectures: logits up to 0.4 of the limit,
+    gradients up to 0.7; an attention scale that is wrong by a factor of 1.2 moves gradients by 4 times the limit and
+    more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the
+    scale, with losses 0.004 % apart over 100 steps): where these limits are passed, `Roundings` are measured.
+
+    Float8 products scale each matrix by what else is in the batch: 5 % for the logits, above which no run starts, and
+    no known limit for the gradients.
     """
     if fp8:
         return Limits(REFUSED_FROM, None, SCALE)
@@ -75,14 +81,17 @@ def limits(dtype: torch.dtype, blocks: int, fp8: bool = False) -> Limits:
 
 
 def worst(draws: Sequence[GradientDifference]) -> Roundings:
-    """Of passes with other random draws."""
+    """Return the worst of several passes with random roundings."""
     return Roundings(max(d.relative for d in draws), max(abs(d.scale - 1.0) for d in draws))
 
 
 @contextmanager
 def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, what each module without submodules puts out in half precision moves at random by up to half a unit of its last
-    place, as another kernel might round it. Takes from torch's random state."""
+    """Round the model's activations at random within the context.
+
+    What each module without submodules returns in half precision moves by up to half a unit of its last place, as
+    another kernel might round it. Takes from torch's random state.
+    """
 
     def move(_: torch.nn.Module, __: object, output: object) -> Tensor | None:
         if not isinstance(output, Tensor) or isinstance(output, DTensor):

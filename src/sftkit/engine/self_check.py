@@ -18,10 +18,10 @@ from sftkit.ops.attention import mixes_tokens, short_windows
 from sftkit.parallel.tensor import whole_rows
 
 _SIZES = (8, 5)
-"Positions of the two documents."
+"Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
 REFUSED_FROM = 0.05
-"Relative difference of the logits with which no run starts; what a row of the proof allows is less: checks.limits."
+"Relative difference of the logits from which on no run starts; the check in the proof allows less: roundings.limits."
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class DocumentCheck:
     """Two documents and padding in one row, against each document alone."""
 
     backend: str
-    "attention that it was made with"
+    "attention backend that was compared"
     logits_difference: float
-    "relative, ours against the plain model's"
+    "relative: norm of the difference over the norm of the plain model's logits"
     loss: float
-    "the objective's watched mean: a micro-batch for each document, sums over all that they add to the divisor"
+    "mean of the objective's watched sum, nats per target: a micro-batch for each document, divided by what both count"
     plain_loss: float
     "the same from the plain model's logits, by the objective's plain operators"
     targets: int
@@ -47,14 +47,17 @@ class DocumentCheck:
 def check_documents(
     model: ModelWithLoss, backend: str, device: torch.device, max_length: int = _ROW_LENGTH
 ) -> DocumentCheck:
-    """Two documents and padding in one row through our forward pass, and each document alone through the model's own,
-    must give the same logits; sliding windows are made shorter than the documents for it.
+    """Compare the logits of two documents and padding in one row through our forward pass with those of each document
+    alone through the model's own.
+
+    Sliding windows are made shorter than the documents for it.
 
     Args:
-        max_length: data.max_length, to which texts for an encoder are filled.
+        backend: of attention; "sdpa" takes one document a row, so the reference kernel stands in for it.
+        max_length: data.max_length, to which texts for an encoder are padded.
 
     Raises:
-        ConfigError: they do not, or the model does not take our arguments: this architecture does something that our
+        ConfigError: they differ, or the model does not take our arguments: this architecture does something that our
             attention or head leaves out, or mixes the tokens of a row outside attention.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
@@ -81,7 +84,7 @@ def check_documents(
 
 
 def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_length: int) -> DocumentCheck:
-    """The reference kernel stands in for sdpa, which takes one document a row."""
+    """Compute both sides with the reference kernel or the run's own."""
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
     examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), max_length))
     batch = _batch(examples, (0, 1)).to(device)
@@ -105,7 +108,7 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_lengt
 
 
 def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
-    """The inputs of a batch, every token of its first document another one, and what is encoded for it."""
+    """Return the inputs of a batch with every token of its first document replaced, and what is encoded for it."""
     found = {name: value.clone() for name, value in batch.inputs.items()}
     ids = found["input_ids"][:, : _SIZES[0]]
     ids.copy_((ids + 1) % vocabulary)
@@ -115,16 +118,17 @@ def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
 
 
 def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
+    """Return these documents in one row of the fixed length."""
     return collate(examples, (tuple(documents),), _ROW_LENGTH, 0, max_docs=3, max_doc_length=max(_SIZES))
 
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, T, V]."""
+    """Return the logits of hidden states [B, T, H] by the run's head: fp32 [B, T, V]."""
     projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
     logits = projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _plain_logits(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
-    """Each document alone through transformers' own forward pass: fp32 [1, documents' positions, V]."""
+    """Return the logits of each document alone by transformers' own forward pass: fp32 [1, documents' positions, V]."""
     return torch.cat([model.kind.plain_logits(model.orig_model, inputs).float() for inputs, _ in documents(batch)], 1)

@@ -1,4 +1,4 @@
-"""What a layer, the embedding and head with loss take on this device, before a model is cut into stages."""
+"""Times a layer, the embedding, and the head with its loss on this device, before a model is split into stages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
 ONE_EACH = (1, 1, 1)
-"Layers of the stages of the model that is timed: the first has the embedding, the last the head and the loss."
+"Layers of each stage of the model that is timed: the first has the embedding, the last the head and the loss."
 
 
 def measured_layers(
     cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
 ) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest takes least, by what the parts of the model take here, compiled as in a step, of the
-    largest batch: the slowest rank's times, so that all ranks find the same. By the parameters where they cannot be timed. Every
-    rank calls it; random state is as before.
+    """Return the layers of each stage such that the slowest stage is fastest, by measured times of the model's parts.
+
+    The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
+    ranks find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it;
+    random state is as before.
 
     Raises:
         ConfigError: a model that has no stages.
@@ -46,7 +48,7 @@ def measured_layers(
             seconds += torch.tensor(_seconds(cfg, orig_model, objective, layout, backend, rt)).to(seconds)
     except torch.OutOfMemoryError:
         raise
-    except Exception as caught:  # the warm-up tells of a compiler that does not work
+    except Exception as caught:  # the warm-up will report a compiler that does not work
         error = caught
     if rt.any_rank(error is not None):
         log.warning("layers are spread by their parameters, since they cannot be timed: %s", error or "on another rank")
@@ -61,13 +63,14 @@ def measured_layers(
 def _seconds(
     cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
 ) -> list[float]:
-    """Of three stages of a layer each: with the embedding, alone, with norm, head and loss."""
+    """Return the seconds of three stages of one layer each: with the embedding, alone, and with norm, head and loss."""
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: len(ONE_EACH)]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
+        # Private, but it makes the very class of the model: the public from_config exists for auto classes only.
         with torch.device(rt.device):
             small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
         model = ModelWithLoss(small.train(), backend, objective)
@@ -77,7 +80,8 @@ def _seconds(
         try:
             return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:
-            torch._dynamo.reset()  # the warm-up counts its own graphs; what was generated is in the compiler's cache
+            # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
+            torch._dynamo.reset()
             del small, model, stages
             if rt.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -21,14 +21,15 @@ from sftkit.tracking.spikes import Spikes
 
 
 class GradientSum:
-    """The gradients of all micro-batches but the last, added up in fp32: bf16 sums lose what is small against them.
+    """The gradients of all micro-batches but the last, added up in fp32: a bf16 sum would lose small addends.
 
-    fp32 gradients add up by themselves; but those that lie in the memory of a CUDA graph do not outlive its next replay.
+    fp32 gradients add up in place, except those in the memory of a CUDA graph, which its next replay overwrites.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], micro_batches: int) -> None:
+        """Choose which parameters' gradients are moved. `micro_batches`: of the step."""
         graphs = uses_cuda_graphs()
-        few = micro_batches < (2 if graphs else 3)  # two bf16 gradients make one rounding, with or without us
+        few = micro_batches < (2 if graphs else 3)  # two bf16 gradients are rounded once, with or without an fp32 sum
         self._parameters = [
             p for p in parameters if not few and p.requires_grad and (graphs or p.dtype != torch.float32)
         ]
@@ -46,7 +47,7 @@ class GradientSum:
             parameter.grad = None
 
     def put_back(self) -> None:
-        """The sum as gradients, rounded once, for the last micro-batch to add to."""
+        """Set the sum as gradients, rounded once, for the last micro-batch to add to."""
         for i, total in self._sums.items():
             self._parameters[i].grad = total.to(self._parameters[i].dtype)
         self._sums.clear()
@@ -72,14 +73,15 @@ def gradients(
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
-    """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged between the ranks, and add the
-    sums of each to `totals`. No host sync.
+    """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged between the ranks, and add
+    the sums of each to `totals`. No host sync.
 
     Returns:
-        the minimised sum of each micro-batch, 1-d, on the device
+        the minimised sum of each micro-batch, [A], on the device.
     """
     if isinstance(model, Pipelined):
         return model.gradients(micro_batches, divisor, totals)
+    # Only the last micro-batch's backward pass exchanges gradients; before it the sum of the earlier ones is put back.
     losses = []
     last, earlier = len(micro_batches) - 1, GradientSum(parameters, len(micro_batches))
     for i, batch in enumerate(micro_batches):
@@ -106,12 +108,14 @@ def optimizer_step(
     stop: bool = False,
     spikes: Spikes | None = None,
 ) -> StepOutcome:
-    """All micro-batches, one update; no update where the loss of any rank or the gradient norm is not finite, or where
-    `spikes` leaves the step out.
+    """Run all micro-batches and make one update; none where the loss of any rank or the gradient norm is not finite, or
+    where `spikes` leaves the step out.
 
     Args:
-        model: what gives the sums of a batch: compiled and wrapped.
+        model: returns the sums of a batch: compiled and wrapped.
         step_batches: with micro-batches on the device.
+        learning_rate: of this update.
+        max_grad_norm: the gradient is scaled down to this norm; None: it is not clipped.
         stop: this rank asks to end training, which all ranks find in the flags.
         spikes: judges the step by those before; None: it is not judged.
     """
@@ -119,6 +123,7 @@ def optimizer_step(
     totals = Totals.zeros(objective.measured, rt.device)
     losses = gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
     copies = model.copies() if isinstance(model, Pipelined) else None
+    # Norm and flags of all ranks stay on the device: a coefficient of nan makes the update change nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
     grad_norm, flags = exchange(squared, totals, stop, rt, spikes, step_batches.divisor)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, max_grad_norm))
@@ -129,11 +134,15 @@ def optimizer_step(
 def exchange(
     squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime, spikes: Spikes | None = None, divisor: int = 1
 ) -> tuple[torch.Tensor, Flags]:
-    """Gradient norm and flags of a step: one small exchange between the ranks, no host sync.
+    """Return the global gradient norm (fp32 0-d) and the flags of a step.
+
+    One small exchange between the ranks, no host sync.
 
     Args:
-        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64: the precision of the sum over
-            ranks. The norm is its root in fp32.
+        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the
+            precision of the sum over ranks.
+        totals: this rank's sums over its micro-batches.
+        stop: this rank asks to end training.
         spikes: judges the step; None: it is not judged.
         divisor: of the global batch.
     """

@@ -1,4 +1,4 @@
-"""What is tried out between assembling a run and its first step: the heaviest batch of every declared shape."""
+"""What a warm-up runs between assembling a run and its first step: the heaviest batch of every declared shape."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sftkit.runtime.start import Runtime
 
 
 def has_dropout(orig_model: PreTrainedModel) -> bool:
-    """Whether two training passes of the same batch differ."""
+    """Return whether two training passes of the same batch differ."""
     layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in orig_model.modules())
     parts = [orig_model.config.get_text_config(), getattr(encoder(orig_model), "config", None)]
     return layers or any(getattr(config, name, 0.0) for config in parts for name in DROPOUTS)
 
 
 def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
-    """Objective per target of this rank's part of a batch, by the plain Python of the model."""
+    """Return the objective per target of this rank's part of a batch, computed without the compiler."""
     with torch.no_grad(), run_eagerly():
         loss = float(model(batch, backend).loss) / max(model.objective.count(batch), 1)
     let_go(model.orig_model)
@@ -40,7 +40,7 @@ def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
 
 
 def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
-    """This rank's part of the heaviest batch of a shape, on the device."""
+    """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
     slots = layout.max_docs(rows, row_length)
     return warm_up_batch(
         rows,
@@ -62,11 +62,13 @@ def shape_runner(
     objective: Objective,
     losses: dict[tuple[int, int], float],
 ) -> Callable[[int, int], None]:
-    """A function that runs the heaviest batch of a shape, forward and backward; replicas do without communication, pieces
-    of a model as in a step of several micro-batches, if the run's have several; stages as in a step.
+    """Return a function that runs the heaviest batch of a shape, forward and backward.
+
+    Replicas run it without communication; a sharded model as in a step of several micro-batches, if the run's steps
+    have several; pipeline stages as in a step.
 
     Args:
-        losses: filled with the objective per target of each shape.
+        losses: filled with the objective per target of each shape, (rows, row_length) -> nats.
     """
 
     def run_shape(rows: int, row_length: int) -> None:

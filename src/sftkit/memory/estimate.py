@@ -1,5 +1,7 @@
-"""The memory that a training step takes at its peak, estimated from the sizes of the model, the rows and the settings. No torch
-in this file: what starts a run asks too."""
+"""The peak memory of a training step, estimated from the sizes of the model, the rows and the settings.
+
+No torch in this file: commands ask it before they start a run.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from sftkit.data.pack import Layout
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.7 * GIB)
-"CUDA context, loaded kernels and the workspaces of libraries; no tensor, so in no allocator's count."
+"CUDA context, loaded kernels and workspaces of libraries; not tensors, so the allocator does not count them."
 USABLE = 0.92
-"Share of a GPU that an estimate may fill: the allocator's gaps take the rest."
+"Share of a GPU that an estimate may fill: the rest is for fragmentation of the allocator."
 BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
-"Activation memory budget of each train.memory. At 0.9 only elementwise results are computed again: as fast as 1.0."
+"Activation memory budget for each train.memory. At 0.9 only elementwise results are recomputed: as fast as 1.0."
 SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
 "Least communication first, least memory last."
 
@@ -26,17 +28,17 @@ class Shape:
 
     parameters: int
     ends: int
-    "those of the parameters outside the blocks: embedding, head, final norm"
+    "parameters outside the blocks: embedding, head, final norm"
     matrices: int
-    "those of the parameters that are matrices of a block, which an optimizer may treat by themselves"
+    "parameters in matrices of blocks, which an optimizer may treat differently"
     blocks: int
     hidden: int
     query: int
     "all query heads together"
     key: int
-    "all key heads together, as many as the values"
+    "all key heads together; the values have as many"
     inner: int
-    "of the feed-forward layer; of all experts that see a token"
+    "inner size of the feed-forward layer; with experts, of all that see a token"
     head_dim: int
     vocab: int
 
@@ -56,55 +58,57 @@ class EstimateInputs:
     checkpointing: bool
     "transformers' gradient checkpointing"
     dense_mask: bool = False
-    "attention backend reference"
+    "whether attention holds a dense mask: the backend is reference"
     topology: Topology = field(default_factory=Topology)
     sharding: Sharding = field(default_factory=Sharding)
     "how a sharded topology gathers weights and exchanges gradients"
     stage_layers: tuple[int, ...] = ()
-    "of a pipeline, of each stage"
+    "layers of each stage of a pipeline"
     schedule: str = "1f1b"
     "of a pipeline"
     encoder: Shape | None = None
-    "its sizes; None: the model has none"
+    "sizes of the encoder; None: the model has none"
     encoded_length: int = 0
-    "positions of an input of the encoder, for which rows have places"
+    "positions of one input of the encoder; 0: the model has none"
 
     @property
     def encoded(self) -> int:
-        """Positions that the encoder computes in a micro-batch, empty places included."""
+        """Return the positions that the encoder computes in a micro-batch, empty places included."""
         return max(rows for rows, _ in self.layout.shapes) * self.layout.docs_per_row * self.encoded_length
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one GPU at the moment of the step when most are taken."""
+    """Bytes on one GPU at the peak of a step."""
 
     weights: int
     optimizer: int
     gradients: int
-    "that exist at that moment: those of earlier micro-batches, buckets of the exchange, or all at the end"
+    "those that exist at the peak: of earlier micro-batches, buckets of the exchange, or all at the end"
     gradient_sums: int
-    "in fp32, of earlier micro-batches"
+    "fp32 sums of the gradients of earlier micro-batches"
     activations: int
     transient: int
-    "the loss with its chunk of logits, or the backward pass of a block with attention's workspace: the larger"
+    "the larger of the loss with its chunk of logits, and the backward pass of a block with attention's workspace"
     context: int = CONTEXT_BYTES
 
     @property
     def total(self) -> int:
+        """Return the bytes of all."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def tensors(self) -> int:
-        """What the allocator counts: all but the CUDA context."""
+        """Return what the allocator counts: all but the CUDA context."""
         return self.total - self.context
 
 
 def kept_elements(s: EstimateInputs) -> float:
-    """Elements of a block's activations that are kept per token for its backward pass.
+    """Return the elements of a block's activations that are kept per token for its backward pass.
 
-    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, but at budgets 0.3 and 0.5 the
-    partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 28 % less. Other architectures are taken for one of these.
+    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, except that at
+    budgets 0.3 and 0.5 the partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 28 % less. Other architectures
+    are assumed to be alike.
     """
     m = s.shape
     rotary = 2 * m.head_dim
@@ -114,24 +118,26 @@ def kept_elements(s: EstimateInputs) -> float:
         return least
     if not s.compiled or s.budget >= 1.0:
         return everything
-    without_pointwise = (
-        2 * m.hidden + 3 * m.query + 3 * m.key + 2 * m.inner + rotary
-    )  # recomputed first, as good as free
+    # Elementwise results are recomputed first, at next to no cost.
+    without_pointwise = 2 * m.hidden + 3 * m.query + 3 * m.key + 2 * m.inner + rotary
     return min(without_pointwise, least + s.budget * (everything - least))
 
 
 def _all_elements(s: EstimateInputs) -> int:
-    """What a block keeps per token if nothing is recomputed; eager norms, activations and rotations keep their steps."""
+    """Return the elements that a block keeps per token if nothing is recomputed.
+
+    Eager norms, activations and rotations keep their intermediate results.
+    """
     m = s.shape
     a, b, c = (4, 3, 3) if s.compiled else (8, 5, 4)
     return a * m.hidden + b * (m.query + m.key) + c * m.inner + 2 * m.head_dim
 
 
 def estimate(s: EstimateInputs) -> Estimate:
-    """The peak of one rank's step: at the start of the backward pass, or at its end, when all gradients exist.
+    """Return the peak of one rank's step: at the start of the backward pass, or at its end, when all gradients exist.
 
-    In between activations go as gradients come, both linearly, so one of the ends is the peak. Replicas hold all
-    parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
+    In between, activations shrink and gradients grow, both linearly, so one of the two ends is the peak. Replicas hold
+    all parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
     """
     m, width = s.shape, WIDTH[s.precision]
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.parts
@@ -143,7 +149,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
-    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # in the buckets themselves
+    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: they lie in the buckets
     head = width * m.vocab * m.hidden
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
@@ -159,8 +165,11 @@ def estimate(s: EstimateInputs) -> Estimate:
 
 
 def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
-    """Elements that are kept of an encoder's activations, and of the decoder's attention to them: keys and values of encoded
-    positions in each block, which no budget computes again for less, and queries, outputs and a norm of its own tokens."""
+    """Return the elements that are kept for an encoder: its own activations and the decoder's attention to them.
+
+    The latter are keys and values of encoded positions in each block, which no budget recomputes for less, and queries,
+    outputs and a norm of the decoder's own tokens.
+    """
     if s.encoder is None:
         return 0.0
     own = s.encoded * s.encoder.blocks * kept_elements(replace(s, shape=s.encoder))
@@ -168,12 +177,13 @@ def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
 
 
 def _encoder_block_bytes(s: EstimateInputs) -> float:
-    """Of the backward pass of one block of the encoder."""
+    """Return the bytes of the backward pass of one block of the encoder."""
     return 0.0 if s.encoder is None else s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder))
 
 
 def held_bytes(s: EstimateInputs) -> int:
-    """Weights, gradients and optimizer states that a rank holds whatever its rows are: no step takes less."""
+    """Return the bytes of weights, gradients and optimizer states that a rank holds whatever its
+    rows: no step takes less."""
     if s.topology.stages > 1:
         whole = replace(s, topology=replace(s.topology, stages=1))
         shapes = [shape_of_place(s, place) for place in range(s.topology.stages)]
@@ -183,10 +193,12 @@ def held_bytes(s: EstimateInputs) -> int:
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
-    """The peak of a rank that holds a piece of every weight, gradient and state, and gathers weights to use them.
+    """Return the peak of a rank that holds a shard of every weight, gradient and state, and
+    gathers weights to use them.
 
-    Gathered at a time: all weights, or a block, the next one and an end of the model. Gradients of earlier micro-batches
-    are whole and fp32 if kept; those of the pass itself exist for a block and an end, with fp32 copies on their way.
+    Gathered at a time are all weights, or a block, the next one and an end of the model. Gradients of earlier
+    micro-batches are whole and fp32 if they are kept so; those of the current pass exist for two blocks and an end,
+    with fp32 copies that are being exchanged.
     """
     m, t, width = s.shape, s.topology, WIDTH[s.precision]
     pieces = t.shards * t.context * t.tensor
@@ -210,24 +222,26 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
 
 
 def estimates_of_places(s: EstimateInputs) -> list[Estimate]:
-    """The peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an evaluation,
-    with the weights of all stages."""
+    """Return the peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an
+    evaluation, which has the weights of all stages."""
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
 def _staged(s: EstimateInputs, place: int) -> Estimate:
+    """Return the peak of the process at a place of a pipeline."""
     m, width, places = s.shape, WIDTH[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
     own, first, last = s.stage_layers[place::places], place == 0, place == places - 1
     shape = shape_of_place(s, place)
+    # Activations: of the micro-batches that are in flight at once, and the hidden states sent between stages.
     alone = replace(s, shape=shape)
     at_once: float = count if s.schedule == "gpipe" else min(count, places - place)
-    if (
-        len(own) > 1 and s.schedule != "gpipe"
-    ):  # Megatron-LM's order: the stages in turn, as many micro-batches as processes
+    # Interleaved stages in Megatron-LM's order: in turn, each for as many micro-batches as there are processes.
+    if len(own) > 1 and s.schedule != "gpipe":
         at_once = min(count, (2 * (places - place - 1) + (len(own) - 1) * places + 1) / len(own))
     received = (2 * len(own) - first - last) * count * tokens * m.hidden
     hidden = int(width * (at_once * tokens * shape.blocks * kept_elements(alone) + received))
+    # Weights, gradients and states of the stages that the process holds.
     weights = gradients = width * shape.parameters
     sums = 4 * shape.parameters if sums_in_fp32(s.layout, s.precision) else 0
     block = tokens * _block_bytes_per_token(s) + _mask_bytes(s)
@@ -235,9 +249,8 @@ def _staged(s: EstimateInputs, place: int) -> Estimate:
     head = width * m.vocab * m.hidden
     states = _state_bytes(alone)
     earlier = 0 if sums or count == 1 else gradients
-    if (
-        s.topology.sharded
-    ):  # weights are gathered for the step, gradients of the micro-batches whole and fp32 until its end
+    # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until its end.
+    if s.topology.sharded:
         pieces = s.topology.shards
         states, gradients = states // pieces, gradients // pieces
         weights, sums = weights + weights // pieces, 4 * shape.parameters if count > 1 else 0
@@ -249,7 +262,7 @@ def _staged(s: EstimateInputs, place: int) -> Estimate:
 
 
 def shape_of_place(s: EstimateInputs, place: int) -> Shape:
-    """The sizes of what one process of a pipeline holds."""
+    """Return the sizes of what the process at a place of a pipeline holds."""
     m, places = s.shape, s.topology.stages
     blocks = sum(s.stage_layers[place::places])
     embedding = m.vocab * m.hidden
@@ -265,34 +278,39 @@ def shape_of_place(s: EstimateInputs, place: int) -> Shape:
 
 
 def sums_in_fp32(layout: Layout, precision: str) -> bool:
-    """Whether engine.step.GradientSum adds up the gradients of earlier micro-batches."""
+    """Return whether engine.step.GradientSum adds up the gradients of earlier micro-batches."""
     return layout.accumulation > 2 and precision == "bf16"
 
 
 def earlier_gradient_width(layout: Layout, precision: str) -> int:
-    """Bytes per parameter of what a forward pass finds of earlier micro-batches."""
+    """Return the bytes per parameter that earlier micro-batches' gradients take during a forward pass."""
     if layout.accumulation == 1:
         return 0
     return 4 if sums_in_fp32(layout, precision) else WIDTH[precision]
 
 
 def _state_bytes(s: EstimateInputs) -> int:
+    """Return the bytes of all optimizer states."""
     spec, matrices = OPTIMIZERS[s.optimizer], s.shape.matrices
     others = s.shape.parameters - matrices
     return int(spec.state_width(s.precision) * matrices + spec.state_width(s.precision, block_matrix=False) * others)
 
 
 def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
-    """An fp32 gradient of the head, next to a chunk of logits or to its copy in the precision of the weights; and the
-    last hidden states through the final norm, the choice of targets and their gradient."""
+    """Return the bytes of the loss: the head's fp32 gradient, next to the larger of a chunk of logits and that
+    gradient's copy in the precision of the weights; and the last hidden states through the final norm, the choice of
+    targets and their gradient."""
     m, width = s.shape, WIDTH[s.precision]
     logits = width * min(s.chunk_tokens, tokens) * m.vocab
     return max(logits, width * m.vocab * m.hidden) + 4 * m.vocab * m.hidden + 6 * width * m.hidden * tokens
 
 
 def _block_bytes_per_token(s: EstimateInputs) -> float:
-    """Of the backward pass of one block: what is recomputed, and gradients in the feed-forward layer or in attention,
-    which repeats keys and values over the query heads and sums the query's gradient in fp32."""
+    """Return the bytes per token of the backward pass of one block.
+
+    These are what is recomputed, and gradients in the feed-forward layer or in attention, which repeats keys and values
+    over the query heads and sums the query's gradient in fp32.
+    """
     m, width = s.shape, WIDTH[s.precision]
     feed_forward = width * (2 * m.hidden + 3 * m.inner)
     attention = width * (2 * m.hidden + 6 * m.query + 2 * m.key) + 4 * m.query
@@ -300,7 +318,7 @@ def _block_bytes_per_token(s: EstimateInputs) -> float:
 
 
 def _mask_bytes(s: EstimateInputs) -> int:
-    """The dense mask of backend reference, bool and as a bias."""
+    """Return the bytes of the dense mask of backend reference, as bool and as a bias."""
     if not s.dense_mask:
         return 0
     encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # of a row

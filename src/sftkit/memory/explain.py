@@ -1,4 +1,4 @@
-"""What a GPU that ran out of memory says: what was tried, and the settings that save most."""
+"""The error of a GPU that ran out of memory: what was tried, and the settings that save most."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sftkit.memory.plan import MemoryPlan, Remedy, gib, remedies
 
 
 def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
-    """What ran out, and the three settings that save most for this run."""
+    """Return the error that says what ran out, and the three settings that save most for this run."""
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     device = "the GPU" if plan.total_bytes is None else f"the GPU has {gib(plan.total_bytes)}"
     lines = [f"out of memory: {device}"]
@@ -41,7 +41,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
 
 
 def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, cfg: Config) -> str:
-    """With which of them the run can go on from its newest checkpoint."""
+    """Return a sentence on which of these settings the run can go on with from its newest checkpoint."""
     settings = [setting for remedy in best for setting in remedy.on_resume]
     if not settings:
         return "A resumed run keeps what these change: they are for a new one"
@@ -53,7 +53,7 @@ def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, cfg: Config) -> str:
 
 @contextmanager
 def explained(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
-    """Inside, running out of GPU memory is a ConfigError that says what to change."""
+    """Turn running out of GPU memory, within the context, into a ConfigError that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:

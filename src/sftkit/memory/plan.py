@@ -1,4 +1,4 @@
-"""How the memory of a GPU is spent: the plan of a run, and what to change when it does not fit."""
+"""The memory plan of a run: optimizer, recomputation and sharding, and what to change when it does not fit."""
 
 from __future__ import annotations
 
@@ -42,21 +42,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run does about memory, decided before anything is compiled."""
+    """The decisions about a run's memory, made before anything is compiled."""
 
     optim: OptimConfig
     "with the name of an optimizer, never auto"
     activation_memory_budget: float
+    "share of each graph's activations that is kept, 0 to 1"
     setup: EstimateInputs | None
-    "None: the model's config names no sizes, nothing is estimated"
+    "None: the model's config names no sizes, so nothing is estimated"
     estimate: Estimate | None
     total_bytes: int | None
     "of the device; None: unknown, or no GPU"
     sharding: Sharding
     "how sharded ranks gather weights and exchange gradients"
     earlier_gradient_bytes: int
-    "gradients of earlier micro-batches, or their sums, that a forward pass finds in memory"
+    "gradients of earlier micro-batches, or their sums, that are in memory during a forward pass"
     line: str
+    "the plan for the console"
 
 
 class Remedy(NamedTuple):
@@ -65,7 +67,7 @@ class Remedy(NamedTuple):
     text: str
     saved_bytes: int
     on_resume: tuple[str, ...]
-    "which of its settings a resumed run may take"
+    "those of its settings that a resumed run may take"
 
 
 def make_plan(
@@ -77,27 +79,31 @@ def make_plan(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> MemoryPlan:
-    """Turn train.memory and optim.name into an optimizer and a budget, and say so; eager runs get gradient checkpointing.
+    """Turn train.memory and optim.name into an optimizer and a budget, and print it; eager runs
+    get gradient checkpointing.
 
     Args:
-        orig_model: not yet compiled or wrapped; gradient checkpointing is switched on in it if the plan wants it.
+        orig_model: not yet compiled or wrapped; the plan may switch gradient checkpointing on in it.
         total_bytes: memory of the device; None: that of rt.device, unknown if it is no GPU.
         backend: of attention; reference holds a dense mask.
         sharding: how sharded ranks exchange, where the engine decides it; None: the fastest way that fits.
 
     Raises:
-        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot be cut
-            over the tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone are more than a GPU has.
+        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot
+            be split over the tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone
+            are more than a GPU has.
     """
-    if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # which has plans of its own
+    if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # that engine splits matrices in its own way
         check_tensor_parallel(orig_model, rt.topology.tensor)
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
+    # Recomputation: by the partitioner of compiled graphs, else by transformers' gradient checkpointing.
     compiled = _recomputes(cfg)
     checkpointing = cfg.model.gradient_checkpointing
     if not compiled and cfg.train.memory != "speed" and not checkpointing:
         _enable_checkpointing(orig_model, cfg.train.memory)
         checkpointing = True
+    # All that the estimate depends on, with the fastest sharding that fits.
     shape = shape_of(orig_model)
     budget = activation_budget(cfg) if compiled else 1.0
     dense = backend == "reference"
@@ -114,17 +120,20 @@ def make_plan(
         length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
         setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
+    # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
+    # Refuse what cannot fit, say what is planned, warn of what may not fit.
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
-    earlier = parameters * earlier_gradient_width(layout, rt.precision)  # shards and stages meet theirs in the warm-up
+    # Shards and stages count 0: their warm-up makes such gradients itself.
+    earlier = parameters * earlier_gradient_width(layout, rt.precision)
     line = _line(cfg, name, budget, checkpointing, found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
@@ -141,7 +150,7 @@ def make_plan(
 
 
 def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
-    """Refuse a model that no smaller rows make room for."""
+    """Refuse a model that does not fit however small its rows are."""
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
@@ -155,7 +164,7 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
 
 
 def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -> Sharding:
-    """The first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
+    """Return the first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
     if not s.topology.sharded:
         return s.sharding
     for sharding in SHARDINGS[:-1]:
@@ -165,17 +174,18 @@ def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -
 
 
 def _recomputes(cfg: Config) -> bool:
-    """Whether a partitioner that knows of budgets compiles the blocks."""
+    """Return whether the compiler's partitioner chooses what the blocks recompute."""
     return cfg.compile.enabled and cfg.compile.backend in ("inductor", "aot_eager")
 
 
 def activation_budget(cfg: Config) -> float:
-    """Share of the activations that compiled graphs keep: the recipe's, else what train.memory stands for."""
+    """Return the share of activations that compiled graphs keep: the recipe's, else the one of train.memory."""
     explicit = cfg.compile.activation_memory_budget
     return BUDGETS[cfg.train.memory] if explicit is None else explicit
 
 
 def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
+    """Switch on transformers' gradient checkpointing. `preset`: the value of train.memory."""
     if not orig_model.supports_gradient_checkpointing:
         raise ConfigError(
             f"train.memory={preset}: without compilation it takes gradient checkpointing, which "
@@ -185,7 +195,7 @@ def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
 
 
 def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> str:
-    """What optim.name=auto stands for; `too_much`: the default would not fit."""
+    """Return what optim.name=auto stands for; `too_much`: the default would not fit."""
     if precision != "bf16":
         return DEFAULT
     if preset == "low":
@@ -195,27 +205,29 @@ def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: b
 
 
 def _smaller_optimizers(sharded: bool) -> list[OptimizerSpec]:
-    """Those that do what the default does in less memory."""
+    """Return the optimizers that do what the default does in less memory."""
     return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (sharded and spec.unshardable)]
 
 
 def _is_installed(spec: OptimizerSpec) -> bool:
+    """Return whether the package that an optimizer needs is installed."""
     return spec.extra is None or package_installed(spec.extra.package)
 
 
 def package_installed(name: str) -> bool:
+    """Return whether a package can be imported."""
     return find_spec(name) is not None
 
 
 def fits(found: Estimate, total_bytes: int | None) -> bool:
-    """Whether the device has room; True where its size is unknown."""
+    """Return whether the device has room; True where its size is unknown."""
     return total_bytes is None or found.total <= USABLE * total_bytes
 
 
 def _line(
     cfg: Config, name: str, budget: float, checkpointing: bool, found: Estimate | None, total_bytes: int | None
 ) -> str:
-    """The plan for the console."""
+    """Return the plan as a line for the console."""
     how = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
     line = f"memory: {cfg.train.memory}, optimizer {name}, {'gradient checkpointing' if checkpointing else how}"
     if found is None:
@@ -231,7 +243,8 @@ def _line(
 
 
 def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
-    """Estimated against measured peak of tensors in the warm-up, which holds all that a step holds."""
+    """Return a line that compares the estimated with the measured peak of tensors in the warm-up, which
+    holds all that a step holds."""
     if plan.estimate is None:
         return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up"
     estimated = plan.estimate.tensors / GIB
@@ -241,8 +254,10 @@ def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
 
 @contextmanager
 def reserve_optimizer_state(optimizer: Optimizer, plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Hold, on a GPU, what a step has in memory and the warm-up has not: optimizer states that the first update will
-    make and gradients of earlier micro-batches. So a run that cannot fit fails in the warm-up.
+    """Hold on a GPU, within the context, what a step has in memory and the warm-up has not, so that a run that cannot
+    fit fails in the warm-up.
+
+    That is optimizer states that the first update will make, and gradients of earlier micro-batches.
     """
     held = None
     if device.type == "cuda":
@@ -255,7 +270,7 @@ def reserve_optimizer_state(optimizer: Optimizer, plan: MemoryPlan, device: torc
 
 
 def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
-    """Bytes of the states of all parameters that have none yet."""
+    """Return the bytes of the states of all parameters that have none yet."""
     missing, spec = 0.0, OPTIMIZERS[name]
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -266,17 +281,21 @@ def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
 
 
 def _precision_of(param: torch.Tensor) -> str:
+    """Return "bf16" or "fp32", by the dtype of a parameter."""
     return "bf16" if param.dtype == torch.bfloat16 else "fp32"
 
 
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
-    """Of one checkpoint: weights and optimizer states of all ranks."""
+    """Return the bytes of one checkpoint: weights and optimizer states of all ranks."""
     spec = OPTIMIZERS[plan.optim.name]
     return sum(p.numel() * (p.element_size() + spec.state_width(_precision_of(p))) for p in orig_model.parameters())
 
 
 def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
-    """Settings not yet used that would lower the estimated peak, by what the first one named saves, most first."""
+    """Return the settings not yet used that would lower the estimated peak, the one that saves most first.
+
+    Each remedy may name several values of a setting; the first one counts.
+    """
     if plan.setup is None or plan.estimate is None:
         return []
     s, found = replace(plan.setup, layout=layout), []
@@ -291,7 +310,7 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
 
 
 def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:
-    """Whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
+    """Return whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
     return (there.optimizer, there.precision, there.layout.row_lengths, there.layout.max_length) == (
         *(here.optimizer, here.precision),
         *(here.layout.row_lengths, here.layout.max_length),
@@ -303,7 +322,7 @@ Option = tuple[str, EstimateInputs]
 
 
 def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
-    """Half of the rows of a micro-batch; where it is one row, half of the row."""
+    """Return half of the rows of a micro-batch; where it is one row, half of the row."""
     layout = s.layout
     share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
     if half:
@@ -322,7 +341,7 @@ def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
 
 
 def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
-    """The presets below that of the run, or budgets where the recipe names one."""
+    """Return the values of train.memory below the run's, or lower budgets where the recipe names one."""
     if s.checkpointing:
         return []
     if not s.compiled:
@@ -340,7 +359,7 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
 
 
 def _optimizer(s: EstimateInputs) -> list[Option]:
-    """Optimizers for bf16 weights with smaller states; else bf16 weights."""
+    """Return the optimizers for bf16 weights with smaller states; for fp32 weights bf16 ones."""
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
@@ -352,7 +371,7 @@ def _optimizer(s: EstimateInputs) -> list[Option]:
 
 
 def _more_shards(s: EstimateInputs) -> list[Option]:
-    """Weights cut over the processes there are, or over twice as many."""
+    """Return weights sharded over the processes there are, or over twice as many."""
     world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
     number = world_size or 2 * s.topology.world_size
     rows = s.layout.global_batch_size
@@ -367,9 +386,11 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
 
 
 def _chunk(s: EstimateInputs) -> list[Option]:
+    """Return a quarter of the loss's chunk of tokens, but 64 at least; nothing if that is not smaller."""
     quarter = max(s.chunk_tokens // 4, 64)
     return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 
 
 def gib(size: float) -> str:
+    """Return a size in bytes as text, such as `31.4 GiB`."""
     return f"{size / GIB:.1f} GiB"

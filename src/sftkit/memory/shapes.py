@@ -9,18 +9,22 @@ from sftkit.models.structure import decoder_blocks, encoder, vocab_size
 
 
 def shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """The sizes that the model's config names, of one with an encoder those of the decoder; None if it lacks one or has several
-    of it."""
+    """Return the sizes that the model's config names, with an encoder those of the decoder.
+
+    None if the config lacks one, or has several values for it.
+    """
     return _shape(orig_model, orig_model.config.get_text_config())
 
 
 def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """The sizes of the model's encoder, None if it has none, or one that does not name them."""
+    """Return the sizes of the model's encoder; None if it has none, or one whose config does not name them."""
     inner = encoder(orig_model)
     return _shape(orig_model, inner.config) if isinstance(inner, PreTrainedModel) else None
 
 
 def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | None:
+    """Return the sizes that a config names; None if it lacks one, or has several values for it."""
+
     def size(*names: str, default: int | None = None) -> int | None:
         values = [getattr(config, name, None) for name in names]
         given = [value for value in values if value is not None]

@@ -1,4 +1,5 @@
-"""What the ranks of a run exchange in a step, by formula: bytes that `make patterns` counts on small models. No torch in this file."""
+"""What the ranks of a run exchange in a step, by formula; `make patterns` counts the bytes on
+small models. No torch here."""
 
 from __future__ import annotations
 
@@ -9,28 +10,29 @@ from sftkit.config.optimizers import WIDTH
 from sftkit.memory.estimate import EstimateInputs, shape_of_place
 
 REDUCED = 4
-"Bytes of a gradient that shards or stages add up: fp32."
+"Bytes per element of a gradient that shards or stages add up: fp32."
 
 
 class CollectiveTraffic(NamedTuple):
-    """Calls of one kind among the ranks of a group, in a step."""
+    """All calls of one kind of collective among the ranks of a group, in a step."""
 
     kind: str
     "all_reduce, all_gather, reduce_scatter or send"
     among: str
-    "which ranks: replicas, shards (of blocks), ends (all that share a copy), tensor, context, stages"
+    """which ranks: replicas, shards (of blocks), ends (of embedding and head: all that share a
+    copy), tensor, context, stages"""
     ranks: int
     size: float
-    "bytes of the whole tensors that they begin or end with"
+    "bytes of the whole tensors that the calls begin or end with"
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends."""
+        """Return the bytes that each rank sends."""
         return self.size * ring_share(self.kind, self.ranks)
 
 
 def ring_share(kind: str, ranks: int) -> float:
-    """Bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal algorithm of rings."""
+    """Return the bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal ring algorithm."""
     share = (ranks - 1) / ranks
     return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}[
         kind
@@ -38,10 +40,10 @@ def ring_share(kind: str, ranks: int) -> float:
 
 
 def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Return what a rank exchanges in a step, of a pipeline the rank that sends most.
+    """Return what a rank exchanges in a step; in a pipeline, the rank that sends most.
 
-    Left out is what is small: the four numbers of each step, gradients of norms that tensor ranks hold alike, and those of a weight
-    that is embedding and head at once between the ends of a pipeline.
+    What is small is left out: the four numbers of each step, gradients of norms that tensor ranks hold alike, and those
+    of a tied embedding between the ends of a pipeline.
     """
     if s.topology.stages > 1:
         return max(
@@ -52,11 +54,13 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _gradients_of_replicas(s: EstimateInputs, parameters: float) -> CollectiveTraffic:
+    """Return the exchange of the gradients of `parameters` parameters among replicas."""
     return CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
 
 
 def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """FSDP2: weights gathered, gradients scattered; blocks among shards, the ends of the model among tensor ranks too."""
+    """Return what FSDP2 exchanges: weights gathered, gradients scattered; blocks among shards, the ends of the model
+    among tensor ranks too."""
     t, m, width, count = s.topology, s.shape, WIDTH[s.precision], s.layout.accumulation
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
@@ -73,12 +77,13 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _hidden_bytes(s: EstimateInputs) -> float:
-    """Of the hidden states of a micro-batch, whole rows."""
+    """Return the bytes of the hidden states of a micro-batch, whole rows."""
     return WIDTH[s.precision] * max(rows * length for rows, length in s.layout.shapes) * s.shape.hidden
 
 
 def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Before attention and feed-forward layer rows are gathered, after them added up in pieces; the same backwards."""
+    """Return what tensor ranks exchange: rows gathered before attention and feed-forward layer, reduced and scattered
+    after them; the same backwards."""
     size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     ranks = s.topology.tensor
     return [
@@ -88,7 +93,7 @@ def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Keys and values of whole rows in each block, and their gradients."""
+    """Return what context ranks exchange: keys and values of whole rows in each block, and their gradients."""
     size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     ranks = s.topology.context
     return [
@@ -98,7 +103,8 @@ def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _of_place(s: EstimateInputs, place: int) -> list[CollectiveTraffic]:
-    """A process of a pipeline: hidden states on, gradients back, and what copies or shards of its stages exchange."""
+    """Return what a process of a pipeline exchanges: hidden states on, gradients back, and what the copies or
+    shards of its stages exchange."""
     t, places = s.topology, s.topology.stages
     sends = 2 * len(s.stage_layers[place::places]) - (place == 0) - (place == places - 1)
     found = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]

@@ -15,12 +15,12 @@ VISION = "vision-encoder-decoder"
 
 
 def auto_class(config: Mapping[str, Any]) -> str:
-    """Of a model with this config."""
+    """Return the name of the auto class that loads a model with this config, the contents of its config.json."""
     if config.get("model_type") == VISION:
         return CAPTIONS
     return TEXT_TO_TEXT if config.get("is_encoder_decoder") else CAUSAL
 
 
 def auto_class_in(folder: Path) -> str:
-    """Of the model in a folder, one that a run has written."""
+    """Return the same for the model in a folder, such as a checkpoint of a run."""
     return auto_class(json.loads((folder / "config.json").read_text()))

@@ -25,12 +25,13 @@ from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 def _inputs_of(
     given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
 ) -> dict[str, Any]:
-    """Arguments of a decoder: what it is given, and where the documents of the batch are."""
+    """Return the arguments of a decoder: what it is given, and where the documents of the batch are."""
     return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
-    """Arguments with which a model whose config asks for them does not keep the logits of its routers (models.routing)."""
+    """Return arguments that keep a model from collecting its routers' logits where its config asks for them
+    (models.routing reads the routers by itself); empty for any other."""
     asked = getattr(getattr(module, "config", None), "output_router_logits", False)
     return {"output_router_logits": False} if asked else {}
 
@@ -38,10 +39,11 @@ def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
 def decoded(
     module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
 ) -> Tensor:
-    """What a decoder makes of a batch, [B, C, H]; the other arguments as in kind.ModelKind.hidden_states.
+    """Return the hidden states that a decoder computes for a batch, [B, C, H]; the other arguments as in
+    kind.ModelKind.hidden_states.
 
     Args:
-        module: the decoder, or one with some of its layers. inputs: what it is given beside the documents.
+        module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
     with dense_kernels() if backend == "sdpa" else nullcontext():
         outputs = module(**_inputs_of(inputs, batch, backend, context_group), **without_router_logits(module))
@@ -51,22 +53,22 @@ def decoded(
 
 
 class CausalLM:
-    """Whatever `get_decoder` and `get_output_embeddings` of transformers take apart."""
+    """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
 
     @property
     def auto_class(self) -> Any:
-        """See auto_classes.CAUSAL."""
+        """Return the class that auto_classes.CAUSAL names."""
         return getattr(transformers, auto_classes.CAUSAL)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Vocabulary and special ids."""
+        """Fill in the vocabulary size and the special ids."""
         return {**ids_of(tokenizer), **fields}
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Nothing: all of it is trained."""
+        """Do nothing: all of the model is trained."""
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Nothing is refused here."""
+        """Refuse nothing."""
 
     def with_inputs(
         self,
@@ -76,10 +78,10 @@ class CausalLM:
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """As they are.
+        """Return the documents as they are.
 
         Raises:
-            DataError: they have something to encode.
+            DataError: the documents have something to encode, and there is no encoder.
         """
         if examples.given:
             raise DataError(
@@ -89,44 +91,44 @@ class CausalLM:
         return examples
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """None."""
+        """Return None: there is no encoder."""
         return None
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """None."""
+        """Return no inputs: there is no encoder."""
         return {}
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """None."""
+        """Return no further files."""
         return {}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """0."""
+        """Return 0: there is no encoder."""
         return 0
 
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
-        """Tokens and where their documents are."""
+        """Return the tokens, their positions, and where their documents are."""
         return _inputs_of(batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
-        """The decoder's last hidden states; documents of a row do not see each other."""
+        """Return the decoder's last hidden states, [B, C, H]; documents of a row do not see each other."""
         return decoded(decoder(orig_model), batch.inputs, batch, backend, context_group)
 
     def head(self, orig_model: PreTrainedModel) -> Head:
-        """The output projection and the soft cap of its logits."""
+        """Return the output projection and the soft cap of its logits."""
         projection = output_projection(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """The model itself."""
+        """Return the model itself: it needs nothing besides the tokens."""
         return Continuation(orig_model, {})
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """The whole model's, which caps them itself."""
+        """Return the logits of the whole model, [1, L, V]; it applies its soft cap itself."""
         with plain_attention(orig_model):
             logits = orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
         assert isinstance(logits, torch.Tensor)

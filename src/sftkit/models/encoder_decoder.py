@@ -1,6 +1,7 @@
-"""What models with an encoder have in common: something is encoded once for each document, whose text then looks at it.
+"""What models with an encoder have in common: an input is encoded once for each document, whose text attends to it.
 
-A row of several documents has a place for each one's encoded input; boundaries keep a text from all others (ops.cross_attention).
+A row of several documents has a place for the encoded input of each; boundaries keep a text from those of all others
+(ops.cross_attention).
 """
 
 from __future__ import annotations
@@ -30,26 +31,35 @@ class EncoderDecoder(ABC):
 
     @abstractmethod
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """(what the decoder looks at [I, S, H], bool [I, S], False for positions that are filling; None: there are none).
+        """Encode the inputs of a batch.
+
+        Returns:
+            (what the decoder attends to, [I, S, H]; bool [I, S], False at padding, or None: no position is padding).
 
         Args:
-            inputs: of a batch, without its tokens.
+            inputs: those of a batch by name, [I, ...], without its tokens.
         """
 
     @abstractmethod
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """What writes texts token by token. See models.kind.ModelKind."""
+        """Return what generates texts token by token. See models.kind.ModelKind."""
 
     @abstractmethod
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same inputs as transformers' own forward pass and generation take them."""
+        """Return the same inputs as transformers' own forward pass and generation take them."""
 
     def scaled(self, orig_model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """The decoder's hidden states as the head takes them."""
+        """Return the decoder's hidden states, [B, C, H], as the head takes them: unchanged here."""
         return hidden
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Name the token that texts begin with. What the decoder does not look at, a pooler, is neither trained nor computed."""
+        """Set the token that texts begin with and the padding token in the configs.
+
+        A pooler, which the decoder does not look at, is neither trained nor computed.
+
+        Raises:
+            ConfigError: the model's texts begin with another token than the tokenizer's.
+        """
         start = start_id(tokenizer)
         for holder in (orig_model.config, orig_model.generation_config):
             if getattr(holder, "decoder_start_token_id", None) is None:
@@ -68,7 +78,7 @@ class EncoderDecoder(ABC):
             )
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Replicas in the precision of the run, without shards."""
+        """Refuse sharded models and float8: these models are trained as replicas in the precision of the run."""
         name = orig_model.config.model_type
         if topology.sharded:
             raise ConfigError(
@@ -83,7 +93,8 @@ class EncoderDecoder(ABC):
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
-        """Tokens, where their documents are, what the encoder makes of their inputs, and which of it each document sees."""
+        """Return the tokens, where their documents are, the encoded inputs [B, K S, H] (K places for documents in a
+        row), and which of them each document sees."""
         given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
         encoded, visible = self.encode(orig_model, given)
         rows, (places, length, _) = batch.shape[0], encoded.shape
@@ -99,18 +110,19 @@ class EncoderDecoder(ABC):
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
-        """The decoder's last hidden states; texts of a row see neither each other nor each other's inputs."""
+        """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
+        nor each other's inputs."""
         with dense_kernels() if backend == "sdpa" else nullcontext():
             outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def head(self, orig_model: PreTrainedModel) -> Head:
-        """The output projection and the soft cap of its logits."""
+        """Return the output projection and the soft cap of its logits."""
         projection = output_projection(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """The whole model's."""
+        """Return the logits of the whole model, [1, L, V]."""
         given = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         with plain_attention(orig_model):
             logits = orig_model(
@@ -121,15 +133,20 @@ class EncoderDecoder(ABC):
 
 
 def _nothing(hidden: Tensor) -> None:
-    """In place of a pooler's forward pass."""
+    """Return nothing, in place of a pooler's forward pass."""
 
 
 def require_inputs(examples: Examples, what: str) -> None:
-    """Refuse documents with nothing to encode."""
+    """Refuse documents with nothing to encode.
+
+    Raises:
+        DataError: they have none.
+    """
     if not examples.given:
         raise DataError(f"{examples.source_names[0]}: its rows have no {what} to encode, which the model needs")
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Fields of a config that follow from the tokenizer, and the token that texts begin with."""
+    """Return the fields of a config that follow from the tokenizer: the padding token, and the
+    token that texts begin with."""
     return {"decoder_start_token_id": start_id(tokenizer), "pad_token_id": tokenizer.pad_token_id}

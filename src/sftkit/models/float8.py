@@ -19,11 +19,16 @@ SMALLEST_HIDDEN_SIZE = 2048
 NARROWEST = 512
 "Matrices with a side below this stay in bf16: they do not pay, and the routers of experts need their precision."
 _MULTIPLE = 16
-"What the float8 product asks of every dimension."
+"The float8 product needs every dimension to be a multiple of this."
 
 
 def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
-    """What train.fp8 asks for, said in a line; nothing if it is null."""
+    """Convert the model to float8 as train.fp8 says and print a line about it; do nothing if it is null.
+
+    Raises:
+        ConfigError: tensor parallelism, micro-batches whose positions are no multiple of 16, or
+            what convert_to_fp8 refuses.
+    """
     if cfg.train.fp8 is not None:
         if rt.topology.tensor > 1:
             raise ConfigError(
@@ -49,9 +54,10 @@ def convert_to_fp8(
     precision: str,
     compile: bool,
 ) -> int:
-    """Swap the linear layers of the decoder blocks in place; weights, their names and what is saved stay as they are.
+    """Replace the linear layers of the decoder blocks in place; weights, their names and what
+    is saved stay as they are.
 
-    Before compilation and wrapping. The number of tokens of a micro-batch must be a multiple of 16.
+    Call it before compilation and wrapping. The number of positions of a micro-batch must be a multiple of 16.
 
     Returns:
         how many layers compute in float8 from now on.
@@ -70,7 +76,7 @@ def convert_to_fp8(
 
 
 def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, compile: bool) -> str | None:
-    """What stands against float8 here, None if nothing does."""
+    """Return why float8 is not possible or would not pay here; None if nothing stands against it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{device.type} has no float8 products: it takes a GPU of compute capability 8.9 (Ada, Hopper) or newer"
     if precision != "bf16":
@@ -89,13 +95,15 @@ def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, c
 
 
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """The linear layers that float8 suits: in decoder blocks, so neither head nor embeddings; wide and divisible."""
+    """Return the linear layers that float8 suits: in decoder blocks, so neither head nor embeddings;
+    wide enough and divisible."""
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
     return [m for m in linears if all(n % _MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
 
 
 def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
-    """Replace the convertible layers by torchao's Float8Linear with this Float8LinearConfig; the weights are shared."""
+    """Replace the convertible layers by torchao's Float8Linear with this Float8LinearConfig and return how many there
+    are; the weights are shared."""
     from torchao.float8 import convert_to_float8_training
 
     chosen = {id(linear) for linear in convertible(orig_model)}
@@ -104,6 +112,8 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
 
 
 def position_multiple(orig_model: PreTrainedModel) -> int:
-    """What the number of positions of a forward and backward pass must be a multiple of: the product for the gradient of a
-    float8 weight is over positions."""
+    """Return what the number of positions of a forward and backward pass must be a multiple of.
+
+    More than 1 for a model in float8: the product for the gradient of a weight sums over positions.
+    """
     return _MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1

@@ -15,7 +15,7 @@ from sftkit.data.types import EncoderInputs, Examples
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+    """The head, which turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
 
     weight: Tensor
     "[V, H]"
@@ -24,17 +24,18 @@ class Head(NamedTuple):
     softcap: float | None
     "None: the product itself"
     tokens: int | None = None
-    "rows that are tokens': those behind them are padding (models/padding.py), without a probability; None: all. A kind leaves it out"
+    """rows of the vocabulary that belong to tokens: those behind them are padding (models/padding.py), which gets no
+    probability; None: all of them. `ModelKind.head` leaves it None"""
 
 
 class Continuation(NamedTuple):
-    """What reads the tokens of texts that are written, one after the other."""
+    """A function that is called for each next token of generated texts, and its arguments that stay the same."""
 
     read: Callable[..., Any]
-    """As transformers' causal models are called: input_ids [B, T], attention_mask, position_ids, past_key_values, use_cache and
-    logits_to_keep; returns what has `logits`"""
+    """called as transformers' causal models are, with input_ids [B, T], attention_mask, position_ids, past_key_values,
+    use_cache and logits_to_keep; returns an output with `logits`"""
     given: dict[str, Tensor]
-    "what it is called with besides, each [B, ...]: what was encoded for the texts"
+    "further arguments of each call, each [B, ...]: what was encoded for the texts"
 
 
 class ModelKind(Protocol):
@@ -42,14 +43,16 @@ class ModelKind(Protocol):
 
     @property
     def auto_class(self) -> Any:
-        """The class of transformers that loads such a model from a folder, a hub id or a config."""
+        """Return the class of transformers that loads such a model from a folder, a hub id or a config."""
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The fields of a new model's config, those that follow from the tokenizer filled in."""
+        """Fill in those fields of a new model's config that follow from the tokenizer."""
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Set in a model that was just made or loaded what training and generation need. Parameters on which nothing depends
-        are not trained."""
+        """Set what training and generation need in a model that was just made or loaded.
+
+        Parameters on which nothing depends are not trained.
+        """
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
         """Refuse what these models cannot do.
@@ -66,37 +69,42 @@ class ModelKind(Protocol):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Documents with what an encoder is given for each, made once and kept in data.cache_dir; as they are without one.
+        """Return the documents with what an encoder is given for each, made once and kept in data.cache_dir;
+        without an encoder as they are.
 
         Raises:
             DataError: they name nothing that could be encoded, or what they name cannot be read.
         """
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """The same for documents that are made up, always the same; None without an encoder.
+        """Return the encoder's inputs for made-up documents, always the same; None without an encoder.
 
         Args:
-            length: data.max_length, to which texts for an encoder are filled.
+            length: data.max_length, to which texts for an encoder are padded.
         """
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs of an encoder, as batches have them, as transformers' own forward pass and generation take them."""
+        """Return an encoder's inputs, given as batches have them, as transformers' own forward pass
+        and generation take them."""
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """What a checkpoint of such a model has beside config, weights and tokenizer, by name."""
+        """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer."""
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
+        """Return S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
 
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
-        """Arguments of the decoder for a batch; what it looks at is encoded for it. See hidden_states."""
+        """Return the arguments of the decoder for a batch; what it looks at is encoded here.
+
+        Arguments as in hidden_states.
+        """
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
-        """What the head projects, for the local positions of a batch: [B, C, H].
+        """Return the hidden states that the head projects, for the local positions of a batch: [B, C, H].
 
         Args:
             backend: of attention, see ops.attention.
@@ -104,11 +112,19 @@ class ModelKind(Protocol):
         """
 
     def head(self, orig_model: PreTrainedModel) -> Head:
-        """The output projection, its weights gathered by whoever shards the model."""
+        """Return the output projection, its weights gathered by whoever shards the model."""
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """What writes texts token by token, each for what an encoder is given: inputs as batches have them, encoded here, once."""
+        """Return what generates texts token by token, each for one encoder input.
+
+        Args:
+            inputs: of the encoder, as batches have them; they are encoded here, once.
+        """
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits [1, L, V] of one document's inputs, tokens [1, L] and what is encoded for it [1, ...], by transformers' own
-        forward pass and attention: nothing of ours, so the other side of what is checked."""
+        """Return the logits [1, L, V] of one document by transformers' own forward pass and attention, without our
+        operators: the reference that ours are checked against.
+
+        Args:
+            inputs: tokens [1, L] and what is encoded for the document [1, ...].
+        """

@@ -52,7 +52,7 @@ TURN_MARK = re.compile(r"<\|\w+\|>")
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
-    """Arguments for from_pretrained; an unreachable hub means the local cache only, at once."""
+    """Return the arguments for from_pretrained; with an unreachable hub only the local cache is used, at once."""
     is_local = os.path.isdir(path)
     return {
         "revision": model.revision or "main",
@@ -62,7 +62,7 @@ def load_options(path: str, model: ModelConfig) -> dict[str, object]:
 
 
 def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigError:
-    """What to put where when a hub name cannot be fetched."""
+    """Return the error for a model or tokenizer that cannot be loaded: what to download, and where to put it."""
     if os.path.isdir(path) or hub_answers():
         return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
     return ConfigError(
@@ -71,9 +71,9 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
+    """Load the tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
 
-    The tokens of a template that was named are added where they are missing (models/vocabulary.py).
+    The special tokens of a template that is given by name are added where they are missing (models/vocabulary.py).
 
     Raises:
         ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
@@ -123,7 +123,11 @@ def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfi
 
 
 def read_template(template: str) -> str:
-    """The text of a chat template, by its name or file."""
+    """Return the text of a chat template, by its name or file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     path = str(Path(__file__).parents[1] / "data" / f"{template}.jinja") if template in CHAT_TEMPLATES else template
     try:
         return Path(path).read_text()
@@ -132,7 +136,10 @@ def read_template(template: str) -> str:
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Padding positions are never attended and never targets, so any token will do where a tokenizer has none."""
+    """Set a pad token where the tokenizer has none.
+
+    Padding is never attended to and never a target, so any token will do.
+    """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -145,7 +152,7 @@ def base_tokenizer(
     run_dir: Path,
     rt: Runtime,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
+    """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
         return load_tokenizer(model)
     folder = run_dir / TOKENIZER
@@ -163,7 +170,7 @@ def new_tokenizer(
     train: tuple[SourceConfig, ...],
     on_bad_row: Literal["error", "skip"],
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer trained on its sources, with `model.chat_template` or our own template."""
+    """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
     texts = training_texts(training.sources or train, on_bad_row)
     with working(f"training a tokenizer of {training.vocab_size:,} tokens"):
@@ -179,19 +186,19 @@ def load_model(
     precision: str = "fp32",
     empty: bool = False,
 ) -> PreTrainedModel:
-    """The model with room for every token, its weights in the precision of the run: bf16 or fp32.
+    """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
-    A model with `model.path` gets rows for the tokens that load_tokenizer has added (models/vocabulary.py), any model those
-    of model.pad_vocab_to_multiple_of (models/padding.py).
-    The optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
+    The vocabulary of a model with `model.path` gets rows for the tokens that load_tokenizer has added
+    (models/vocabulary.py), that of any model the padding of model.pad_vocab_to_multiple_of (models/padding.py). The
+    optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
 
     Args:
-        empty: a model with `model.path` comes without memory for its weights (on the meta device): it will be sharded, and
-            each rank then reads only its own pieces (models/weights.py).
+        empty: leave the weights of a model with `model.path` on the meta device: it will be sharded, and each rank then
+            reads only its own shards (models/weights.py).
 
     Raises:
-        ConfigError: nothing there, damaged files of a checkpoint, a config that transformers refuses, or a tokenizer larger
-            than the vocabulary.
+        ConfigError: nothing there, damaged files of a checkpoint, a config that transformers refuses, or a tokenizer
+            with more tokens than the model has rows.
     """
     if model.scratch is not None:
         with working("making a new model"):
@@ -208,25 +215,31 @@ def load_model(
                     orig_model = whole_model(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
+    # The vocabulary: a row for each token first, then padding behind them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
         make_rows(orig_model, tokenizer)
     if model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
+    # What training and checkpoints need.
     generation = orig_model.generation_config
     if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
-        generation.do_sample = True  # what such values mean; transformers refuses to save them without it
+        generation.do_sample = True  # these values imply it, and transformers refuses to save them without it
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Private: transformers' own test of whether the model has experts that can be switched, which the setter needs.
     if precision == "fp32" and orig_model._can_set_experts_implementation():
-        orig_model.set_experts_implementation("batched_mm")  # the fp32 fallback of grouped_mm cannot be traced
+        orig_model.set_experts_implementation("batched_mm")  # Dynamo cannot trace the fp32 fallback of grouped_mm
     return orig_model
 
 
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Of a model that sees images too the config of its text model, where transformers has that alone (Gemma 3 from 4B on):
-    the other parts are neither loaded nor saved. Of any other model its own."""
+    """Return the config of the part that is trained.
+
+    Of a model that sees images too this is its text model, where transformers has that alone (Gemma 3 from 4B on): the
+    other parts are neither loaded nor saved. Of any other model it is the whole.
+    """
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
@@ -235,7 +248,12 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """from_pretrained, but a weight that is missing or of another shape is an error and not random numbers."""
+    """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
+    is not filled at random.
+
+    Raises:
+        ConfigError: such a weight.
+    """
     config = AutoConfig.from_pretrained(path, **options)
     part = trained_part(config)
     orig_model, found = kind_of(part).auto_class.from_pretrained(
@@ -249,7 +267,8 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         **options,
     )
     if part is not config:
-        orig_model._weight_conversions = None  # private: save_pretrained would write the names of those files
+        # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model.
+        orig_model._weight_conversions = None
     missing = sorted(found["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -264,8 +283,9 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """The model at this path, buffers computed, parameters on the meta device."""
+    """Build the model at this path, its buffers computed and its parameters on the meta device."""
     config = trained_part(AutoConfig.from_pretrained(path, **options))
+    # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
     with no_init_weights(), init_empty_weights(include_buffers=False):
         orig_model = kind_of(config).auto_class.from_config(
             config,
@@ -275,13 +295,13 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         )
     orig_model.tie_weights()
     orig_model.name_or_path = path
-    with suppress(OSError):  # the model has none: that of its config stays
+    with suppress(OSError):  # a model without the file: what its config says stays
         orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
     return orig_model
 
 
 def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The config of a new model, what follows from the tokenizer filled in.
+    """Build the config of a new model, with what follows from the tokenizer filled in.
 
     Raises:
         ConfigError: transformers refuses it.
@@ -301,7 +321,11 @@ def from_scratch(
     seed: int,
     precision: str = "fp32",
 ) -> PreTrainedModel:
-    """Random weights from a transformers config; the vocabulary and its special ids come from the tokenizer."""
+    """Make a model with random weights from a transformers config; vocabulary and special ids come from the tokenizer.
+
+    Raises:
+        ConfigError: transformers refuses the config.
+    """
     torch.manual_seed(seed)
     config = scratch_config(fields, tokenizer)
     try:
@@ -321,7 +345,8 @@ def inherit(
     precision: str,
     positions: int | None = None,
 ) -> tuple[int, str]:
-    """The row length, taken from the run that the model comes from unless set, and a line that says what is inherited.
+    """Return the row length, taken from the run that the model comes from unless it is set, and lines
+    that say what is inherited.
 
     Raises:
         ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.

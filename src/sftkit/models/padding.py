@@ -1,7 +1,8 @@
-"""A vocabulary padded to a multiple of some number of rows, which suits the matrix products of the head, in memory alone.
+"""Padding of the vocabulary to a multiple of some number of rows, which suits the matrix products of
+the head. In memory only.
 
-Rows behind those of the tokens are zeros: no token looks them up, no logit is made of them, and no file has them. Nothing
-moves them either: their gradient is 0, and so is an update or a decay of 0.
+The rows behind those of the tokens are zeros: no token looks them up, no logit is made of them, and no file has them.
+They stay zeros: their gradient is 0, and so is each update or decay of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from sftkit.models.vocabulary import NewRows, new_rows, resize, set_new_rows, vo
 
 
 def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
-    """Grow embedding and head in place to a multiple of so many rows; config.vocab_size stays that of the tokens.
+    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays
+    the number of token rows.
 
-    A model without memory for its weights (on the meta device) gets the zeros with its weights.
+    A model on the meta device gets the zeros when its weights are read.
 
     Raises:
-        ConfigError: a model with an encoder, whose vocabulary is that of a model inside it.
+        ConfigError: a model with an encoder, whose vocabulary belongs to a model inside it.
     """
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
@@ -43,11 +45,12 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
         for tensor in vocabulary_of(orig_model):
             if not tensor.is_meta:
                 tensor[tokens:] = 0
-    # Of passes that are not the step's: evaluation, generation, checks. The step's loss cuts by itself.
+    # For logits outside the train step: evaluation, generation, checks. The step's loss takes Head.tokens instead.
     output_projection(orig_model).register_forward_hook(partial(_cut, tokens))
 
 
 def _cut(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+    """Forward hook of the head: return the logits [..., V] without those of padding."""
     return logits[..., :tokens]
 
 
@@ -63,7 +66,7 @@ def rows_of_files(orig_model: PreTrainedModel) -> NewRows | None:
 
 
 def without_padding(orig_model: PreTrainedModel) -> dict[int, int]:
-    """Return the id of each padded parameter and how many of its rows are tokens'; nothing where there is no padding."""
+    """Return the id of each padded parameter and how many of its rows belong to tokens; empty without padding."""
     if not padding_rows(orig_model):
         return {}
     return {id(tensor): vocab_size(orig_model) for tensor in vocabulary_of(orig_model)}

@@ -1,8 +1,9 @@
 """Routers of a mixture of experts: what each expert is given, and the auxiliary loss that keeps it even.
 
-A router says what it has chosen in a hook, which is part of the compiled block, as sums over each row: no logits leave the block.
-The loss is transformers' (Switch Transformers, arXiv 2101.03961, equations 4 to 6, the layers together), of each row by itself. A
-product of two means is no sum over micro-batches, so rows are the unit: they stay the same however they are shared out.
+A forward hook on each router, which is part of the compiled block, keeps what it has chosen as sums over each row: no
+logits leave the block. The loss is that of transformers (Switch Transformers, arXiv 2101.03961, equations 4 to 6, the
+layers together), for each row by itself. A product of two means is no sum over micro-batches, so the row is the unit:
+it stays the same however rows are distributed.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from sftkit.errors import ConfigError
 from sftkit.ops.gather_rows import process_group
 
 COEFFICIENT = "router_aux_loss_coef"
-"What configs call the weight of the loss."
+"Field of a config with the weight of the loss."
 NOT_READ = ("longcat_flash", "inkling")
-"Model types whose routers give something else than logits, weights and choice."
+"Model types whose routers return something else than logits, weights and choice."
 
 
 class _Watched:
-    """What the hooks of all routers read and compiled code guards: not of a module, whose sizes Dynamo takes for fixed."""
+    """State that the hooks of all routers read and compiled code guards on.
+
+    Not an attribute of a module: Dynamo takes the sizes of a module's tensors for fixed.
+    """
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
-        "fp32 [B, C] of the micro-batch at work, 1 where there is a token; None: nothing is counted"
+        "fp32 [B, C] of the current micro-batch, 1 where there is a token; None: nothing is counted"
 
 
 _WATCHED = _Watched()
 
 
 def coefficient(config: PreTrainedConfig, given: float | None) -> float:
-    """Return the weight of the auxiliary loss: what is given, else what transformers adds to its own loss for this config.
+    """Return the weight of the auxiliary loss: `given`, else the one that transformers applies for this config.
 
     Raises:
         ConfigError: one is asked for of a model that has none.
@@ -52,14 +56,15 @@ def coefficient(config: PreTrainedConfig, given: float | None) -> float:
 
 
 def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that choose the experts of a token, in the order of the layers."""
+    """Return the modules that choose the experts of a token, in the order of the layers."""
     if orig_model.config.get_text_config().model_type in NOT_READ:
         return []
     return [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 
 
 def routing_of(orig_model: PreTrainedModel, given: float | None) -> Routing | None:
-    """Return what watches the routers of a model from here on, before it is compiled; None: it has no experts.
+    """Attach hooks to the routers of a model that is not compiled yet, and return what reads them;
+    None: it has no experts.
 
     Args:
         given: loss.router_aux_loss_coef.
@@ -80,9 +85,11 @@ class Routing:
     """The routers of a model, watched in forward passes of training."""
 
     def __init__(self, routers: list[torch.nn.Module], weight: float, has_loss: bool) -> None:
-        """
+        """Attach the hooks.
+
         Args:
-            weight: of the auxiliary loss in what is minimised; 0: it is measured only.
+            routers: in the order of the layers.
+            weight: of the auxiliary loss in the loss that is minimised; 0: it is measured only.
             has_loss: whether the architecture has one.
         """
         self.weight, self.has_loss, self._routers = weight, has_loss, routers
@@ -91,7 +98,7 @@ class Routing:
             router.register_forward_hook(_told_with_loss if has_loss else _told)
 
     def begin(self, positions: Tensor | None) -> None:
-        """Before a forward pass of training, whose backward pass may compute it again.
+        """Set the positions that are counted, before a forward pass of training, which the backward pass may repeat.
 
         Args:
             positions: bool [B, C], where there is a token; None: nothing is counted, as in evaluation.
@@ -99,8 +106,13 @@ class Routing:
         _WATCHED.positions = None if positions is None else positions.float()
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """What the routers have chosen since `begin`: positions that each expert was given, [B, E], and the sum of its
-        probabilities, [B, E], differentiable; of all layers together. The load of each layer is added up besides."""
+        """Return what the routers have chosen since `begin`, all layers together, and add to the load of each layer.
+
+        Returns:
+            (fp32 [B, E], positions that each expert was given; [B, E], the sum of its probabilities, differentiable, or
+                None for an architecture without the loss).
+        """
+        # Popped, so that no pass can find what another has left.
         chosen = torch.stack([router.__dict__.pop("sftkit_chosen") for router in self._routers])
         load = chosen.detach().sum(1).long()  # fp32 counts of a micro-batch are exact
         self._load = load if self._load is None else self._load + load
@@ -109,11 +121,13 @@ class Routing:
         return chosen.sum(0), torch.stack([r.__dict__.pop("sftkit_probability") for r in self._routers]).sum(0)
 
     def loss_of(self, batch: Batch, context_group: str | None = None) -> Tensor | None:
-        """The auxiliary loss of the pass since `begin`, each row's times its targets, 0-d: over the step's divisor it is the
-        mean that is logged. None of an architecture without one. Of chunks of rows the share of this rank.
+        """Return the auxiliary loss of the pass since `begin`, 0-d: each row's times its number of targets, added up.
+
+        Divided by the step's divisor it is the mean that is logged. None for an architecture without one; for chunks of
+        rows this rank's share.
 
         Args:
-            context_group: name of the group of ranks whose chunks make whole rows.
+            context_group: name of the group of ranks whose chunks make whole rows; None: rows are whole here.
         """
         chosen, probability = self.taken()
         if probability is None:
@@ -126,35 +140,37 @@ class Routing:
         return self.loss_of_rows(chosen, probability, (batch.doc_ids >= 0).sum(-1), targets)
 
     def loss_of_rows(self, chosen: Tensor, probability: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-        """E x the sum over experts of share chosen x mean probability, of each row times its targets, added up: 0-d.
+        """Return the sum over rows, 0-d, of targets x E x sum over experts of (share of positions x mean probability).
 
         Args:
-            chosen, probability: [B, E], as `taken` gives them. tokens, targets: [B], of whole rows.
+            chosen, probability: [B, E], as `taken` returns them. tokens, targets: [B], of whole rows.
         """
         seen = (tokens * len(self._routers)).to(chosen.dtype).clamp(min=1.0)
         of_rows = chosen.shape[-1] * (chosen * probability).sum(-1) / seen.square()
         return (of_rows * targets).sum()
 
     def take_load(self) -> Tensor | None:
-        """Positions that each expert of each layer was given since the last call, on this rank: int64 [L, E]; None without a
-        pass."""
+        """Return how many positions each expert of each layer was given since the last call, on this rank: int64 [L,
+        E]; None if there was no pass."""
         load, self._load = self._load, None
         return load
 
 
 def _told(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """A forward hook: leave in the router how many positions of each row it gave each expert."""
+    """Forward hook: leave in the router how many positions of each row it gave each expert."""
     if _WATCHED.positions is not None and router.training:
         _tell(router, output, _WATCHED.positions, False)
 
 
 def _told_with_loss(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """The same, and the sum of their probabilities."""
+    """Forward hook: leave the same, and the sum of their probabilities."""
     if _WATCHED.positions is not None and router.training:
         _tell(router, output, _WATCHED.positions, True)
 
 
 def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, with_loss: bool) -> None:
+    """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E],
+    weights and choice [B C, k]."""
     first, _, last = output
     logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

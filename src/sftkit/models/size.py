@@ -1,4 +1,4 @@
-"""How many parameters the model of a recipe has, read from its files or fields before anything is loaded. No torch here."""
+"""The parameters of a recipe's model, counted from its files or fields before anything is loaded. No torch here."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_head
 
 
 class ModelSize(NamedTuple):
-    """Parameters of a model."""
+    """Numbers of parameters of a model."""
 
     parameters: int
     ends: int
-    "those of embedding and head, which are no matrices of a block; 0 where unknown"
+    "those of embedding and head, which are not matrices of a block; 0 where unknown"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What a whole copy of the model needs on a GPU that trains it."""
+    """The needs of a whole copy of the model on a GPU that trains it."""
 
     parameters: int
     optimizer: str
     "optim.name"
     num_bytes: int
+    "estimate of a training step's peak: BESIDE times weights, gradients and optimizer states"
     held_bytes: int = 0
-    "the weights, gradients and optimizer states of it at least: no step takes less, on one GPU or cut over several"
+    "weights, gradients and optimizer states at least: no step takes less, on one GPU or sharded over several"
 
     def describe(self) -> str:
-        """For the console: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
+        """Return a line for people: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
         return (
             f"{self.parameters / 1e9:.1f} billion parameters need about {self.num_bytes / GIB:.0f} GiB as a replica "
             f"(optim.name {self.optimizer})"
@@ -58,20 +59,21 @@ class Replica:
 
 
 def replica_of(cfg: Config) -> Replica | None:
-    """The least that a replica takes in training, None where the model's size is unknown before it is loaded."""
+    """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
     size = size_of(cfg.model)
     if size is None:
         return None
     precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
     held = bytes_of(size, cfg.optim.name, precision)
     least = held
-    if cfg.optim.name == "auto" and precision == "bf16":  # which takes the smallest states for train.memory=low
+    if cfg.optim.name == "auto" and precision == "bf16":  # "auto" takes the smallest states for train.memory=low
         least = min(bytes_of(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
     return Replica(size.parameters, cfg.optim.name, int(BESIDE * held), least)
 
 
 def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
-    """Return the bytes of weights, gradients and optimizer states; of auto those of the least that it takes."""
+    """Return the bytes of weights, gradients and optimizer states; for "auto" those of the smallest
+    optimizer that it may choose."""
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
     # Whole bytes of each: this is a lower bound, and of 8-bit states the scales are a hundredth.
@@ -80,8 +82,10 @@ def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
 
 
 def size_of(model: ModelConfig) -> ModelSize | None:
-    """Size of the model that a run starts from, exact where its files name it, else by the sizes of its config, which is
-    fetched where the hub has the model and the local cache not. Unknown: a config that leaves sizes to defaults.
+    """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
+
+    It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the
+    hub where the local cache lacks it.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
@@ -89,11 +93,13 @@ def size_of(model: ModelConfig) -> ModelSize | None:
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
-    """The fields of the transformers config of the model that a run starts from, of its text part; None: it is unknown."""
+    """Return the fields of the transformers config of the model that a run starts from, of its text
+    part; None where unknown."""
     return _scratch_fields(model) if model.scratch is not None else _read(model, _text_fields)
 
 
 def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a new model, with the vocabulary size of a tokenizer that is still to be trained."""
     fields = dict(model.scratch or {})
     if model.train_tokenizer is not None:
         fields.setdefault("vocab_size", model.train_tokenizer.vocab_size)
@@ -101,7 +107,7 @@ def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
-    """What is read out of the model's folder, None where there is none or it cannot be read."""
+    """Return what `read` finds in the model's folder; None where there is none or it cannot be read."""
     try:
         folder = _folder(model.path or "", model.revision)
         return None if folder is None else read(folder)
@@ -117,7 +123,8 @@ def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
 
 
 def _folder(path: str, revision: str | None) -> Path | None:
-    """Where the files are: a folder, a run's newest checkpoint, a snapshot in the hub's cache, which may be the config alone."""
+    """Return where the files are: a folder, a run's newest checkpoint, or a snapshot in the hub's cache, which
+    may hold the config alone."""
     folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
@@ -134,11 +141,13 @@ def _folder(path: str, revision: str | None) -> Path | None:
 
 
 def _text_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of config.json, those of its text part on top."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config | (config.get("text_config") or {})
 
 
 def _of_folder(folder: Path) -> ModelSize | None:
+    """Return the size by the index or the weights of a folder, else by its config."""
     text = _text_fields(folder)
     if (folder / _INDEX).is_file():
         metadata = json.loads((folder / _INDEX).read_text())["metadata"]
@@ -152,7 +161,7 @@ def _of_folder(folder: Path) -> ModelSize | None:
 
 
 def _ends(fields: Mapping[str, Any], tied: bool) -> int:
-    """Parameters of embedding and head by the fields of a transformers config, 0 where it names no sizes.
+    """Return the parameters of embedding and head by the fields of a transformers config, 0 where it names no sizes.
 
     Args:
         tied: whether they share one matrix where the fields do not say.
@@ -164,7 +173,7 @@ def _ends(fields: Mapping[str, Any], tied: bool) -> int:
 
 
 def _elements(path: Path) -> int:
-    """Elements of all tensors of a safetensors file, out of its header."""
+    """Return the number of elements of all tensors of a safetensors file, from its header."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
@@ -172,7 +181,8 @@ def _elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Parameters by the fields of a transformers config, norms and biases left out."""
+    """Return the parameters by the fields of a transformers config, without norms and biases; None
+    where it names no sizes."""
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())

@@ -1,4 +1,5 @@
-"""Which rank of a pipeline holds which parameters of a model; the others have them on the meta device (parallel/stages.py)."""
+"""Which rank of a pipeline holds which parameters of a model; on the others they are on the meta
+device (parallel/stages.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass
 class Stages:
-    """Which stage holds what, the same on every rank, and this rank's place."""
+    """The stages of a pipeline and what each holds, the same on every rank, and this rank's place."""
 
     layers: tuple[int, ...]
     "of each stage, how many; the last stage has the final norm and the head too"
@@ -24,47 +25,49 @@ class Stages:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks through which this rank's rows pass."""
+        """Return the group of ranks through which this rank's rows pass."""
         return self.mesh.get_group("stages")
 
     @property
     def place(self) -> int:
-        """This rank's in the pipeline."""
+        """Return this rank's place in the pipeline."""
         return self.mesh.get_local_rank("stages")
 
     @property
     def alike(self) -> tuple[int, int]:
-        """(this rank's number among those with the same layers, how many they are)."""
+        """Return (this rank's index among those with the same layers, how many they are)."""
         return self.mesh.get_local_rank("alike"), self.mesh.size(1)
 
     @property
     def own(self) -> range:
-        """The stages that this rank has."""
+        """Return the stages that this rank holds."""
         return range(self.place, len(self.layers), self.mesh.size(0))
 
     def holds(self, name: str) -> bool:
+        """Return whether this rank holds the parameter of this name."""
         return self.place in self.holders[name]
 
     def writer(self, name: str) -> int:
-        """The rank of the world that writes a parameter into checkpoints."""
+        """Return the global rank that writes a parameter into checkpoints."""
         return int(self.mesh.mesh[self.holders[name][0]][0])
 
     def elsewhere(self, state: str) -> bool:
-        """Whether an optimizer state (optim.state.named_states) is of a parameter that this rank does not hold."""
+        """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that
+        this rank does not hold."""
         return any(self.place not in places and _is_of(state, name) for name, places in self.holders.items())
 
     def written_here(self, state: str) -> bool:
-        """Whether ranks with the layers of this one write an optimizer state into checkpoints."""
+        """Return whether ranks with the layers of this one write an optimizer state into checkpoints."""
         return any(self.place == places[0] and _is_of(state, name) for name, places in self.holders.items())
 
 
 def stages_of(orig_model: torch.nn.Module) -> Stages | None:
-    """None: the model is no pipeline's."""
+    """Return the stages that parallel/stages.py has given the model; None: it is in no pipeline."""
     found = getattr(orig_model, "_stages", None)
     assert found is None or isinstance(found, Stages)
     return found
 
 
 def _is_of(state: str, parameter: str) -> bool:
-    """Of `exp_avg.<parameter>` and `exp_avg.<parameter>.codes`."""
+    """Return whether a state is of the parameter: `exp_avg.<parameter>` or `exp_avg.<parameter>.codes`."""
     return f".{parameter}." in f"{state}."

@@ -15,37 +15,38 @@ from transformers import PreTrainedModel
 from sftkit.errors import ConfigError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"What configs call the number of routed experts of a block."
+"Fields of configs with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
 "Attribute of a model whose vocabulary is padded: rows that are no padding."
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Rows of the input embedding, which may be more than the tokenizer has tokens; without padding (models/padding.py)."""
+    """Return the rows of the input embedding without padding (models/padding.py); there may be more than
+    the tokenizer has tokens."""
     return getattr(orig_model, TOKEN_ROWS, None) or embedding_of(orig_model).shape[0]
 
 
 def positions(orig_model: PreTrainedModel) -> int | None:
-    """The most positions that the model was made for, None if its config does not say."""
+    """Return the largest number of positions that the model was made for, None if its config does not say."""
     return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """The module of the input embedding."""
+    """Return the module of the input embedding."""
     found = orig_model.get_input_embeddings()
     assert isinstance(found, torch.nn.Module)
     return found
 
 
 def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
-    """The input embedding, [V, H]."""
+    """Return the weight of the input embedding, [V, H]."""
     weight = embedding_module(orig_model).weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """What makes hidden states of token ids: the model without its head, and without its encoder."""
+    """Return the module that turns token ids into hidden states: the model without its head and without its encoder."""
     found = orig_model.get_decoder()
     while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
         found = inner  # of a decoder that has a head of its own
@@ -54,20 +55,25 @@ def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
 
 
 def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
-    """What is looked at by the decoder; None: the model has none."""
+    """Return the encoder that the decoder looks at; None: the model has none."""
     found = orig_model.get_encoder() if orig_model.config.is_encoder_decoder else None
     assert found is None or isinstance(found, torch.nn.Module)
     return found
 
 
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that a step calls: the encoder and what fits it to the decoder, where there is one, and the decoder."""
+    """Return the modules that a step calls: the decoder, and before it the encoder and its projection to the decoder's
+    size where there are such."""
     first, between = encoder(orig_model), getattr(orig_model, "enc_to_dec_proj", None)
     return [module for module in (first, between, decoder(orig_model)) if module is not None]
 
 
 def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
-    """The output projection: weight [V, H], bias [V] or None."""
+    """Return the output projection: weight [V, H], bias [V] or None.
+
+    Raises:
+        ConfigError: the model has no linear head.
+    """
     found = orig_model.get_output_embeddings()
     if not isinstance(found, torch.nn.Linear):
         raise ConfigError(f"{type(orig_model).__name__} is not supported: it has no linear output projection")
@@ -75,24 +81,25 @@ def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def logit_softcap(orig_model: PreTrainedModel) -> float | None:
-    """c of logits = c * tanh(logits / c), None where the model has none."""
+    """Return c of logits = c * tanh(logits / c), None where the model has none."""
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's class; of a sharded module that without FSDP's own class in front."""
+    """Return the name of a module's class; for a sharded module without FSDP's own class in front."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
+    """Return the repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
+    # Private, but the one name that all of transformers' architectures give their blocks; accelerate reads it as well.
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
     return [module for module in orig_model.modules() if class_name(module) in names]
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters; `body` and `head` are those in matrix products (and the norms beside them)."""
+    """Numbers of parameters; `body`, `head` and `encoder` are those in matrix products (and the norms beside them)."""
 
     total: int
     body: int
@@ -100,30 +107,37 @@ class ParameterCount:
     head: int
     "of the output projection, which may be the input embedding too"
     encoder: int = 0
-    "of an encoder's blocks and norms, and of what makes keys and values of its positions in the decoder"
+    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded
+    positions to keys and values"""
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
-    """Parameters by the work they take per token. Tables of which a token reads a row, of tokens or positions, take none,
-    and padding of the vocabulary is no parameter."""
+    """Count the parameters by the work they take per token.
+
+    Tables (of tokens or positions, of which a token reads a row) take none, and padding of the
+    vocabulary is not counted.
+    """
+    # All parameters, without the padding of the vocabulary, and those of the head.
     projection = list(output_projection(orig_model).parameters())
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
     numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
+    # Tables that are looked up, not multiplied.
     tables: dict[int, torch.Tensor] = {
         id(p): p for m in orig_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
     }
     tables |= {id(p): p for p in orig_model.parameters() if is_table(p)}
     tables[id(embedding_of(orig_model))] = embedding_of(orig_model)
     for p in projection:
-        tables.pop(id(p), None)  # tied: as the head it is a product
+        tables.pop(id(p), None)  # tied embedding: as the head it is multiplied
     body = total - in_head - sum(numel[id(p)] for p in tables.values())
     elsewhere = {*tables, *map(id, projection)}  # an embedding that both sides share is the head's
     encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in elsewhere}
     body -= sum(numel[id(p)] for p in encoding.values())
     in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
+    # Of the routed experts a token visits only a few.
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
     if experts:
@@ -136,16 +150,17 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
 CROSS_KEYS = re.compile(
     r"(crossattention\.c_attn|EncDecAttention\.[kv]|encoder_attn\.[kv]_proj|crossattention\.self\.(key|value))\."
 )
-"Names of what makes keys and values of encoded positions, as architectures have them."
+"Parameters that project encoded positions to keys and values, by the names that architectures give them."
 
 
 def is_table(parameter: torch.Tensor) -> bool:
-    """Whether a parameter that is no embedding is added as it is to each position: [1, positions, H]."""
+    """Return whether a parameter outside of an embedding is a table that is added to the positions as
+    it is: [1, positions, H]."""
     return parameter.ndim == 3 and parameter.shape[0] == 1
 
 
 def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
-    """What is multiplied with the positions of an encoder."""
+    """Yield the parameters that are multiplied with the positions of an encoder."""
     for module in called(orig_model)[:-1]:
         yield from (p for p in module.parameters() if not is_table(p))
     for name, parameter in orig_model.named_parameters():
@@ -154,21 +169,21 @@ def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
 
 
 class AttentionWindow(NamedTuple):
-    """Which keys a query of a layer sees: of those before it, itself included, so many of the last."""
+    """The keys that a query of a layer sees."""
 
     keys: int | None
-    "None: all"
+    "number of the last positions that are seen, its own included; None: all up to its own"
     chunked: bool = False
-    "only those of its own chunk of so many positions, from the start of the document on"
+    "only those of its own chunk: documents are split into chunks of `keys` positions"
 
 
 def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] | None:
-    """Numbers of layers by what their queries see; None where a layer is of a kind whose work is not counted here."""
+    """Count the layers by what their queries see; None where the work of a layer's kind is not known here."""
     config = orig_model.config.get_text_config()
     window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs say 0 for none
     kinds = getattr(config, "layer_types", None)
     if any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules()):
-        return None  # as state space models have them, whatever their config calls the layer
+        return None  # state space models have such layers, whatever their config calls them
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
     known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
@@ -180,14 +195,17 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
 def train_flops(
     orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int, encoded: int = 0, length: int = 0
 ) -> float:
-    """FLOPs of forward and backward without recomputation, of what the step computes: 6 per parameter of the blocks and
-    token, 6 per parameter of the head and target, 6 x heads x (query head + value head size) per (query, key) pair of a
-    layer (PaLM, appendix B, counted per document and window instead of per row). What an encoder reads counts by its own
-    positions, as do the keys and values that the decoder makes of them; places without an input are not counted.
+    """Return the FLOPs of forward and backward pass, without recomputation, for what the step computes.
+
+    6 per parameter of the blocks and token, 6 per parameter of the head and target, 6 x heads x (query head + value
+    head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window instead of per row).
+    An encoder counts by its own positions, as do the keys and values that the decoder makes of them; places without an
+    input are not counted.
 
     Args:
-        layer_pairs: pairs that a query may look at, summed over the layers (`attention_windows`, `balance.causal_pairs`).
-        encoded: inputs of an encoder, of `length` positions each.
+        num_tokens, num_targets: tokens and target tokens that are counted.
+        layer_pairs: allowed (query, key) pairs, summed over the layers (`attention_windows`, `balance.causal_pairs`).
+        encoded: number of encoder inputs, of `length` positions each.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -201,5 +219,5 @@ def train_flops(
     own = inner.config
     flops += 6.0 * counted.encoder * encoded * length + float(per_pair) * config.num_hidden_layers * num_tokens * length
     heads = own.num_attention_heads
-    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # of T5 it need not be the hidden size
+    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # in T5 not always the hidden size
     return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2

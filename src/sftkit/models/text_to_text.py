@@ -23,15 +23,15 @@ IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
 
 
 class TextToText(EncoderDecoder):
-    """Texts for the encoder are filled to data.max_length. See models.kind.ModelKind."""
+    """Read a text, write another; texts for the encoder are padded to data.max_length. See models.kind.ModelKind."""
 
     @property
     def auto_class(self) -> Any:
-        """See auto_classes.TEXT_TO_TEXT."""
+        """Return the class that auto_classes.TEXT_TO_TEXT names."""
         return getattr(transformers, auto_classes.TEXT_TO_TEXT)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Vocabulary and special ids."""
+        """Fill in the vocabulary size and the special ids."""
         return {**ids_of(tokenizer), **special_ids(tokenizer), **fields}
 
     def with_inputs(
@@ -42,7 +42,8 @@ class TextToText(EncoderDecoder):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Ids, int64 [I, data.max_length], of texts cut there, and where they are texts: bool of the same shape."""
+        """Tokenize the encoder's texts: ids, int64 [I, data.max_length], truncated there, and a mask of the
+        same shape, True at tokens."""
         require_inputs(examples, "text")
         texts = list(dict.fromkeys(examples.given))
         number = {text: i for i, text in enumerate(texts)}
@@ -52,28 +53,28 @@ class TextToText(EncoderDecoder):
         return replace(examples, encoder_inputs=EncoderInputs(arrays, index))
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """Random tokens, in one of two texts to its end."""
+        """Return random tokens; every second text is only half as long."""
         ids = np.random.default_rng(1).integers(0, vocab_size(orig_model), (documents, length))
         mask = np.ones((documents, length), dtype=bool)
         mask[1::2, length // 2 :] = False
         return EncoderInputs({IDS: ids, MASK: mask}, np.arange(documents))
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """None."""
+        """Return no further files."""
         return {}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """data.max_length."""
+        """Return data.max_length."""
         return length
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """All positions, of which those with a token are seen."""
+        """Return the encoded positions [I, S, H] and bool [I, S], True where there is a token."""
         mask = _seen(inputs[MASK])
         encoded = orig_model.get_encoder()(input_ids=inputs[IDS], attention_mask=mask[:, None, None, :])
         return encoded.last_hidden_state, mask
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """The whole model, with what its encoder has made."""
+        """Return the whole model, called with the output of its encoder."""
         given = self.plain_inputs(orig_model, inputs)
         encoded = orig_model.get_encoder()(**given).last_hidden_state
 
@@ -98,17 +99,17 @@ class TextToText(EncoderDecoder):
         return Continuation(read, {"encoded": encoded, "seen": given["attention_mask"]})
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the names that transformers has."""
+        """Return ids and mask by the names that transformers gives them."""
         return {"input_ids": inputs[IDS], "attention_mask": _seen(inputs[MASK]).long()}
 
     def scaled(self, orig_model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """T5 shrinks what a head that is its embedding gets."""
+        """Return the hidden states, scaled down where the embedding is the head, as T5 does."""
         config = orig_model.config
         return hidden * config.hidden_size**-0.5 if getattr(config, "scale_decoder_outputs", False) else hidden
 
 
 def _seen(mask: Tensor) -> Tensor:
-    """The mask, of empty places with one position to look at: where nothing is seen, a softmax has no sum."""
+    """Return the mask, with one visible position in empty places: a softmax over nothing is NaN."""
     first = mask.new_zeros(mask.shape[-1])
     first[0] = True
     return mask | first

@@ -14,12 +14,13 @@ from sftkit.data import sources
 END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
 
-# No token crosses these pieces: a word with the space before it, one digit, a run of signs, white space.
+# Text is split into these first, and no token crosses a split: a word with the space before it, one digit, a run
+# of signs, white space.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Fields of a new model's config that follow from its tokenizer."""
+    """Return the fields of a new model's config that follow from its tokenizer."""
     return {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -29,7 +30,8 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` entries, the four special tokens (ids 0-3) and all 256 bytes among them.
+    """Train a tokenizer of at most `vocab_size` entries, the four special tokens (ids 0-3) and
+    all 256 bytes among them.
 
     Documents end with <|endoftext|>, which is eos; nothing is put before them. The same texts give the same tokenizer.
     """
@@ -61,7 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
 
 
 def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
-    """The texts of all rows, and what is said in conversations and of pictures."""
+    """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
         for row in sources.read(source, on_bad_row):
             if row.text is not None:

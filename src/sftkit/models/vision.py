@@ -1,4 +1,5 @@
-"""Models that describe pictures: an encoder of pictures (ViT), a decoder that looks at it (GPT-2), put together by transformers."""
+"""Models that describe pictures, as transformers composes them: an encoder of pictures (ViT) and a decoder
+that attends to it (GPT-2)."""
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ log = logging.getLogger(__name__)
 
 PIXELS = "pixel_values"
 PROCESSOR = "preprocessor_config.json"
-"What transformers calls the file of an image processor."
+"File of an image processor, as transformers names it."
 _MIDDLE = 0.5
-"Mean and standard deviation of pixels where neither the model nor its image processor names them, as ViT has it."
+"Mean and standard deviation of pixels where neither the model nor its image processor names them: those of ViT."
 
 
 class Pixels(NamedTuple):
-    """What an encoder takes: sizes, and what pixels in 0..1 are normalised with."""
+    """The input of an encoder: its sizes, and the mean and standard deviation that pixels in
+    0..1 are normalised with."""
 
     channels: int
     height: int
@@ -52,11 +54,11 @@ class VisionToText(EncoderDecoder):
 
     @property
     def auto_class(self) -> Any:
-        """See auto_classes.CAPTIONS."""
+        """Return the class that auto_classes.CAPTIONS names."""
         return getattr(transformers, auto_classes.CAPTIONS)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Of the decoder vocabulary and special ids, and that it looks at an encoder.
+        """Fill in the decoder's vocabulary size and special ids, and that it attends to an encoder.
 
         Raises:
             ConfigError: encoder or decoder is missing.
@@ -72,9 +74,10 @@ class VisionToText(EncoderDecoder):
         return {**special_ids(tokenizer), **fields, "encoder": dict(fields["encoder"]), "decoder": decoder}
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep in the config what pixels are normalised with, where the image processor beside the weights says it."""
+        """Keep the pixels' mean and standard deviation in the config, where the image processor
+        beside the weights names them."""
         super().prepare(orig_model, tokenizer)
-        # GPT-2 would look for padding in every batch, to warn of it: a wait for the device, and rows here know their padding
+        # With a pad id GPT-2 searches every batch for padding, to warn of it, which waits for the device.
         orig_model.config.decoder.pad_token_id = None
         if not hasattr(orig_model.config.encoder, "image_mean"):
             _normalise_as_beside(orig_model)
@@ -88,19 +91,19 @@ class VisionToText(EncoderDecoder):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Pictures as uint8 [I, channels, height, width], resized to what the encoder takes."""
+        """Read the pictures: uint8 [I, channels, height, width], resized to what the encoder takes."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
         return replace(examples, encoder_inputs=images.load(examples.given, PIXELS, size, Path(data.cache_dir)))
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """Noise."""
+        """Return noise: uint8 [documents, channels, height, width]."""
         size = pixels_of(orig_model.config)[:3]
         noise = np.random.default_rng(1).integers(0, 256, (documents, *size), dtype=np.uint8)
         return EncoderInputs({PIXELS: noise}, np.arange(documents))
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """The image processor that other programs prepare pictures with."""
+        """Return the config of an image processor, with which other programs prepare pictures for the model."""
         pixels = pixels_of(orig_model.config)
         processor = {
             "image_processor_type": "ViTImageProcessor",
@@ -116,42 +119,46 @@ class VisionToText(EncoderDecoder):
         return {PROCESSOR: json.dumps(processor, indent=2).encode()}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """Of a picture: its patches, and what the encoder puts before them."""
+        """Return the positions of a picture: its patches, and what the encoder puts before them."""
         pixels = pixels_of(orig_model.config)
         empty = torch.zeros(1, *pixels[:3], dtype=orig_model.dtype, device=orig_model.device)
         was_training = orig_model.training
         orig_model.eval()
         try:
-            # compiled code knows the shapes of the run, not this one
+            # One picture is no shape of the run: compiled code would recompile for it.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_attention(orig_model):
                 return int(_encoder(orig_model)(pixel_values=empty).last_hidden_state.shape[1])
         finally:
             orig_model.train(was_training)
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
-        """All positions of the encoder, in the decoder's size."""
+        """Return all positions of the encoder in the decoder's size, [I, S, H]; none is padding."""
         encoded = _encoder(orig_model)(**self.plain_inputs(orig_model, inputs)).last_hidden_state
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """The decoder with its head."""
+        """Return the decoder with its head, called with the encoded pictures."""
         decoder = orig_model.decoder
         assert isinstance(decoder, PreTrainedModel)
         return Continuation(decoder, {"encoder_hidden_states": self.encode(orig_model, inputs)[0]})
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Pixels normalised, on their device, in the precision of the weights. No host sync."""
+        """Return the pixels normalised, on their device, in the precision of the weights. No host sync."""
         pixels = pixels_of(orig_model.config)
         return {PIXELS: normalised(inputs[PIXELS], pixels.mean, pixels.std).to(orig_model.dtype)}
 
 
 def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
-    """Write into the encoder's config what the image processor beside a model that was loaded does with pixels: here, or on the
-    hub. Ours are in 0..1, whatever it multiplies them with."""
+    """Write into the encoder's config the mean and standard deviation of the image processor beside a loaded model, in
+    its folder or on the hub.
+
+    Our pixels are in 0..1, so both are divided by whatever scale the processor applies.
+    """
     path, config = str(orig_model.name_or_path), orig_model.config.encoder
     if not path:
         return
+    # Private: the commit that the config was loaded from, so that both files are of one version.
     where = {"revision": orig_model.config._commit_hash, "local_files_only": os.path.isdir(path) or not hub_answers()}
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)
@@ -169,13 +176,14 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
 
 
 def _encoder(orig_model: PreTrainedModel) -> torch.nn.Module:
+    """Return the encoder, which the model must have."""
     found = encoder(orig_model)
     assert found is not None
     return found
 
 
 def pixels_of(config: PretrainedConfig) -> Pixels:
-    """What the encoder of a model takes.
+    """Return what the encoder of a model takes.
 
     Raises:
         ConfigError: its config does not say how large pictures are, or names too few means.
@@ -192,7 +200,10 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
 
 
 def normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(pixels / 255 - mean) / std, fp32 [I, channels, height, width], of uint8. Numbers of the host stay there: no sync."""
+    """Return (pixels / 255 - mean) / std, fp32, of uint8 [I, channels, height, width].
+
+    Mean and std stay on the host: no sync.
+    """
     channels = [
         pixels[:, i].float().mul(1 / (255 * s)).sub(m / s) for i, (m, s) in enumerate(zip(mean, std, strict=True))
     ]

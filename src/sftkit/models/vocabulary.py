@@ -15,9 +15,9 @@ from sftkit.models.structure import embedding_of, output_projection, vocab_size
 from sftkit.ops.dtensor import local, local_region
 
 _MULTIPLE = 64
-"A vocabulary that grows has a multiple of so many rows, which suits tensor cores."
+"A vocabulary that grows gets a multiple of this number of rows, which suits tensor cores."
 MEAN_ROWS = 1024
-"Rows that are in memory at a time for a mean."
+"Rows that a mean reads at a time."
 
 _ADDED, _NEW_ROWS = "sftkit_added_tokens", "sftkit_new_rows"
 "Attributes of a tokenizer and of a model: neither is saved, so what is loaded from a checkpoint has added nothing."
@@ -25,7 +25,7 @@ _ADDED, _NEW_ROWS = "sftkit_added_tokens", "sftkit_new_rows"
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """What add_tokens has added to a tokenizer."""
+    """The tokens that add_tokens has added to a tokenizer."""
 
     tokens: tuple[str, ...]
     ids: tuple[int, ...]
@@ -35,24 +35,25 @@ class AddedTokens:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Which rows of a vocabulary are not in the model's files, or stand there without a token."""
+    """The rows of a vocabulary that are not in the model's files, or are there but belong to no token."""
 
     before: int
     "rows in the files"
     known: int
-    "rows of tokens, whose mean the new ones are"
+    "rows of known tokens: the new rows are their mean"
     ids: tuple[int, ...]
     "rows of added tokens, which may be among `before`"
     tokens: int | None = None
     "rows behind these are padding (models/padding.py), zeros; None: there is none"
 
     def among(self, start: int, size: int) -> list[int]:
-        """Positions of new rows, those that only round a grown vocabulary included, among rows start to start + size."""
+        """Return the positions of new rows among rows start to start + size, counted from start; rows that only round
+        up a grown vocabulary are new too."""
         ids = set(self.ids)
         return [i for i in range(self.padding(start, size)) if start + i >= self.before or start + i in ids]
 
     def padding(self, start: int, size: int) -> int:
-        """Position of the first row of padding among rows start to start + size; `size`: there is none."""
+        """Return the position of the first row of padding among rows start to start + size; `size`: there is none."""
         return size if self.tokens is None else max(0, min(self.tokens - start, size))
 
 
@@ -75,21 +76,23 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens | None:
-    """What add_tokens has added; None: nothing."""
+    """Return what add_tokens has added; None: nothing."""
     return getattr(tokenizer, _ADDED, None)
 
 
 def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
-    """The rows that make_rows has made; None: all rows are the files' own."""
+    """Return which rows of the vocabulary make_rows has made; None: all rows come from the files, or are padding."""
     return getattr(orig_model, _NEW_ROWS, None)
 
 
 def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with tokens that the model has no rows for. Those that were added will have some, and special ones
-    that neither text nor the template ever becomes need none: Gemma 3 1B's tokenizer has the one for images, its model not.
+    """Refuse a tokenizer with tokens that the model has no rows for.
+
+    Tokens that were added will get rows. Special tokens that neither text nor the template ever becomes need none: the
+    tokenizer of Gemma 3 1B has one for images, its model does not.
 
     Raises:
-        ConfigError: another token of it lies beyond the rows.
+        ConfigError: another token of the tokenizer has no row.
     """
     rows, added, special = vocab_size(orig_model), added_tokens(tokenizer), tokenizer.added_tokens_decoder
     written = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
@@ -105,10 +108,10 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rows of embedding and head for the tokens that were added to the tokenizer.
+    """Make rows of embedding and head for the tokens that were added to the tokenizer.
 
-    Rows that the model has to spare are used first; a model that must grow grows to a multiple of 64. Each new row is the
-    mean of the rows of known tokens, for a model on the meta device once its weights are read (models/weights.py).
+    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row is the
+    mean of the rows of known tokens; for a model on the meta device once its weights are read (models/weights.py).
 
     Raises:
         ConfigError: no linear head.
@@ -132,14 +135,16 @@ def set_new_rows(orig_model: PreTrainedModel, new: NewRows) -> None:
 
 
 def resize(orig_model: PreTrainedModel, rows: int) -> None:
-    """Embedding, head and config.vocab_size at `rows`; the new rows hold nothing yet."""
-    # mean_resizing would draw the new rows from a distribution, and without it they are drawn too, to no use.
+    """Resize embedding, head and config.vocab_size to `rows`; the new rows are still to be filled."""
+    # transformers draws the new rows at random either way (mean_resizing only chooses the distribution), and they are
+    # overwritten: the fork leaves the random state as it was.
     with torch.random.fork_rng(devices=[]):
         orig_model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
-    """Parameters with a row for each token: embedding [V, H], then the head's weight [V, H] unless tied, and bias [V]."""
+    """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
+    unless tied, and bias [V]."""
     embedding, projection = embedding_of(orig_model), output_projection(orig_model)
     found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
     return found if projection.bias is None else [*found, projection.bias]
@@ -147,11 +152,12 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
-    """This rank's piece of a vocabulary: the rows of `source`, in new rows the mean, in padding zeros.
+    """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in
+    new rows, zeros in padding.
 
     Args:
         tensor: one of vocabulary_of, whole or sharded.
-        source: a tensor or a slice of a file, of `new.before` rows or more; may be `tensor` itself.
+        source: a tensor or a safetensors slice, of `new.before` rows or more; may be `tensor` itself.
     """
     piece = local(tensor)
     region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in tensor.shape]
@@ -167,7 +173,8 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The mean of the first rows as they are in the precision of the run, summed in fp64: the same on every rank."""
+    """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in
+    fp64: the same on every rank."""
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, rows, MEAN_ROWS):
         part = source[(slice(first, min(first + MEAN_ROWS, rows)), *columns)]
@@ -176,7 +183,7 @@ def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype
 
 
 def describe(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A line about the tokens that were added and their rows; None: nothing was added."""
+    """Return a line about the tokens that were added and their rows; None: nothing was added."""
     added, new = added_tokens(tokenizer), new_rows(orig_model)
     if added is None or new is None:
         return None

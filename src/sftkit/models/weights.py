@@ -1,4 +1,4 @@
-"""Weights from safetensors into a live model: each rank reads the pieces that it holds and no more."""
+"""Weights from safetensors into a live model: each rank reads its own shards and no more."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _SINGLE = "model.safetensors"
 
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
-    """Memory on the device for parameters that are on the meta device; buffers and real parameters move there."""
-    # What from_pretrained never rounds: the bias that balances experts.
+    """Allocate the parameters that are on the meta device; move buffers and real parameters to the device."""
+    # Private: what from_pretrained keeps in fp32, the bias that balances experts. Buffers are kept through `_buffers`,
+    # private too, because to_empty would leave them without the values that were computed.
     exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
@@ -47,7 +48,7 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
 
 
 def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
-    """Weights of the recipe's model.path into the live model; rows for tokens that were added are the mean."""
+    """Load the weights of the recipe's model.path into the live model; rows of tokens that were added are the mean."""
     path = resolve(model.path or "")
     check_loadable(path)
     options = load_options(path, model)
@@ -62,16 +63,16 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:
-    """Weights of a folder of safetensors into the live model, in its own precision; no collective.
+    """Load the weights of a folder of safetensors into the live model, in its own precision; no collective.
 
-    A model whose names are not those of the files (fused experts, say) is loaded through from_pretrained, which knows
-    every layout that save_pretrained writes, whole on the host.
+    Where names in the model are not those in the files (fused experts, say), the whole model is loaded on the host by
+    from_pretrained, which knows every layout that save_pretrained writes.
 
     Args:
         new: rows of the vocabulary that the files do not have; None: they have all but padding.
 
     Raises:
-        ConfigError: no safetensors, a file that cannot be read, a missing or odd weight.
+        ConfigError: no safetensors, a file that cannot be read, a weight that is missing or of another shape.
     """
     files = _files(folder)
     wanted = _wanted(orig_model)
@@ -91,7 +92,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Weight name -> file."""
+    """Return weight name -> file."""
     if (folder / _INDEX).is_file():
         with _named_errors(folder / _INDEX):
             names = json.loads((folder / _INDEX).read_text())["weight_map"]
@@ -109,7 +110,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Inside, what goes wrong with reading this file is a ConfigError that names it."""
+    """Turn errors of reading this file into a ConfigError that names it."""
     try:
         yield
     except (SafetensorError, OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
@@ -119,7 +120,8 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name -> what is to be filled, a weight with several names under the first; not what is another rank's (on meta)."""
+    """Return name -> tensor to fill, a shared one under its first name; without those of other
+    ranks (on the meta device)."""
     seen: set[int] = set()
     found = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
@@ -131,7 +133,7 @@ def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, source: object, where: str, new: NewRows | None) -> None:
-    """This rank's piece of a weight, out of a slice of its file; of a vocabulary that has grown its new rows too."""
+    """Fill this rank's shard of a weight from a slice of its file; of a vocabulary that has grown, the new rows too."""
     shape = tuple(source.get_shape())  # type: ignore[attr-defined]
     there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
     if shape != there:
@@ -155,11 +157,12 @@ def _load_whole(
     folder: Path,
     grown: dict[int, NewRows],
 ) -> None:
-    """All of `wanted` from a whole model on the host; `others` are the names that no file has.
+    """Fill all of `wanted` from a whole model on the host; `others` are the names that no file has.
 
     Args:
         grown: id of a tensor with rows that the files do not have -> which.
     """
+    # The class before FSDP put its own in front, which cannot load.
     plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
     loader: Any = plain
     with _named_errors(folder / "config.json"):
@@ -177,6 +180,7 @@ def _load_whole(
             f"{folder}: transformers cannot make {_some(others)} of {plain.__name__} out of its files: "
             f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
         ) from error
+    # What transformers would leave at random is an error here.
     saved = whole.state_dict()
     missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
     if missing:
@@ -197,4 +201,5 @@ def _load_whole(
 
 
 def _some(names: list[str]) -> str:
+    """Return the first three names and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,1 +1,1 @@
-"""What is minimised: hidden states and a batch become named sums."""
+"""What is minimised: objectives turn hidden states and a batch into named sums."""

@@ -14,21 +14,25 @@ from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
 
 AUX_LOSS = "aux_loss"
-"Name of its sum."
+"Name of the sum of the auxiliary loss."
 
 
 class Balanced:
-    """See objective.Objective: another one, and one more sum, which `added` brings in: what routers choose is in no hidden state."""
+    """An objective with one more sum, the auxiliary loss. See objective.Objective.
+
+    `added` brings that sum in, since what routers choose is in no hidden state.
+    """
 
     watched: str
 
     def __init__(self, objective: Objective, weight: float) -> None:
-        """`weight`: of the auxiliary loss in what is minimised."""
+        """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
         self._objective, self._weight = objective, weight
         self.measured, self.watched = (*objective.measured, AUX_LOSS), objective.watched
 
     def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
-        """The sums of a batch with the auxiliary loss of its rows; None: in evaluation, where it is no part."""
+        """Return the sums of a batch with the auxiliary loss of its rows; with 0 for None, in
+        evaluation, where it has no part."""
         if aux_loss is None:
             return Sums(sums.loss, {**sums.measured, AUX_LOSS: sums.loss.new_zeros(())})
         loss = sums.loss + self._weight * aux_loss.to(sums.loss.dtype) if self._weight else sums.loss
@@ -50,6 +54,6 @@ class Balanced:
         return self._objective.divisors(examples)
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Those of the other one, train/aux_loss, and train/objective where that is part of it."""
+        """Return the wrapped objective's metrics, train/aux_loss, and train/objective where the loss is part of it."""
         values = {**self._objective.metrics(means), "train/aux_loss": means[AUX_LOSS]}
         return values | ({"train/objective": means["loss"]} if self._weight else {})

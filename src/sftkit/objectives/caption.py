@@ -9,8 +9,11 @@ from sftkit.objectives.next_token import NextToken
 
 
 class Caption(NextToken):
-    """The sums of NextToken, of which the model sees more. Texts are short and their tokens few, so the share of them that is
-    predicted right is always measured: train/token_accuracy, beside the captions that an evaluation generates."""
+    """The sums of NextToken, always with token metrics.
+
+    Texts are short and their tokens few, so the share that is predicted right, train/token_accuracy, says something
+    beside the captions that an evaluation generates.
+    """
 
     def __init__(self, config: LossConfig) -> None:
         super().__init__(replace(config, token_metrics=True))

@@ -16,7 +16,7 @@ from sftkit.ops.attention import use_document_attention
 
 
 class ModelWithLoss(torch.nn.Module):
-    """A batch in, sums out, so no logits ever cross a wrapper.
+    """A module that takes a batch and returns its sums, so no logits ever cross a wrapper.
 
     `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
     """
@@ -24,10 +24,11 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(
         self, orig_model: PreTrainedModel, backend: str, objective: Objective, routing: Routing | None = None
     ) -> None:
-        """
+        """Put the model's attention under our control and add the auxiliary loss to the objective where there is one.
+
         Args:
             backend: of attention in training.
-            routing: of a model with experts, whose auxiliary loss is added where it has one; None: they are not watched.
+            routing: reads the routers of a model with experts; None: they are not read.
         """
         super().__init__()
         use_document_attention(orig_model)
@@ -39,7 +40,7 @@ class ModelWithLoss(torch.nn.Module):
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
 
     def forward(self, batch: Batch, backend: str | None = None) -> Sums:
-        """The sums of a batch.
+        """Return the sums of a batch.
 
         Args:
             backend: attention backend of this call; None: that of training.
@@ -49,27 +50,30 @@ class ModelWithLoss(torch.nn.Module):
     # The next three are entered from outside: parallel/fsdp.py makes each of them gather the weights that it uses.
 
     def sums(self, batch: Batch, backend: str) -> Sums:
-        """What `forward` returns."""
-        chosen = self.objective.select(self._hidden(batch, backend), batch)  # from here on nobody holds the others
+        """Return the sums of a batch, as `forward` does."""
+        # No name for all hidden states, so that those that are not chosen are freed here.
+        chosen = self.objective.select(self._hidden(batch, backend), batch)
         return self.sums_of_chosen(chosen, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """What the head projects: [B, C, H]."""
+        """Return the hidden states that the head projects: [B, C, H]."""
         return self._hidden(batch, backend)
 
     def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
-        """The sums of a batch from the hidden states that its objective selects."""
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]."""
         projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
         return self._balanced(self.objective.sums(chosen, batch, projection), batch)
 
     def _balanced(self, sums: Sums, batch: Batch) -> Sums:
-        """With what the routers have chosen in the pass before; of training only."""
+        """Return the sums with the auxiliary loss of what the routers have chosen in the
+        last pass; in training only."""
         if self.routing is None:
             return sums
         aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
         return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 
     def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+        """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)

@@ -22,7 +22,7 @@ from sftkit.ops.linear_cross_entropy import linear_nll
 class NextToken:
     """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
 
-    Measured beside it: `nll` (nats), `correct` (targets that are the argmax) and `entropy` (nats) of the predicted
+    Measured beside it: `nll` (nats), `correct` (how many targets are the argmax) and `entropy` (nats) of the predicted
     distributions; the last two are 0 unless loss.token_metrics is set.
     """
 
@@ -31,11 +31,11 @@ class NextToken:
     watched = "nll"
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Those of positions that have a target, and a few others as filler."""
+        """Return the hidden states of positions that have a target, and a few others as filler: [P, H]."""
         return hidden.flatten(0, 1).index_select(0, batch.target_index)
 
     def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
-        """In chunks, without logits of the whole batch."""
+        """Return the sums, computed in chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
         found = linear_nll(
             chosen, head.weight, targets, self.config, bias=head.bias, softcap=head.softcap, tokens=head.tokens
@@ -43,7 +43,7 @@ class NextToken:
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
-        """By torch's own cross entropy."""
+        """Return the sums by torch's own cross entropy."""
         smoothing, is_target = self.config.label_smoothing, targets != IGNORE
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         loss = nll
@@ -58,15 +58,15 @@ class NextToken:
         return Sums(loss, {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()})
 
     def count(self, batch: Batch) -> int:
-        """Its target tokens."""
+        """Return the number of target tokens."""
         return batch.num_targets
 
     def divisors(self, examples: Examples) -> np.ndarray:
-        """Of each document its target tokens."""
+        """Return the number of target tokens of each document."""
         return examples.num_targets
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """train/loss; train/objective where it is something else; train/token_accuracy and entropy where measured."""
+        """Return train/loss; train/objective where that differs; token_accuracy and entropy where measured."""
         values = {"train/loss": means["nll"]}
         if self.config.z_loss or self.config.label_smoothing:
             values["train/objective"] = means["loss"]

@@ -1,4 +1,4 @@
-"""Sums by name: what an objective gives for a batch, and what a step adds up over its micro-batches."""
+"""Sums by name: those that an objective returns for a batch, and their totals over the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 LOSS = "loss"
-"The name of the differentiable sum among the totals of a step."
+"Name of the differentiable sum among the totals of a step."
 
 
 class Sums(NamedTuple):
     """Sums over what a batch is trained on, 0-d, in nats where they are losses: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
-    "differentiable: what is minimised once it is divided by the divisor of the step"
+    "differentiable; divided by the divisor of the step it is what is minimised"
     measured: dict[str, Tensor]
-    "by name, without gradient: what else is known, the same names in every batch of an objective"
+    "other sums by name, without gradient; the same names in every batch of an objective"
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Totals:
 
     @classmethod
     def zeros(cls, measured: tuple[str, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Totals:
-        """Nothing yet of an objective that measures these names beside its loss."""
+        """Return totals of 0 for an objective that measures these names beside its loss."""
         names = (LOSS, *measured)
         return cls(names, torch.zeros(len(names), device=device, dtype=dtype))
 
     @classmethod
     def of(cls, sums: Sums) -> Totals:
-        """The sums of one batch, detached. No host sync."""
+        """Return the sums of one batch, detached. No host sync."""
         values = (sums.loss, *sums.measured.values())
         return cls((LOSS, *sums.measured), torch.stack([value.detach() for value in values]))
 
     def __getitem__(self, name: str) -> Tensor:
-        """The sum of that name, a 0-d view."""
+        """Return the sum of that name, a 0-d view."""
         return self.vector[self.names.index(name)]
 
     def add_(self, other: Totals) -> None:
@@ -51,9 +51,9 @@ class Totals:
         self.vector.add_(other.vector)
 
     def means(self, divisor: float) -> dict[str, float | None]:
-        """Each sum over the divisor, None where that is 0. Waits for the device."""
+        """Return each sum over the divisor, None where that is 0. Waits for the device."""
         return self.means_of(self.vector.tolist(), divisor)
 
     def means_of(self, values: list[float], divisor: float) -> dict[str, float | None]:
-        """The same of values that were exchanged between the ranks, in the order of the vector."""
+        """Return the same for values that were exchanged between the ranks, in the order of the vector."""
         return {name: value / divisor if divisor else None for name, value in zip(self.names, values, strict=True)}

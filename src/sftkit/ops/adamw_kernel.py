@@ -1,8 +1,8 @@
 """AdamW of all parameters in one Triton launch.
 
-A launch for each parameter costs the host more than the GPU: of a captioner of 200M parameters in 442 tensors it was half of
-the host's time for a step (benchmarks/lab_captioning). Here the addresses of all tensors go to the GPU as one table, and a
-program updates a piece of one of them, as in Apex's multi-tensor kernels.
+A launch for each parameter costs the host more than the GPU: for a captioner of 200M parameters in 442 tensors it was
+half of the host's time of a step (benchmarks/lab_captioning). Here the addresses of all tensors go to the GPU as one
+table, and each program updates a piece of one tensor, as in Apex's multi-tensor kernels.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BLOCK = 1024
 PIECE = 16 * BLOCK
 "Elements of a tensor that a program updates, one block after the other."
 ALIGNMENT = 16
-"Bytes of the widest load, which sizes are a multiple of too; tensors that are otherwise have a launch of their own."
+"Bytes of the widest load. Tensors whose addresses or sizes are no multiple of it have a launch of their own."
 COLUMNS = 12
-"Of the table of addresses: int64, the last two as four fp32 numbers."
+"Columns of the table of addresses: int64, the last two hold four fp32 numbers."
 
 
 class ParameterShard(NamedTuple):
-    """A parameter, or this rank's piece of it: contiguous tensors of as many elements."""
+    """A parameter, or this rank's shard of it: contiguous tensors of the same number of elements."""
 
     weight: torch.Tensor
     "fp32; bf16 if everything is rounded stochastically"
@@ -38,7 +38,7 @@ class ParameterShard(NamedTuple):
     scalars: tuple[float, float, float, float]
     "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
     first: int
-    "the number of its first element, for the random bits"
+    "index of its first element in the whole parameter, for the random bits"
     key: int
     "64 bits, for the random bits"
 
@@ -85,6 +85,7 @@ def _adamw(
     factor = tl.load(clip)
     if factor != factor:  # nan: everything stays
         return
+    # Whose piece it is, by a binary search in the table.
     piece = tl.program_id(0)
     low = piece * 0
     high = low + rows
@@ -94,6 +95,7 @@ def _adamw(
             low = middle
         else:
             high = middle
+    # What the row says of that parameter.
     row = table + low * COLUMNS
     elements = tl.load(row + 1)
     if ALIGNED:
@@ -116,6 +118,7 @@ def _adamw(
     rate2 = tl.load(scalars + 2)
     eps = tl.load(scalars + 3)
 
+    # The update, a block at a time.
     begin = (piece - tl.load(row)) * PIECE
     for done in range(0, PIECE, BLOCK):
         element = begin + done + tl.arange(0, BLOCK)
@@ -144,11 +147,12 @@ def _adamw(
 
 
 def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-    """In place: what optim.formula's update_exact and update_stochastic do to one parameter, to all of them.
+    """Update all parameters in place, as optim.formula's update_exact and update_stochastic update one.
 
     Args:
-        clip: fp32 0-d on the device; nan: everything stays.
-        corrected: fp64 [P, 2] there, optim.formula.corrections of each row.
+        rows: P of them.
+        clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
+        corrected: fp64 [P, 2] on the device, optim.formula.corrections of each row.
     """
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
@@ -177,11 +181,13 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def _tensors(row: ParameterShard) -> tuple[torch.Tensor, ...]:
-    """In the order of the table's columns; one without `rounded` has its weight there, which is not touched."""
+    """Return the tensors in the order of the table's columns; without `rounded` its column has the
+    weight, which is not touched."""
     return row.weight, row.weight if row.rounded is None else row.rounded, row.grad, row.exp_avg, row.exp_avg_sq
 
 
 def _aligned(row: ParameterShard) -> bool:
+    """Return whether all addresses and the size suit the widest load."""
     return not (row.weight.numel() % ALIGNMENT or any(tensor.data_ptr() % ALIGNMENT for tensor in _tensors(row)))
 
 
@@ -204,6 +210,9 @@ def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.n
 
 
 def _to_device(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without a host sync: from pinned memory, which torch's allocator gives away again once it was read."""
+    """Copy the table to the device without a host sync.
+
+    The copy is from pinned memory, which torch's allocator reuses only after it was read.
+    """
     host = torch.from_numpy(table)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

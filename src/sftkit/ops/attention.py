@@ -1,8 +1,9 @@
 """Attention that keeps the documents of a row apart: one function registered with transformers, several kernels.
 
 The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
-transformers builds no mask for an attention name of its own, so nothing quadratic exists outside the reference kernel. What is
-not causal, an encoder's attention and that of texts to what was encoded for them, gets its boundaries as the mask of its layers.
+transformers builds no mask for an attention name that it does not know, so nothing quadratic exists outside the
+reference kernel. Attention that is not causal, an encoder's and that of texts to what was encoded for them, gets its
+boundaries as the mask of its layers.
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ DENSE_KERNELS = [
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch lie, in the form that the backend reads; the other fields are None."""
+    """The places of a batch's documents, in the form that the backend reads; the other fields are None."""
 
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
     cu_seqlens: torch.Tensor | None = None
-    "int32 [D+1], starts in the flattened B*T positions; fa4, varlen"
+    "int32 [D + 1], starts in the flattened B * T positions; fa4, varlen"
     doc_ids: torch.Tensor | None = None
     "int32 [B, T up to a multiple of 128]; flex"
     blocks: flex.Blocks | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
-    "bool [B, 1, C, T], True where a query sees a key; C = T but for chunks of rows; reference"
+    "bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows; reference"
     group: str | None = None
-    "context parallel: the ranks whose chunks make whole rows"
+    "context parallel: name of the group of ranks whose chunks make whole rows"
     chunks: tuple[torch.Tensor, torch.Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
 def documents_of(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
-    """What the layers need to know of a batch. No host sync, and nothing but the reference is quadratic.
+    """Return what the layers need to know of a batch. No host sync, and only the reference backend is quadratic.
 
     Args:
+        backend: one of attention.backend, never auto.
         context_group: name of the group of ranks whose chunks make whole rows, where batches are chunks.
     """
     if batch.columns is not None:
@@ -71,6 +73,7 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
 
 
 def _documents_of_chunks(batch: Batch, backend: str, group: str | None) -> Documents:
+    """Return the same for a batch of chunks of rows."""
     assert group is not None, "batches of chunks need the group of their ranks"
     assert batch.columns is not None
     if backend == "reference":
@@ -94,7 +97,8 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
 
 @contextmanager
 def implementation(orig_model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Inside, the model takes its attention by this name from transformers' registry."""
+    """Let the model take its attention by this name from transformers' registry, within the context."""
+    # Private: transformers has a public setter, set_attn_implementation, but no public getter.
     before = _attending(orig_model)[0].config._attn_implementation
     _set_implementation(orig_model, name)
     try:
@@ -104,24 +108,30 @@ def implementation(orig_model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def plain_attention(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, the model attends as transformers does it, with masks and a cache: for generation."""
+    """Let the model attend as transformers does it, with masks and a cache, within the context:
+    for generation and checks."""
     return implementation(orig_model, plain_implementation(orig_model.config))
 
 
 def plain_implementation(config: PreTrainedConfig) -> str:
-    """transformers' own attention for this model: its sdpa leaves a soft cap of the scores out, before 5.23 without a word, and
-    relative positions are part of the scores, too."""
+    """Return the name of transformers' own attention for this model: sdpa, or eager where sdpa is wrong.
+
+    sdpa leaves a soft cap of the scores out, before transformers 5.23 without a word; and relative positions are
+    part of the scores, too.
+    """
     text = config.get_text_config()
     return "eager" if getattr(text, "attn_logit_softcapping", None) or relative_positions(config) else "sdpa"
 
 
 def relative_positions(config: PreTrainedConfig) -> bool:
-    """Whether positions are numbers added to the scores (T5), which kernels that know boundaries do not have."""
+    """Return whether positions are numbers added to the scores (T5), which kernels that know
+    boundaries do not support."""
     return bool(getattr(config.get_text_config(), "relative_attention_num_buckets", None))
 
 
 def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
-    """What in the model lets tokens see each other besides attention, which no document boundary stops; None: nothing."""
+    """Return what in the model lets tokens see each other besides attention, which no document
+    boundary stops; None: nothing."""
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
@@ -131,7 +141,8 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
 
 
 def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models with a config of their own that a model consists of: itself, or, without the shell, encoder and decoder."""
+    """Return the models with a config of their own that a model consists of: itself, or encoder and decoder
+    without what holds them."""
     found: dict[int, PreTrainedModel] = {}
     for module in orig_model.modules():
         if isinstance(module, PreTrainedModel):
@@ -141,6 +152,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
+    """Switch all parts of the model to this attention and check that they took it."""
     for part in _attending(orig_model):
         if part.config._attn_implementation == name:
             continue
@@ -165,25 +177,31 @@ def attend(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal, document-isolated attention as transformers calls it; of modules that are not causal what their mask lets see.
+    """Compute causal, document-isolated attention as transformers calls it; for modules that are not
+    causal, what their mask allows.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        attention_mask: of a module that is not causal: bool [B, 1, 1 or T, keys], or what cross_attention.input_boundaries returned.
-        position_bias: [1, H, T, keys], added to the scores: relative positions.
+        attention_mask: read for modules that are not causal: bool [B, 1, 1 or T, keys], or what
+            cross_attention.input_boundaries returned.
+        scaling: factor of the scores; None: D ** -0.5.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
+        documents: where the documents lie; for causal modules.
+        position_bias: [1, H, T, keys], added to the scores: relative positions.
 
     Returns:
         ([B, T, H, Dv], None)
 
     Raises:
-        RuntimeError: called without documents, as generation does outside `plain_attention`.
+        RuntimeError: called without documents, as generation does outside `plain_attention`; or with something that the
+            backend does not compute.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not getattr(module, "is_causal", True):
         return see_all(query, key, value, attention_mask, scale, dropout, position_bias), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
+    # What the backend does not compute is an error, never left out.
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     if position_bias is not None and documents.mask is None:
@@ -191,7 +209,7 @@ def attend(
     if documents.group is not None:
         key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
-    if width < query.shape[-1]:  # latent attention: kernels want one head size
+    if width < query.shape[-1]:  # multi-head latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))
     if documents.cu_seqlens is not None:
         if softcap is not None or dropout:
@@ -212,6 +230,8 @@ def attend(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int | None
 ) -> torch.Tensor:
+    """Return attention by FlashAttention, [B, T, H, D]; the two chunks of a context-parallel
+    rank one after the other."""
     cu_seqlens = documents.cu_seqlens
     assert cu_seqlens is not None
     key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value))
@@ -241,9 +261,11 @@ def _reference(
     softcap: float | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return attention by a dense mask, [B, T, H, D]."""
     if window is not None:
         mask = mask & _within(mask.shape[-1], window, mask.device)
     grouped = key.shape[1] < query.shape[1]
+    # torch's function has no soft cap, so with one the scores are computed here.
     if softcap is None:
         added = mask if bias is None else bias.masked_fill(~mask, float("-inf"))
         out = F.scaled_dot_product_attention(
@@ -258,12 +280,13 @@ def _reference(
 
 
 def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return bool [T, T], True where a key is at most `window` - 1 positions before the query, or after it."""
     positions = torch.arange(row_length, device=device)
     return positions[:, None] - positions[None, :] < window
 
 
 def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
-    """bool [B, 1, T, T]: True where query i may see key j: same document and j <= i.
+    """Return bool [B, 1, T, T], True where query i may see key j: same document and j <= i.
 
     Args:
         doc_ids: int [B, T]; padding counts as a document of its own, so no row of the mask is empty.
@@ -275,14 +298,14 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def dense_kernels() -> Iterator[None]:
-    """The order in which backend sdpa looks for a kernel: cuDNN's is the fastest on Hopper."""
+    """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper."""
     with sdpa_kernel(DENSE_KERNELS, set_priority=True):
         yield
 
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None]:
-    """Inside, every sliding window of the model is this short, in its config and in its layers."""
+    """Make every sliding window of the model this short within the context, in its config and in its layers."""
     owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
     sizes = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
     before = [(owner, size) for owner, size in sizes if type(size) is int and size > 0]
@@ -296,7 +319,7 @@ def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None
 
 
 def windows(config: PreTrainedConfig) -> bool:
-    """Whether any layer of the model slides a window."""
+    """Return whether any layer of the model has a sliding window."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:

@@ -25,7 +25,7 @@ from sftkit.runtime.start import Runtime
 log = logging.getLogger(__name__)
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"What configs call the dropout of attention weights."
+"Fields of configs with the dropout of attention weights."
 
 
 class AttentionChoice(NamedTuple):
@@ -36,7 +36,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> AttentionChoice:
-    """The backend of training and validation, chosen by the main rank for all; says which and why.
+    """Choose the attention backend of training and validation, on the main rank for all, and print which and why.
 
     Raises:
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
@@ -58,11 +58,11 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
 def fastest(
     orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool, in_chunks: bool = False
 ) -> tuple[str, str]:
-    """(backend, why) of those that can serve the run; several are timed against each other.
+    """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed.
 
     Args:
         compiled: whether the blocks are compiled; flex only exists as generated code.
-        in_chunks: queries are pieces of rows (context parallelism).
+        in_chunks: queries are chunks of rows (context parallelism).
     """
 
     def problem(backend: str) -> str | None:
@@ -94,10 +94,11 @@ def refusal(
     in_chunks: bool = False,
     captured: bool = False,
 ) -> str | None:
-    """Why a backend cannot serve a run, None if it can.
+    """Return why a backend cannot serve a run, None if it can.
 
     Args:
-        captured: flex is an operator of a captured graph, which a CPU computes, too, with all scores in memory.
+        compiled, in_chunks: as in `fastest`.
+        captured: flex is an operator of a captured graph, which a CPU can compute too, with all scores in memory.
     """
     config = orig_model.config.get_text_config()
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
@@ -133,7 +134,7 @@ def refusal(
 
 
 def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
-    """What stands in for the backend where nothing is compiled."""
+    """Return the backend that replaces this one where nothing is compiled."""
     if backend != "flex":
         return backend
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -142,7 +143,7 @@ def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
 
 
 def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
-    """(size of a query head, query heads per key head)."""
+    """Return (size of a query head, query heads per key head)."""
     config = orig_model.config.get_text_config()
     heads = config.num_attention_heads
     latent = getattr(config, "qk_head_dim", None)
@@ -153,7 +154,8 @@ def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
 def _measured(
     backends: list[str], orig_model: PreTrainedModel, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds of forward and backward of one layer by backend: from the cache, or measured now and put there."""
+    """Return milliseconds of forward and backward of one layer by backend: from the cache, or
+    measured now and kept there."""
     head_dim, groups = head_sizes(orig_model)
     heads = int(orig_model.config.get_text_config().num_attention_heads)
     rows, row_length = layout.shapes[-1]
@@ -166,7 +168,7 @@ def _measured(
         for name in backends:
             try:
                 times[name] = _milliseconds(name, *shape, device=device)
-            except Exception as error:  # an installation that does not fit this GPU or torch
+            except Exception as error:  # such as an installation that does not fit this GPU or torch
                 log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
         if len(times) < len(backends):
             return times
@@ -176,7 +178,7 @@ def _measured(
 
 
 def read_cache() -> dict[str, dict[str, float]]:
-    """Milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
+    """Return milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
     try:
         found = json.loads(cache_file().read_text())
         return found if isinstance(found, dict) else {}
@@ -185,6 +187,7 @@ def read_cache() -> dict[str, dict[str, float]]:
 
 
 def write_cache(values: dict[str, dict[str, float]]) -> None:
+    """Write what read_cache reads; a disk that refuses it costs a warning."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +197,7 @@ def write_cache(values: dict[str, dict[str, float]]) -> None:
 
 
 def cache_file() -> Path:
-    """Where measured times are kept; safe to delete."""
+    """Return where measured times are kept; safe to delete."""
     return user_cache() / "attention.json"
 
 
@@ -208,6 +211,7 @@ def _milliseconds(
     length: int,
     device: torch.device,
 ) -> float:
+    """Return milliseconds of forward and backward of attention in documents of `length` positions, bf16."""
     positions = rows * row_length
     generator = torch.Generator(device).manual_seed(0)
 
@@ -237,8 +241,11 @@ def _milliseconds(
 
 
 def _gpu_milliseconds(work: Callable[[], object], device: torch.device, warm_up: int = 3, runs: int = 10) -> float:
-    """Of one call, without the host's part: calls are queued behind 60 ms of other work, as they are in a training step,
-    where launching is hidden. Timed one by one, FlashAttention-4's slow launches once cost it the choice."""
+    """Return the GPU's milliseconds of one call, without the host's part.
+
+    Calls are queued behind 60 ms of other work, as they are in a training step, where launching is hidden. When each
+    was timed alone, FlashAttention-4's slow launches once cost it the choice.
+    """
     for _ in range(warm_up):
         work()
     torch.cuda.synchronize(device)

@@ -1,5 +1,8 @@
-"""Attention of one new position over keys and values in memory of a fixed size, those of the text so far or of what was encoded
-for it: every shape is static, nothing is repeated."""
+"""Attention of one new position over keys and values in memory of a fixed size: every shape is
+static, nothing is repeated.
+
+They are those of the text so far, or of what was encoded for it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,17 @@ def attend_cached(
     at: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it. The query heads of a key head are taken as so many positions that see the same keys.
+    """Attend from one position, as transformers calls it.
+
+    The query heads that share a key head are treated as that number of positions that see the same keys.
+
+    The query heads of a key head count as so many positions that see the same keys.
 
     Args:
-        query: [B, H, 1, D]; key: [B, KV, N, D]; value: [B, KV, N, Dv]; what is not filled must be finite.
-        attention_mask: bool [B, 1, 1, N], False at padding and at what is not written yet; None: all is seen.
+        query: [B, H, 1, D]; key: [B, KV, N, D]; value: [B, KV, N, Dv]; places not written yet must be finite.
+        attention_mask: bool [B, 1, 1, N], False at padding and at places not written yet; None: all is seen.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
-        at: int64 [1], where the new position stands in the memory; read by layers that slide a window.
+        at: int64 [1], index of the new position in the memory; read by layers with a sliding window.
 
     Returns:
         ([B, 1, H, Dv], None)

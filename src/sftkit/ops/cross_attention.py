@@ -1,7 +1,8 @@
-"""Attention that is not causal: within what an encoder is given, and from texts to what was encoded for them.
+"""Attention that is not causal: within the input of an encoder, and from texts to what was encoded for them.
 
-Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of the decoder's layers,
-the one argument that every architecture hands to its cross attention, with fixed shapes whatever the texts are.
+Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of
+the decoder's layers, the one argument that every architecture passes to its cross attention, with fixed
+shapes whatever the texts are.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ BOUNDED = ("fa4", "varlen")
 def input_boundaries(
     doc_ids: torch.Tensor, inputs: int, length: int, backend: str, visible: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Where each position of a row finds the encoded input of its own document, as the mask that the layers of a decoder hand
-    to attention (with four dimensions transformers passes it on as it is). No host sync.
+    """Return where each position of a row finds the encoded input of its own document. No host sync.
+
+    It is passed as the mask that the layers of a decoder give to attention; transformers passes a mask of four
+    dimensions on as it is.
 
     Args:
         doc_ids: int [B, T], number of the document in its row; padding, -1, sees the input of the document before it.
-        inputs: K, of a row; the k-th is that of its k-th document. length: S, positions of an encoded input.
-        visible: bool [B, K S], False for positions of an input that are filling; None: there are none.
+        inputs: K, inputs of a row; the k-th is that of its k-th document. length: S, positions of an encoded input.
+        backend: of attention.
+        visible: bool [B, K S], False for positions of an input that are padding; None: none are.
 
     Returns:
-        None: one input a row, all of it seen. For kernels that know boundaries int32 [1, 1, 1, B K + 1], where the queries of
-        each input start in the B T positions; else bool [B, 1, T, K S], True where a query sees a key.
+        None: rows have one input each, all of it seen. For kernels that know boundaries int32 [1, 1, 1, B K + 1], where
+        the queries of each input start in the B T positions; else bool [B, 1, T, K S], True where a query sees a key.
     """
     if inputs == 1 and visible is None:
         return None
@@ -52,7 +56,13 @@ def see_all(
     dropout: float,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention without an order: within what was put in, or from a text to what was encoded for it. [B, T, H, D]"""
+    """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
+
+    Args:
+        query: [B, H, T, D]; key, value: [B, KV, keys, D].
+        mask: bool [B, 1, 1 or T, keys], or what input_boundaries returned; None: all is seen.
+        bias: [1, H, T, keys], added to the scores.
+    """
     if mask is not None and mask.dtype == torch.int32:
         return _see_own(query, key, value, mask.flatten(), scale)
     if bias is not None:
@@ -67,7 +77,8 @@ def see_all(
 def _see_own(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Each query sees all positions of one encoded input, which have the same length; `starts`: of their queries."""
+    """Let each query see all positions of one encoded input, all of one length; `starts`:
+    int32, of the inputs' queries."""
     rows, _, row_length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
     count = len(starts) - 1

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded tensor."""
+"""The shard of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a sharded tensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_region(param: DTensor) -> list[tuple[int, int]]:
-    """(start, size) in each dimension of the block of the whole that this rank holds.
+    """Return (start, size) in each dimension of the part of the whole that this rank holds.
 
-    The mesh's first dimension cuts first; but where FSDP2 has cut what tensor parallelism left, which makes strided shards, the
-    last one did. Pieces are those of torch.chunk.
+    The mesh's first dimension shards first; but strided shards, which FSDP2 makes of tensor-parallel ones, are sharded
+    by the last dimension first. Sizes are those of torch.chunk.
     """
     region = [(0, size) for size in param.shape]
     coordinate = param.device_mesh.get_coordinate()
@@ -36,4 +36,5 @@ def local_region(param: DTensor) -> list[tuple[int, int]]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]

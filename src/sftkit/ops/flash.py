@@ -1,5 +1,8 @@
-"""Document-isolated FlashAttention as one operator, causal within a text or from texts to what was encoded for them: fake, gradient and FLOP formula are registered, so that a
-compiled block holds it whole, whatever the documents are, and activation budgets know what it costs."""
+"""Document-isolated FlashAttention as one operator, causal within a text or from texts to what was encoded for them.
+
+Its fake, gradient and FLOP formula are registered, so that a compiled block has it as one node, whatever the documents
+are, and activation budgets know what it costs.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from sftkit.config.commands import install
 from sftkit.runtime.hardware import user_cache
 
 KERNELS = ("fa4", "varlen")
-"fa4: flash_attn.cute (extra attention-fa4); varlen: the FlashAttention-2 that torch ships"
+"fa4: flash_attn.cute (extra attention-fa4); varlen: the FlashAttention-2 that torch ships."
 
 MOST_REPEATS = {"fa4": 4, "varlen": 2}
-"query heads per key head up to which the backward pass repeats keys and values"
+"Maximum number of query heads per key head for which the backward pass repeats keys and values."
 
 
 def missing(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps the kernel from running on this device with these inputs, None if nothing does."""
+    """Return what keeps the kernel from running on this device with inputs of this dtype; None if nothing does."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs an NVIDIA GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -42,14 +45,16 @@ def missing(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None
 
 
 def fa4_folder() -> Path:
-    """Where compiled kernels of FlashAttention-4 are kept: a folder per version of its code, object files inside."""
+    """Return where compiled kernels of FlashAttention-4 are kept: a folder per version of its
+    code, object files inside."""
     return Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or user_cache() / "fa4")
 
 
 @cache
 def fa4() -> ModuleType:
-    """The kernels of FlashAttention-4. Building them takes 8 s a direction: they are kept on disk, in the user's own
-    folder and not in the shared temporary one that is its default."""
+    """Import FlashAttention-4 with its kernels kept on disk, since building them takes 8 s a direction."""
+    # Read when the module is imported. The folder is the user's own, not the shared temporary one that is the default:
+    # what lies there is run.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(fa4_folder()))
     from flash_attn.cute import interface
@@ -70,13 +75,13 @@ def document_attention(
     kernel: str,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention within each document of a flat batch, causal or not.
+    """Attend within each document of a flat batch, causally or not.
 
     Args:
         query: bf16 or fp16 [N, H, D]; key, value: [M, KV, D] with H a multiple of KV.
-        cu_seqlens: int32 [D+1], document starts; zero-length documents are allowed, every position must be in one.
-        cu_seqlens_k: the same for the keys. A document with fewer queries than keys has the last ones: query i of n sees
-            the first m - n + i + 1 of m keys.
+        cu_seqlens: int32 [D + 1], document starts; zero-length documents are allowed, every position must be in one.
+        cu_seqlens_k: the same for the keys. A document with fewer queries than keys has the last ones: query i of n
+            sees the first m - n + i + 1 of m keys.
         max_length: at least the length of the longest document.
         scale: factor of the scores. window: most keys that a query sees, itself included; 0: all.
         kernel: one of KERNELS.
@@ -85,6 +90,8 @@ def document_attention(
     Returns:
         (attended values [N, H, D], log-sum-exp fp32 [H, N])
     """
+    # Private, both kernels: an operator with its own gradient needs forward and backward apart, and no public
+    # function gives it the latter.
     if kernel == "fa4":
         out, lse = fa4()._flash_attn_fwd(
             query,
@@ -152,7 +159,7 @@ def document_attention_backward(
     kernel: str,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `document_attention` with respect to query, key and value, in their shapes and dtypes."""
+    """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     starts = (cu_seqlens, cu_seqlens_k)
     if kernel == "fa4":
         grads = fa4()._flash_attn_bwd(
@@ -198,7 +205,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool) -> Gradients:
-    """Zeros as the gradients of keys that no query sees: kernels leave the memory of such documents as it was."""
+    """Set the gradients of keys that no query sees to 0: kernels leave the memory of such documents as it was."""
     query, key, value = grads
     if causal and len(key) == len(query):  # every key has its query
         return grads
@@ -230,6 +237,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Keep what the backward pass needs; the log-sum-exp is not differentiable."""
     *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
@@ -237,9 +245,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """With few query heads per key head, repeated keys are faster: no fp32 accumulators to clear, add to and convert,
-    and the sum over the heads of a group fuses with what follows it. H200, 16/8 heads of 128, documents of 350 tokens:
-    598 us against 424 us for the kernel, and 60 us for the repeating and summing."""
+    """Return the gradients, with repeated keys and values where there are few query heads per key head.
+
+    Repeating is then faster: no fp32 accumulators to clear, add to and convert, and the sum over the heads of a group
+    fuses with what follows it. H200, 16/8 heads of 128, documents of 350 tokens: 598 us against 424 us for the kernel,
+    and 60 us for the repeating and summing.
+    """
     query, key, value, cu_seqlens, cu_seqlens_k, out, lse = ctx.saved_tensors
     groups = query.shape[1] // key.shape[1]
     repeat = 1 < groups <= MOST_REPEATS[ctx.kernel]
@@ -265,8 +276,9 @@ def _pair_flops(
     window: int,
     causal: bool,
 ) -> int:
-    """FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound. Not causal: of
-    documents with equally many keys.
+    """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
+
+    Not causal, for documents with equally many keys.
 
     Args:
         starts_k: the shape of cu_seqlens_k.
@@ -292,6 +304,7 @@ def _forward_flops(
     causal: bool = True,
     **kwargs: Any,
 ) -> int:
+    """Count two products: scores and values."""
     return 2 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)
 
 
@@ -312,4 +325,5 @@ def _backward_flops(
     causal: bool = True,
     **kwargs: Any,
 ) -> int:
+    """Count five products: the scores again, and those of the gradients."""
     return 5 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)

@@ -12,34 +12,35 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 FLEX_BLOCK = 128
 BEHIND_ROW = -2
-"The document of positions behind the end of a row, where rows are padded for flex."
+"Document id of positions behind the end of a row, where rows are padded for flex."
 
 Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """What FlexAttention is asked for, as functions that hold no tensor."""
+    """The arguments of a call of FlexAttention, its mask and scores as functions that hold no tensor."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     block_mask: BlockMask
     visible: Callable[..., torch.Tensor]
-    "of batch, head, query and key index, and doc_ids: whether the query sees the key"
+    "(batch, head, query index, key index, doc_ids) -> whether the query sees the key"
     capped: Callable[..., torch.Tensor] | None
-    "of score and the four indices: the score; None: as it is"
+    "(score and the four indices) -> score; None: scores stay as they are"
     doc_ids: torch.Tensor
     "int32 [B, T]"
     scale: float
 
 
 _operator: Callable[[Call], torch.Tensor] | None = None
-"What is called in place of torch's function."
+"Called in place of torch's function; None: torch's own."
 
 
 @contextmanager
 def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> Iterator[None]:
-    """Inside, attention is what this function makes of it, for who traces without torch.compile: [B, H, T, Dv]."""
+    """Call this function for attention within the context, for tracers other than torch.compile;
+    it returns [B, H, T, Dv]."""
     global _operator
     before, _operator = _operator, operator
     try:
@@ -54,8 +55,9 @@ def whole_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(doc_ids: torch.Tensor) -> Blocks:
-    """Which 128 x 128 blocks of a document mask are not empty: for each query block a range of key blocks that ends at
-    its own, from the block where its first document starts; and the same seen from the key blocks.
+    """Return which 128 x 128 blocks of a document mask are not empty, by query block and by key block.
+
+    A query block sees a range of key blocks that ends at its own, from the block where its first document starts.
 
     Args:
         doc_ids: int [B, T].
@@ -74,6 +76,7 @@ def blocks_of(doc_ids: torch.Tensor) -> Blocks:
 
 
 def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (counts [B, 1, M], indices [B, 1, M, M] with those of touched blocks first), int32, of bool [B, M, M]."""
     counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
     indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
     return counts, indices.contiguous()
@@ -89,8 +92,9 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention within documents. The block mask is put together here, from tensors, so that no batch's documents are
-    baked in.
+    """Attend causally within documents.
+
+    The block mask is built here, from tensors, so that no batch's documents become constants.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
@@ -101,7 +105,7 @@ def attend(
         [B, T, H, Dv]
     """
     row_length, whole = query.shape[2], doc_ids.shape[1]
-    if whole > row_length:  # its backward pass reads past the end of rows that are no multiple of the blocks
+    if whole > row_length:  # flex's backward pass reads past the end of rows that are no multiple of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -112,6 +116,7 @@ def attend(
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
+    # By hand, not by create_block_mask: that would evaluate the whole mask, and its blocks are known from the starts.
     counts, indices, reverse_counts, reverse_indices = blocks
     block_mask = BlockMask(
         seq_lengths=(whole, whole),

@@ -1,6 +1,7 @@
 """Context parallelism: each rank has an early and a late chunk of every row, and gathers the keys and values of all.
 
-Queries stay where they are, so a rank attends from its chunks to whole rows (as Llama 3, arXiv 2407.21783, section 3.3.2).
+Queries stay where they are, so a rank attends from its chunks to whole rows (as Llama 3, arXiv
+2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from torch.distributed import ProcessGroup, all_gather_into_tensor, distributed_
 
 
 def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of whole rows in natural order, out of every rank's chunks; gradients go back summed.
+    """Return keys and values of whole rows in natural order, gathered from every rank's chunks;
+    gradients go back summed.
 
     Args:
         key, value: [B, KV, C, D] of this rank's chunks, the early one first.
+        group: name of the group of ranks whose chunks make whole rows.
 
     Returns:
         [B, KV, T, D] each, T = C x ranks
@@ -29,22 +32,23 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
 
 
 def process_group(group: str) -> ProcessGroup:
-    """The group of that name, as torch's own functional collectives find it."""
+    """Return the group of that name, as torch's own functional collectives find it."""
+    # Private: operators take a name, which a graph can hold, and torch has no public way from it to the group.
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
 def _all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
-    """The pieces of all ranks of a group, stacked: [n, *piece.shape]."""
+    """Return the pieces of all ranks of a group, stacked: [n, *piece.shape]."""
     ranks = process_group(group)
     whole = piece.new_empty(ranks.size(), *piece.shape)
-    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=ranks)  # gloo wants them flat
+    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=ranks)  # gloo takes flat tensors only
     return whole
 
 
 @torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
 def _reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
-    """This rank's piece of the sum over ranks of [n, ...]."""
+    """Return this rank's piece of the sum over ranks of [n, ...]."""
     piece = torch.empty_like(whole[0], memory_format=torch.contiguous_format)
     reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=process_group(group))
     return piece
@@ -61,10 +65,12 @@ def _(whole: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    """Keep the group for the backward pass."""
     ctx.group = inputs[1]
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Return the gradient of this rank's piece: the sum over ranks."""
     return _reduce_scatter(grad, ctx.group), None
 
 

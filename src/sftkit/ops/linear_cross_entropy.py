@@ -1,5 +1,6 @@
-"""The loss: sums over target tokens, computed in chunks together with the gradients, so that the logits of a whole
-batch never exist. Division by the global number of targets happens in engine/step.py, once.
+"""The loss: sums over target tokens, computed in chunks together with the gradients.
+
+So the logits of a whole batch never exist. Division by the global number of targets happens in engine/step.py, once.
 
 Letters: N rows of hidden states, H their width, V the vocabulary.
 """
@@ -22,22 +23,23 @@ class LossSums(NamedTuple):
     """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
-    "differentiable: the objective, which is the nll or its smoothed form, plus z_loss * log-partition squared"
+    "differentiable: the nll or its smoothed form, plus z_loss * log-partition squared"
     nll: Tensor
     "negative log-likelihood"
     correct: Tensor
-    "targets that are the argmax (the first of equals); 0 unless options.token_metrics"
+    "how many targets are the argmax (the first of equals); 0 unless options.token_metrics"
     entropy: Tensor
     "entropy of the predicted distributions; 0 unless options.token_metrics"
 
 
 _operator = False
-"Whether the computation is called as one operator."
+"Whether linear_nll calls its computation as one operator."
 
 
 @contextmanager
 def loss_as_operator() -> Iterator[None]:
-    """Inside, the chunks of a batch are one operator to whoever traces: no graph has to know their loop or their kernel."""
+    """Make the chunks of a batch one operator for whoever traces within the context: no graph
+    has their loop or kernel."""
     global _operator
     before, _operator = _operator, True
     try:
@@ -46,6 +48,7 @@ def loss_as_operator() -> Iterator[None]:
         _operator = before
 
 
+# Not compiled: the loss stays outside the compiler's graphs (compile.contract.compile_model).
 @torch.compiler.disable
 def linear_nll(
     hidden: Tensor,
@@ -57,7 +60,7 @@ def linear_nll(
     softcap: float | None = None,
     tokens: int | None = None,
 ) -> LossSums:
-    """Cross entropy of `softcap * tanh((hidden @ head.T + bias) / softcap)` against the targets.
+    """Return the cross entropy of `softcap * tanh((hidden @ head.T + bias) / softcap)` against the targets, summed.
 
     With gradients enabled, one pass over chunks of `options.chunk_tokens` rows computes the loss and all gradients, and
     the logits of a chunk become their own gradient in place (as in Liger Kernel, arXiv 2410.10989). Memory beyond the
@@ -66,11 +69,11 @@ def linear_nll(
     Args:
         hidden: [N, H]; N may be 0.
         head: [V, H], dtype of hidden; may be shared with the embedding.
-        targets: int64 [N], in [0, V) or IGNORE: such rows count nothing, and their gradient is 0.
+        targets: int64 [N], in [0, V) or IGNORE: such rows add nothing, and their gradient is 0.
         bias: [V], dtype of hidden.
         softcap: bound of the logits (Gemma 2, arXiv 2408.00118); None: none.
         tokens: rows of the head behind so many are padding: they are in the products, have no probability, and their
-            gradient is 0; None: there are none.
+            gradient is 0; None: there is no padding.
     """
     assert hidden.dtype == head.dtype, f"hidden states are {hidden.dtype}, the head is {head.dtype}"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head, bias)):
@@ -94,6 +97,7 @@ class _LinearNLL(torch.autograd.Function):
         softcap: float | None,
         tokens: int | None,
     ) -> tuple[Tensor, ...]:
+        """Compute the sums and, where wanted, the gradients of their loss."""
         wanted = ctx.needs_input_grad[:3]
         compute = _called_as_operator if _operator else _sums_and_gradients
         sums, *gradients = compute(hidden, head, bias, targets, options, softcap, tokens, wanted)
@@ -105,6 +109,7 @@ class _LinearNLL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Scale the gradients by the incoming one."""
         return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None, None
 
 
@@ -122,7 +127,7 @@ def _linear_nll(
     tokens: int | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """The sums, [4], and the gradients that are wanted."""
+    """Return the sums, [4], and the gradients that are wanted."""
     options = LossConfig(
         chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, token_metrics=token_metrics
     )
@@ -161,7 +166,7 @@ def _called_as_operator(
     tokens: int | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """`_sums_and_gradients`, its computation one node of a graph."""
+    """Return what `_sums_and_gradients` does, with its computation one node of a graph."""
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
     sums, *found = _linear_nll(hidden, head, bias, targets, *numbers, softcap, tokens, wanted)
     gradients = iter(found)
@@ -170,7 +175,8 @@ def _called_as_operator(
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """gradient * scale in `dtype`, rounded once: no wider temporary, and not by a scale that was itself rounded."""
+    """Return gradient * scale in `dtype`, rounded once: no wider temporary, and not by a scale
+    that was itself rounded."""
     if gradient is None:
         return None
     # A 0-d scale would be cast to the gradient's dtype before the product; one with dimensions is not.
@@ -187,10 +193,11 @@ def _sums_and_gradients(
     tokens: int | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """(the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
+    """Return (the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
 
-    The head's and the bias's gradients add up over chunks and so are at least fp32; that of hidden has its dtype.
+    The gradients of head and bias add up over chunks, so they are at least fp32; that of hidden has its dtype.
     """
+    # Where sums and gradients go.
     num_rows, chunk = len(hidden), options.chunk_tokens
     exact = torch.promote_types(hidden.dtype, torch.float32)
     sums = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
@@ -199,6 +206,7 @@ def _sums_and_gradients(
     d_head = new(head.shape, dtype=exact, device=head.device) if wanted[1] else None
     d_bias = torch.zeros(len(head), dtype=exact, device=head.device) if wanted[2] else None
     buffer = _logits_buffer(min(chunk, num_rows), len(head), hidden)
+    # A chunk at a time: its logits, their sums and gradient in place, and what that adds to the gradients.
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
         logits = buffer[: len(hidden[rows])]
@@ -218,10 +226,12 @@ def _sums_and_gradients(
 
 
 def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """[rows, vocab] that every chunk's logits go to; each starts at a multiple of 128 bytes, as fast matrix products need.
+    """Return [rows, vocab] for every chunk's logits.
 
-    The columns up to there are zeros: the bf16 product on CPU of torch before 2.15 reads them when the logits are its left
-    factor, and what memory happened to hold, or NaN, would get into the gradients.
+    Each row starts at a multiple of 128 bytes or more, as fast products need.
+
+    The columns between rows are zeros: on a CPU the bf16 product of torch before 2.15 reads them when the logits are
+    its left factor, and what the memory happened to hold, or NaN, would get into the gradients.
     """
     buffer = like.new_empty(rows, -(-vocab // 64) * 64)
     buffer[:, vocab:].zero_()
@@ -229,7 +239,8 @@ def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right (= if first, whatever total held), in total's precision however narrow the factors are."""
+    """Add left @ right to total (or set it if `first`, whatever total held), in total's precision
+    however narrow the factors are."""
     beta = 0.0 if first else 1.0
     if total.dtype == right.dtype:
         total.addmm_(left, right, beta=beta)
@@ -254,7 +265,8 @@ def _cross_entropy_(
 def _reference_cross_entropy_(
     logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
 ) -> None:
-    """`cross_entropy_kernel.cross_entropy_` in torch, for any device; math in the dtype of `sums`."""
+    """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
+    math in the dtype of `sums`."""
     smoothing, is_target = options.label_smoothing, targets != IGNORE
     column = torch.where(is_target, targets, 0)[:, None]
     x = logits.to(sums.dtype)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 to bf16, with random bits that are a hash and no generator's."""
+"""Stochastic rounding of fp32 to bf16, with random bits from a hash instead of a generator."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def elements(flat: torch.Tensor) -> torch.Tensor:
-    """The number of each element, int32."""
+    """Return the index of each element, int32 [N]."""
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
 def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
+    """Round fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
 
     Args:
         noise: integers in [0, 65536), uniform: added to the 16 bits that bf16 drops, the carry rounds up.
@@ -24,10 +24,12 @@ def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def noise16(
     index: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Three draws of 16 bits per element: a stateless hash of (keys, element), the same in eager, compiled, on any device.
+    """Return three draws of 16 bits per element, int32: a stateless hash of (keys, element).
+
+    The draws are the same in eager mode, compiled, and on any device.
 
     Args:
-        index: int32, the element. key0, key1: int32 0-d.
+        index: int32, of the elements. key0, key1: int32 0-d.
     """
     first = mix32(index ^ key0)
     second = mix32(first ^ key1)
@@ -35,7 +37,7 @@ def noise16(
 
 
 def mix32(x: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 32-bit numbers that looks random: lowbias32 with the constants of hash-prospector's issue 19.
+    """Permute the 32-bit numbers so that they look random: lowbias32 with the constants of hash-prospector's issue 19.
 
     int32 in and out, products wrap around. Masks take away the sign that a right shift of int32 brings in.
     """
@@ -45,5 +47,5 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
 
 
 def int32(bits: int) -> torch.Tensor:
-    """The lowest 32 bits as a signed number, 0-d."""
+    """Return the lowest 32 bits as a signed number, 0-d."""
     return torch.tensor((bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1), dtype=torch.int32)

@@ -1,12 +1,12 @@
 """AdamW for bf16 weights: what bf16 would lose is kept in fp32 masters, or in expectation by stochastic rounding.
 
-An update of a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
+An update at a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
 the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
 function on flat tensors: on CUDA a Triton kernel for all parameters at once (ops.adamw_kernel), elsewhere eager
-(optim.formula). Of a sharded parameter each rank updates its own piece.
+(optim.formula). Each rank updates its own shard of a parameter.
 
-An update that is left out does not count in the bias corrections. Only the device knows of it in time, so the counts and
-what follows from them stay there.
+An update that is left out does not count in the bias corrections. Only the device knows of it in time, so the counts
+and what follows from them stay there.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from sftkit.optim.protocol import Groups, Optimizer, kind_of, parameters_of, set
 from sftkit.runtime.rng import random_key
 
 WARM_UP_ELEMENTS = (32, 33)
-"Sizes of the throw-away tensors of the warm-up: of whole vectors, and not."
+"Sizes of the warm-up's tensors: one that aligned loads divide, and one that they do not."
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements that this rank holds, in one dimension; `.data`, because Dynamo would also guard the shape of the base
-    of a view."""
+    """Return all elements that this rank holds, [N].
+
+    Through `.data`, because Dynamo would also guard the shape of the base of a view.
+    """
     return local(tensor).data.reshape(-1).data
 
 
 def first_element(param: torch.Tensor) -> int:
-    """The number, in the whole parameter, of the first element of this rank's piece.
+    """Return the index, in the whole parameter, of the first element of this rank's shard.
 
-    Of a parameter cut by rows all elements so get their own numbers, and are rounded as the whole would be. Pieces cut by
-    columns (tensor parallelism) share numbers, so random bits: each rounding is unbiased all the same.
+    So all elements of a parameter that is sharded by rows have numbers of their own, and are rounded as the whole would
+    be. Shards by columns (tensor parallelism) share numbers and so random bits: each rounding is unbiased all the same.
     """
     if not isinstance(param, DTensor):
         return 0
@@ -50,12 +52,12 @@ def first_element(param: torch.Tensor) -> int:
 
 
 def no_updates(param: torch.Tensor) -> torch.Tensor:
-    """A count of updates before the first one."""
+    """Return a count of updates before the first one: fp32 0-d, on the parameter's device."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 class Numbered(NamedTuple):
-    """A parameter with its number among all of the optimizer, and its group."""
+    """A parameter with its group and its index among all parameters of the optimizer."""
 
     number: int
     param: torch.nn.Parameter
@@ -65,14 +67,14 @@ class Numbered(NamedTuple):
 class AdamW(torch.optim.Optimizer):
     """AdamW whose states are exact, or unbiased, whatever the dtype of the parameter.
 
-    States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for bf16
-    parameters unless stochastic), `step` (fp32 0-d on the device, as torch's fused AdamW has it: updates that were not
-    left out). They are made at the parameter's first update. A group has `attempts` (int), the updates that were asked
-    for: the random bits of an update follow from it, as the host knows it.
+    States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for
+    bf16 parameters unless stochastic), `step` (fp32 0-d on the device, as torch's fused AdamW has it: updates that were
+    not left out). They are made at the parameter's first update. A group has `attempts` (int), the updates that were
+    asked for: the random bits of an update follow from this number, which the host knows.
     """
 
     label = "AdamW"
-    "For `kind`."
+    "First word of `kind`."
 
     def __init__(
         self,
@@ -83,6 +85,11 @@ class AdamW(torch.optim.Optimizer):
         stochastic: bool = False,
         seed: int = 0,
     ) -> None:
+        """Take parameter groups.
+
+        `stochastic`: round bf16 parameters and states stochastically instead of keeping masters.
+        `seed`: of the random bits.
+        """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "attempts": 0})
         self.stochastic, self.seed = stochastic, seed
 
@@ -91,17 +98,25 @@ class AdamW(torch.optim.Optimizer):
         return kind_of(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
-        """See optim.protocol; the coefficient acts inside the update, without a pass over the gradients. No host sync."""
+        """Update as optim.protocol says; the coefficient acts inside the update, without a pass over the gradients.
+
+        No host sync.
+        """
         set_learning_rate(self.param_groups, learning_rate)
         self.step(clip=coefficient)
 
     @torch.no_grad()
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
-        """Update at the rates of the groups every parameter that has a gradient; None: gradients as they are."""
+        """Update every parameter that has a gradient, at the learning rates of the groups.
+
+        Args:
+            closure: must be None.
+            clip: fp32 0-d, multiplies the gradients; nan: nothing is updated; None: 1.
+        """
         assert closure is None
         for group in self.param_groups:
             group["attempts"] += 1
-        # Also of an empty piece: its updates are counted, and Muon gathers the pieces of all ranks.
+        # Empty shards too: their updates are counted, and Muon gathers the shards of all ranks.
         numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
         if not numbered:
             return
@@ -109,8 +124,10 @@ class AdamW(torch.optim.Optimizer):
         self._update(numbered, clip, self._corrected(numbered, clip))
 
     def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
-        """Count an update, unless it is left out, of these parameters; their rows of `corrections`, on the device."""
+        """Count an update of these parameters, unless it is left out; return their rows of
+        `corrections`, fp64 [P, 2]."""
         steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
+        # Private: one launch for all counts; torch's optimizers use these operators, and there are no public ones.
         torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
         counts = torch.stack(steps)
         rows, start = [], 0
@@ -122,36 +139,40 @@ class AdamW(torch.optim.Optimizer):
         return torch.cat(rows)
 
     def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+        """Yield each parameter with its group."""
         for group in self.param_groups:
             for param in group["params"]:
                 yield param, group
 
     def _has_master(self, param: torch.Tensor) -> bool:
+        """Return whether a parameter has an fp32 master weight."""
         return param.dtype != torch.float32 and not self._rounds(param)
 
     def _rounds(self, param: torch.Tensor) -> bool:
+        """Return whether a parameter and its states are rounded stochastically."""
         return self.stochastic and param.dtype == torch.bfloat16
 
     def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """States before the first update; their names are also what load_state_dict asks for."""
+        """Return the states, without a master, before the first update; load_state_dict expects their names."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """States of a parameter before its first update."""
+        """Return the states of a parameter before its first update."""
         assert local(param).is_contiguous()
         master = {"master": flat(param).float()} if self._has_master(param) else {}
         return {**self._zero_states(param, group), **master}
 
     def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of a parameter, made if there are none."""
         state = self.state[param]
         if not state:
             state.update(self.new_state(param, group))
         return state
 
     def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        """Update these parameters, of each of which `corrected` has a row."""
+        """Update these parameters; `corrected` has a row for each, fp64 [P, 2]."""
         if clip.is_cuda:
             self._update_in_one_launch(numbered, clip, corrected)
             return
@@ -159,6 +180,7 @@ class AdamW(torch.optim.Optimizer):
             self._update_eager(one, clip, row)
 
     def _update_in_one_launch(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        """Update these parameters by the Triton kernel."""
         from sftkit.ops.adamw_kernel import ParameterShard, update_  # Triton is not installed on CPU machines
 
         rows = []
@@ -181,11 +203,11 @@ class AdamW(torch.optim.Optimizer):
         update_(rows, clip, corrected)
 
     def _key(self, one: Numbered) -> int:
-        """Of the random bits of an update."""
+        """Return the 64-bit key of the random bits of an update."""
         return random_key(self.seed, one.group["attempts"], one.number)
 
     def _update_eager(self, one: Numbered, clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        """One parameter, by torch's operators."""
+        """Update one parameter by torch's operators."""
         param, group, state = one.param, one.group, self.state[one.param]
         s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
         assert param.grad is not None
@@ -201,7 +223,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def warm_up(self, compiled: bool) -> None:
-        """Load the kernels that `update` will run, on tensors that are thrown away; parameters, states and RNG stay untouched."""
+        """Load the kernels that `update` will run, on tensors that are thrown away; parameters,
+        states and RNG stay untouched."""
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
         for (dtype, device), group in kinds.items():
             if device.type == "cuda":
@@ -215,7 +238,7 @@ class AdamW(torch.optim.Optimizer):
                 other.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bit for bit; torch's own would cast every state to the dtype of its parameter, a master weight to bf16.
+        """Load states bit for bit: torch's own would cast every state, also a master, to the dtype of its parameter.
 
         Raises:
             ConfigError: the states are those of another optimizer.
@@ -229,6 +252,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
     def _check_states(self, saved: dict[str, Any], param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Refuse states of other names or dtypes than this optimizer keeps for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}
@@ -243,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
     """Build the optimizer of optim.name=adamw: torch's own where all is fp32, else ours, with masters."""
     parameters = list(parameters_of(groups))
-    # The fused update takes no flag beside sharded tensors.
+    # torch's fused update does not take `found_inf`, a plain tensor, together with sharded parameters.
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed)

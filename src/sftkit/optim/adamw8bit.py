@@ -16,16 +16,18 @@ from sftkit.runtime.rng import random_key
 class AdamW8bit(TorchaoAdamW8bit):
     """8-bit block-wise moments (arXiv 2110.02861); bf16 weights are rounded stochastically.
 
-    torchao draws the rounding bits from the device's generator: here it is seeded with (seed, step) for the time of a
-    step, so that replicas stay equal, a resumed run repeats them, and nobody else's random numbers change.
+    torchao draws the rounding bits from the device's generator. Here that is seeded with (seed, updates) for the time
+    of a step, so that replicas stay equal, a resumed run repeats the bits, and nobody else's random numbers change.
     """
 
     def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, seed: int = 0) -> None:
+        """Take parameter groups. `seed`: of the rounding bits."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, bf16_stochastic_round=True)
         self.seed = seed
         self._set_lr([lr] * len(self.param_groups))
 
     def _set_lr(self, values: list[Any]) -> None:
+        """Set the learning rate of each group, a float or a tensor."""
         for group, value in zip(self.param_groups, values, strict=True):
             group["lr"] = value
 
@@ -34,18 +36,20 @@ class AdamW8bit(TorchaoAdamW8bit):
         return kind_of("AdamW8bit", self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
-        """See optim.protocol. Whether there is an update is read by the host, as the number of updates is."""
+        """Update as optim.protocol says. The host reads the coefficient and the number of updates, so it waits."""
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
         if not bool(coefficient.isnan()):
             self.step()
 
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        # Private, of torchao: the buffers that its step makes; the flag says whether they are signed.
         moments = {"exp_avg": self._new_buffer(param, True), "exp_avg_sq": self._new_buffer(param, False)}
         return {"step": torch.tensor(0.0), **moments}
 
     def step(self, closure: None = None) -> None:
-        """Update at the rates of the groups. torchao wants them as tensors, the loop and the checkpoint have floats."""
+        """Update at the learning rates of the groups. torchao wants them as tensors, the loop and
+        checkpoints have floats."""
         assert closure is None
         updates = max((int(state["step"]) for state in self.state.values()), default=0)
         device = self.param_groups[0]["params"][0].device
@@ -60,8 +64,10 @@ class AdamW8bit(TorchaoAdamW8bit):
         self._set_lr(learning_rates)
 
     def warm_up(self, compiled: bool) -> None:
-        """Compile for each distinct shape: torchao's function is static, and compiled also where nothing else is. Nothing
-        of this optimizer is touched."""
+        """Compile for each distinct shape; nothing of this optimizer is touched.
+
+        torchao's function has static shapes, and is compiled also where nothing else is.
+        """
         seen = set()
         for group in self.param_groups:
             for param in group["params"]:
@@ -71,6 +77,7 @@ class AdamW8bit(TorchaoAdamW8bit):
                     self._compile_for(param, group)
 
     def _compile_for(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """Compile the update of a parameter on a copy of it."""
         copy = torch.nn.Parameter(torch.zeros_like(param))
         copy.grad = torch.zeros_like(param)
         options = {"params": [copy], "weight_decay": group["weight_decay"]}

@@ -14,7 +14,8 @@ class FusedAdamW(torch.optim.AdamW):
     """torch.optim.AdamW with fused=True as an optim.protocol.Optimizer."""
 
     found_inf: torch.Tensor
-    "What torch's fused update asks its optimizer for, though GradScaler alone sets it: fp32 0-d, 1 for no update."
+    """fp32 0-d, 1 for no update. torch's fused update reads it from its optimizer, where only GradScaler sets it; so a
+    step is left out without a host sync."""
 
     @property
     def kind(self) -> str:

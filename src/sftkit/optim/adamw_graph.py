@@ -1,8 +1,8 @@
 """AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
 
-The formula, the states and the random bits are those of adamw.py and formula.py. There a kernel written by hand updates all parameters;
-here Inductor writes it, with foreach_map one of many parameters (horizontal fusion), and CUDA graphs may replay the call.
-The price is a graph that grows with the model and guards of every tensor in it.
+The formula, the states and the random bits are those of adamw.py and formula.py. There a kernel written by hand updates
+all parameters; here Inductor writes the kernels, with foreach_map one for many parameters (horizontal fusion), and CUDA
+graphs may replay the call. The price is a graph that grows with the model, and guards on every tensor in it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]
 Each = Callable[..., Any]
-"Applies an operator to the first of several lists of tensors, the second, and so on; a list of results."
+"""A function (operator, *lists of tensors) -> list of results: the operator on the first elements,
+the second ones, and so on."""
 WARM_UP_CALLS = 3
-"CUDA graphs: the first compiles, the second lets kernels settle, the third records."
+"With CUDA graphs the first call compiles, the second warms up, the third records."
 
 
 def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[torch.Tensor]:
-    """Return what the operator makes of each parameter, in a loop that a graph unrolls."""
+    """Return what the operator makes of each parameter, by a loop that the graph unrolls."""
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
 EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": foreach_map}
 
 
-# Pointwise, as foreach_map wants them; a clip of nan leaves everything as it is.
+# Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.
 
 
 def _exp_avg(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate1: torch.Tensor) -> torch.Tensor:
@@ -79,10 +80,14 @@ def update_all(
     corrected: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """In place on flat tensors, P of each: what formula.update_exact does to one parameter.
+    """Update flat tensors in place, P of each, as formula.update_exact updates one parameter.
 
     Args:
-        rounded: of parameters with a master weight the bf16 parameter, which come first in the other lists.
+        each: applies an operator to all parameters.
+        weights: fp32: masters first, then parameters without one.
+        rounded: the bf16 parameters of the masters, in their order.
+        grads, exp_avgs, exp_avg_sqs: in the order of `weights`.
+        clip: fp32 0-d; nan: nothing changes.
         scalars: fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps.
         corrected: fp64 [P, 2], rows of formula.corrections.
         keys: int32 [P, 2], of the random bits.
@@ -103,20 +108,21 @@ def update_all(
 
 
 def _numbers(column: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of a column, each 0-d; copies, since foreach_map takes no two views of one tensor."""
+    """Return the elements of a column, each 0-d: copies, since foreach_map takes no two views of one tensor."""
     return [number.clone() for number in column.unbind()]
 
 
 def _copy(stored: Tensors, new: Tensors) -> None:
+    """Write the new tensors into the stored ones."""
     for old, value in zip(stored, new, strict=True):
         old.copy_(value)
 
 
 class GraphAdamW(AdamW):
-    """AdamW with states, masters and random bits of its base class; all its parameters are updated by one graph."""
+    """AdamW with the states, masters and random bits of its base class, whose parameters are updated by one graph."""
 
     def __init__(self, groups: Groups, optim: OptimConfig, seed: int, graph: Mapping[str, Any]) -> None:
-        """`graph`: arguments of torch.compile."""
+        """Compile lazily. `graph`: arguments of torch.compile."""
         super().__init__(groups, optim.lr, optim.betas, optim.eps, seed=seed)
         self._compiled = True
         each = EACH[optim.implementation]
@@ -127,11 +133,14 @@ class GraphAdamW(AdamW):
         self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
         self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
-        "Memory of the gradients, flat, where it is kept."
+        "Memory of the gradients, flat, where optim.static_gradients keeps it."
 
     @torch.no_grad()
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
-        """See AdamW.step. In a step in which a parameter has no gradient, the others are updated without the graph."""
+        """Update as AdamW.step does, by the graph.
+
+        If a parameter has no gradient, the others are updated without the graph.
+        """
         assert closure is None
         for group in self.param_groups:
             group["attempts"] += 1
@@ -153,13 +162,14 @@ class GraphAdamW(AdamW):
         weights = [*masters, *flats[len(masters) :]]
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
         grads = [self._gradient(one.param) for one in numbered]
+        # Private, without a public name: CUDA graphs then write to these tensors where they lie, instead of to copies.
         for tensor in (*weights, *flats, *moments[0], *moments[1]):
-            torch._dynamo.mark_static_address(tensor)  # CUDA graphs write to it where it lies
+            torch._dynamo.mark_static_address(tensor)
         scalars, keys = self._tables(numbered, clip.device)
         run(weights, flats[: len(masters)], grads, *moments, clip, scalars, corrected, keys)
 
     def _tables(self, numbered: list[Numbered], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """What varies from parameter to parameter: `scalars` and `keys` of update_all."""
+        """Return `scalars` and `keys` of update_all, which vary from parameter to parameter."""
         scalars, keys = [], []
         for one in numbered:
             group, (beta1, beta2) = one.group, one.group["betas"]
@@ -169,7 +179,8 @@ class GraphAdamW(AdamW):
         return _on_device(scalars, torch.float32, device), _on_device(keys, torch.int32, device)
 
     def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient, flat, in the memory that is kept for it, if any: what is not there yet is copied."""
+        """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
+        elsewhere is copied there."""
         assert param.grad is not None
         grad = flat(param.grad)
         if not self._keeps_gradients:
@@ -183,21 +194,25 @@ class GraphAdamW(AdamW):
         return kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to; one that it does not add to
-        stays 0, and its parameter decays."""
+        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to.
+
+        A kept gradient that the next step does not add to stays 0, and its parameter decays.
+        """
         if not self._gradients:
             super().zero_grad(set_to_none)
             return
-        torch._foreach_zero_(list(self._gradients.values()))
+        torch._foreach_zero_(list(self._gradients.values()))  # private: one launch for all
         for param, kept in self._gradients.items():
             param.grad = kept.view(param.shape)
 
     @torch.no_grad()
     def warm_up(self, compiled: bool) -> None:
-        """Compile the update of these very parameters, whose states are made; it is left out, so that nothing changes."""
+        """Compile the update of these very parameters, with their states made; it is left out,
+        so that nothing changes."""
         self._compiled = compiled
         if not compiled:
             return
+        # A coefficient of nan leaves an update out.
         nan = torch.full((), torch.nan, device=next(iter(parameters_of(self.param_groups))).device)
         before = {p: p.grad for p in parameters_of(self.param_groups)}
         for param in before:
@@ -209,12 +224,12 @@ class GraphAdamW(AdamW):
 
 
 def _signed(bits: int) -> int:
-    """The lowest 32 bits as a signed number."""
+    """Return the lowest 32 bits as a signed number."""
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
 def _on_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A small table; no host sync."""
+    """Return a small table on the device. No host sync."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 

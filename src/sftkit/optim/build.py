@@ -1,4 +1,4 @@
-"""From optim.name to an optimizer: what it needs is checked, its code imported, the parameters sorted into groups."""
+"""Builds the optimizer of optim.name: checks what it needs, imports its code, sorts the parameters into groups."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def build_optimizer(
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
 
     Args:
-        model: in fp32 or bf16; with bf16 the optimizer keeps what the weights lose.
+        model: in fp32 or bf16; with bf16 the optimizer keeps what the weights would lose.
         seed: of stochastic rounding; the same on every rank.
         graph: arguments of torch.compile for an update that is one graph (optim.implementation).
 
     Raises:
-        ConfigError: the optimizer does not fit the model's precision or sharding, its blocks are not named, its package
-            is missing.
+        ConfigError: the optimizer does not fit the model's precision or sharding, its blocks are not
+            named, its package is missing.
     """
     assert optim.name != "auto"
     spec = OPTIMIZERS[optim.name]
@@ -50,6 +50,11 @@ def build_optimizer(
 
 
 def _code_of(spec: OptimizerSpec) -> Build:
+    """Import the function that builds an optimizer.
+
+    Raises:
+        ConfigError: the package of its extra is not installed.
+    """
     module, _, function = spec.code.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -63,8 +68,12 @@ def _code_of(spec: OptimizerSpec) -> Build:
 
 
 def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
-    """Sort trained parameters by weight decay and, for an optimizer that treats these by themselves, by whether they are
-    matrices of a decoder block."""
+    """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they
+    are matrices of a block.
+
+    Raises:
+        ConfigError: such an optimizer, and no block that transformers names has a matrix.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings |= {id(p) for p in model.parameters() if is_table(p)}
     trained = [p for p in model.parameters() if p.requires_grad]

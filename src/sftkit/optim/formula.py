@@ -1,4 +1,4 @@
-"""The arithmetic of AdamW by torch's operators, on flat tensors: what every device can run, and what the kernel is compared with."""
+"""The arithmetic of AdamW by torch's operators, on flat tensors: for any device, and as the reference of the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sftkit.ops.rounding import elements, noise16, stochastic_round
 
 
 class Scalars(NamedTuple):
-    """What the update of a group needs besides tensors: 0-d fp32 tensors on the CPU."""
+    """The numbers that the update of a group needs: 0-d fp32 tensors on the CPU."""
 
     decay: torch.Tensor
     "learning rate times weight decay"
@@ -24,19 +24,20 @@ class Scalars(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Scalars:
+    """Return the numbers of a group as tensors, the same objects for the same numbers."""
     beta1, beta2 = betas
     return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, 1 - beta1, 1 - beta2, eps)))
 
 
 def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
-    """What bias correction makes of the learning rate and of the root of exp_avg_sq, after so many updates.
+    """Return the two numbers of AdamW's bias correction after each count of updates.
 
     Args:
         counts: [P], update numbers from 1, on any device; of 0 the result is not finite.
 
     Returns:
-        fp64 [P, 2] there: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of beta2=0.999 would
-        be off by 6e-5.
+        fp64 [P, 2] on that device: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of
+        beta2=0.999 would be off by 6e-5.
     """
     counts = counts.double()
     beta1, beta2 = betas
@@ -54,7 +55,7 @@ def adamw(
     s: Scalars,
     corrected: torch.Tensor,
 ) -> Moments:
-    """The formula (Loshchilov & Hutter 2019, algorithm 2): new weight, exp_avg and exp_avg_sq; all fp32, one shape.
+    """Return the new weight, exp_avg and exp_avg_sq, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
 
     Args:
         corrected: fp64 [2], a row of `corrections`.
@@ -79,12 +80,21 @@ def update_exact(
     key0: torch.Tensor,
     key1: torch.Tensor,
 ) -> None:
-    """In place on flat tensors: fp32 weight and moments; `rounded`, the bf16 parameter of a master weight, follows.
+    """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
 
     A `clip` of nan leaves everything as it is.
 
-    It is rounded stochastically: to the nearest, a weight that starts at a bf16 number would stand still until its master
-    has moved half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
+    `rounded` is rounded stochastically. Rounded to the nearest, a weight that starts at a bf16 number would stand still
+    until its master has moved half the distance to the next one, and training would lag behind fp32
+    (benchmarks/h200_step, losses).
+
+    Args:
+        weight, exp_avg, exp_avg_sq: fp32 [N].
+        rounded: bf16 [N]; None: the weight has no such copy.
+        grad: [N].
+        clip: fp32 0-d, multiplies the gradient.
+        corrected: fp64 [2], a row of `corrections`.
+        offset: int32 0-d, index of the first element in the whole parameter. key0, key1: int32 0-d, of the random bits.
     """
     new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s, corrected)
     usable = ~clip.isnan()
@@ -107,9 +117,9 @@ def update_stochastic(
     key0: torch.Tensor,
     key1: torch.Tensor,
 ) -> None:
-    """In place on flat bf16 tensors, fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
+    """Update flat bf16 tensors in place, in fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
 
-    A `clip` of nan leaves everything as it is.
+    A `clip` of nan leaves everything as it is. Arguments as in update_exact.
     """
     new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s, corrected)
     usable = ~clip.isnan()

@@ -1,4 +1,4 @@
-"""The norm of all gradients and what clipping multiplies them by; no host sync."""
+"""The norm of all gradients and the factor that clips them. No host sync."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHUNK = 1 << 16
 def squared_norm(
     parameters: Iterable[torch.Tensor], world_size: int, copies: Mapping[int, int] | None = None
 ) -> torch.Tensor:
-    """This rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
+    """Return this rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
 
-    What several ranks hold, a replica or an unsharded weight, each counts for one part of that many.
+    A gradient that n ranks hold, such as that of a replica or an unsharded weight, counts 1/n on each.
 
     Args:
-        copies: id of a parameter -> ranks that hold it; None: all of them.
+        copies: id of a parameter -> number of ranks that hold it; others, and None: all ranks.
 
     Returns:
         0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
@@ -34,13 +34,15 @@ def squared_norm(
         device = p.device
         if p.grad is not None:
             by_copies.setdefault(_copies(p, (copies or {}).get(id(p), world_size)), []).append(local(p.grad))
-    if not by_copies:  # as ranks with gradients have it: they add up their shares
+    if not by_copies:  # in the dtype of ranks that have gradients, since the shares are added up
         return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
 
 
 def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
     if grads[0].device.type != "cpu":
+        # Private, but what torch's own clip_grad_norm_ uses: one launch for many tensors.
         return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
     # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(CHUNK))
@@ -48,7 +50,7 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _copies(param: torch.Tensor, world_size: int) -> int:
-    """How many ranks hold the same piece of a parameter."""
+    """Return how many ranks hold the same shard of a parameter."""
     if not isinstance(param, DTensor):
         return world_size
     # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
@@ -57,10 +59,11 @@ def _copies(param: torch.Tensor, world_size: int) -> int:
 
 
 def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float | None) -> torch.Tensor:
-    """The factor that brings gradients of this norm to `max_norm`: min(1, max_norm / (norm + 1e-6)); nan if not usable.
+    """Return the factor that brings gradients to `max_norm`: min(1, max_norm / (norm + 1e-6)); nan if not usable.
 
     Args:
-        norm: fp32 0-d. usable: bool 0-d, whether there may be an update.
+        norm: fp32 0-d, of the gradients. usable: bool 0-d, whether there may be an update.
+        max_norm: None: gradients are not clipped.
     """
     factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(usable, factor, torch.nan)
@@ -68,7 +71,8 @@ def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float |
 
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: torch.Tensor) -> None:
-    """Multiply in place, for optimizers that cannot inside their update; a coefficient of nan leaves them."""
+    """Multiply gradients in place, for optimizers that cannot do it inside their update; nan
+    leaves them as they are."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, coefficient.nan_to_num(1.0))

@@ -18,10 +18,14 @@ MOMENTUM = 0.95
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T of the singular value decomposition, nearly: five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
+    """Return nearly U V^T of the singular value decomposition.
 
-    Singular values end between 0.5 and 1.5, which is as good here. The same arithmetic as torch.optim.Muon, whose
-    functional form is private and has changed between releases.
+    It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
+
+    Jordan 2024).
+
+    Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon,
+    whose functional form is private and has changed between releases.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.size(0) > matrix.size(1)
@@ -42,12 +46,14 @@ def update_muon(
     weight_decay: float,
     usable: torch.Tensor,
 ) -> None:
-    """In place on fp32 matrices: Nesterov momentum, orthogonalized, scaled to the root mean square of an AdamW update
-    (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that one learning rate serves both.
+    """Update fp32 matrices in place: Nesterov momentum, orthogonalized and scaled.
+
+    The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that
+    one learning rate serves both.
 
     Args:
-        param: says of what matrix the others are this rank's piece; the update needs the whole, so a sharded one is
-            gathered, and each rank computes all of it.
+        param: the parameter, of which the other tensors are this rank's shard. The update needs the whole matrix, so a
+            sharded one is gathered, and each rank computes all of it.
         usable: bool 0-d; where False nothing changes.
     """
     momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
@@ -59,6 +65,7 @@ def update_muon(
 
 
 def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return piece
     mesh, placements = param.device_mesh, param.placements
@@ -69,15 +76,16 @@ def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a whole matrix."""
     if not isinstance(param, DTensor):
         return whole
     return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
 
 
 class Muon(AdamW):
-    """Groups of `block_matrices` take Muon, the others this package's AdamW.
+    """Muon for groups with `block_matrices`, this package's AdamW for the others.
 
-    States of a matrix: `momentum_buffer` (fp32, flat), `step` as there, and for a bf16 matrix `master` (fp32, flat).
+    States of a matrix: `momentum_buffer` (fp32, flat), `step` as in AdamW, and for a bf16 matrix `master` (fp32, flat).
     """
 
     label = "Muon"
@@ -88,9 +96,10 @@ class Muon(AdamW):
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
     def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        """Update each run of parameters of one kind: matrices of blocks one by one, the others as AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
-            piece = slice(members[0], members[-1] + 1)  # a list of indices would be a copy that the host waits for
+            piece = slice(members[0], members[-1] + 1)  # indexing by a list would copy and sync with the host
             if not in_blocks:
                 super()._update(numbered[piece], clip, corrected[piece])
                 continue
@@ -98,6 +107,7 @@ class Muon(AdamW):
                 self._update_matrix(one, clip)
 
     def _update_matrix(self, one: Numbered, clip: torch.Tensor) -> None:
+        """Update one matrix of a block."""
         param, group, state = one.param, one.group, self.state[one.param]
         assert param.grad is not None
         piece = local(param)

@@ -1,4 +1,4 @@
-"""What an optimizer is to the rest: everybody holds one, nobody asks which."""
+"""The protocol of optimizers: the rest of the package holds one and never asks which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from sftkit.config.schema import OptimConfig
 
 Groups = list[dict[str, Any]]
-"Parameter groups as torch has them: params, weight_decay, lr, and what else the optimizer keeps by group."
+"Parameter groups as torch has them: params, weight_decay, lr, and what else the optimizer keeps for each group."
 
 
 @runtime_checkable
@@ -20,25 +20,28 @@ class Optimizer(Protocol):
 
     param_groups: Groups
     state: defaultdict[torch.Tensor, Any]
-    "States of each parameter by name, with `step`, a 0-d tensor: its updates, without those left out. Empty before the first."
+    """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without those left
+    out. Empty before the first update."""
 
     @property
     def kind(self) -> str:
-        """What decides which states there are, for people and for a checkpoint, which only resumes its own kind."""
+        """Return what decides which states there are, for people and for a checkpoint, which
+        only resumes its own kind."""
 
     def warm_up(self, compiled: bool) -> None:
-        """Compile and load all that an update will run; parameters, states and random numbers stay as they are. States that do not
-        exist yet may be made, as a first update makes them.
+        """Compile and load all that an update will run; parameters, states and random numbers stay as they are.
+
+        States that do not exist yet may be made, as a first update makes them.
 
         Args:
-            compiled: whether the run compiles. If not, updates are eager from here on, where that is the optimizer's
-                choice.
+            compiled: whether the run compiles. If not, updates are eager from here on, where the
+                optimizer has the choice.
         """
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
         """Set the rate of every group, multiply the gradients by the coefficient, update what has a gradient.
 
-        The product may be taken inside the update, so the gradients are good for nothing afterwards.
+        The product may be taken inside the update, so the gradients are of no use afterwards.
 
         Args:
             coefficient: fp32 0-d on the device; nan: the update is left out, and weights, states and their counts of
@@ -68,15 +71,17 @@ class Build(Protocol):
 
 
 def kind_of(label: str, groups: Groups) -> str:
-    """Compose `kind`: the label, which is in checkpoints and never changes, and the dtypes of the parameters."""
+    """Return `kind`: the label, which is in checkpoints and never changes, and the dtypes of the parameters."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters_of(groups)}
     return f"{label} {'+'.join(sorted(dtypes))}"
 
 
 def parameters_of(groups: Groups) -> Iterable[torch.nn.Parameter]:
+    """Return all parameters of the groups."""
     return (p for group in groups for p in group["params"])
 
 
 def set_learning_rate(groups: Groups, learning_rate: float) -> None:
+    """Set the learning rate of every group."""
     for group in groups:
         group["lr"] = learning_rate

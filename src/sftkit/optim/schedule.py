@@ -9,7 +9,7 @@ from sftkit.config.schema import OptimConfig
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """The learning rate of optimizer step 1..total_steps."""
+    """Return the learning rate of optimizer step 1..total_steps."""
     warmup = math.ceil(share(optim.warmup_ratio, total_steps))
     if step <= warmup:
         return optim.lr * step / warmup
@@ -22,5 +22,6 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def share(ratio: float, total_steps: int) -> Fraction:
-    """The exact product of the decimal number that a recipe writes: in floats 0.07 of 100 steps is more than 7."""
+    """Return the exact product with the decimal number that a recipe writes: in floats 0.07 of
+    100 steps is more than 7."""
     return Fraction(str(ratio)) * total_steps

@@ -15,8 +15,10 @@ STEP, ATTEMPTS = "step", "attempts"
 
 
 def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """`exp_avg.<parameter>` -> tensor of the parameter's shape, a view of the live state (of this rank's piece, as a
-    DTensor, where the parameter is sharded); `step.<parameter>` -> its updates, int64 0-d, a copy. No host sync.
+    """Return the optimizer's states by the names of their parameters. No host sync.
+
+    `exp_avg.<parameter>` is a tensor of the parameter's shape, a view of the live state (where the parameter is
+    sharded, a DTensor of this rank's shard). `step.<parameter>` is its number of updates, int64 0-d, a copy.
 
     States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
     """
@@ -33,10 +35,10 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
 def states_loaded(
     optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor], steps: int
 ) -> None:
-    """After a checkpoint was loaded into the tensors of `named_states`: take over the numbers of updates.
+    """Take over the numbers of updates after a checkpoint was loaded into the tensors of `named_states`.
 
     Args:
-        steps: of the run so far, those that were left out too: an update was asked for in each.
+        steps: of the run so far, also those whose update was left out: one was asked for in each.
     """
     for name, param in _named(optimizer, orig_model):
         optimizer.state[param][STEP].copy_(tensors[f"{STEP}.{name}"])
@@ -46,11 +48,13 @@ def states_loaded(
 
 
 def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return name and parameter of all that the optimizer updates."""
     names = {id(p): name for name, p in orig_model.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+    """Return the states of a parameter, made if there are none."""
     state = optimizer.state[param]
     if state:
         return state
@@ -60,15 +64,16 @@ def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
 
 
 def _as_parameter(key: str, value: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The tensors of one state."""
+    """Return the tensors of one state, by name."""
     if isinstance(value, DTensor):
         value = value.to_local()
-    if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the piece
+    if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the shard
         return {f"{key}.codes": _shaped(value.codes, param), f"{key}.scale": value.scale}
     return {key: _shaped(value, param)}
 
 
 def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
+    """Return a state in the parameter's shape, sharded as that is."""
     piece = value.view(local(param).shape)
     if not isinstance(param, DTensor):
         return piece

@@ -19,16 +19,16 @@ from sftkit.reports.numbers import duration, parameters, show
 from sftkit.reports.pieces import columns, said
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
-"What the hub calls the use of models that are no plain language models, by the class that loads them."
+"Name of a model's auto class -> the hub's name of its task; any other model generates text."
 _WORDS = {True: "PASS", False: "**FAIL**", None: "not checked"}
 
 
 LICENCE = ("license", "license_name", "license_link")
-"Keys of the header that are yours: a card that is written again keeps them."
+"Keys of the header that the user owns: a card that is written again keeps them."
 
 
 def licence(card: Path) -> dict[str, str]:
-    """What the header of an earlier card says of the licence; empty without one that can be read."""
+    """Return what the header of an earlier card says of the licence; empty without one that can be read."""
     try:
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = mapping(yaml.safe_load(header))
@@ -38,7 +38,7 @@ def licence(card: Path) -> dict[str, str]:
 
 
 def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
-    """The card: header that the hub reads, then what, how, data, settings, checks, results and environment.
+    """Return the card: a header that the hub reads, then what, how, data, settings, checks, results and environment.
 
     Args:
         kept: what `licence` has read from the card that this one replaces.
@@ -60,6 +60,7 @@ def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
 
 
 def _licence(kept: Mapping[str, str]) -> str:
+    """Return the section on the licence."""
     if kept:
         return "## Licence\n\n" + ", ".join(code(text) for text in kept.values())
     return (
@@ -69,6 +70,7 @@ def _licence(kept: Mapping[str, str]) -> str:
 
 
 def _header(report: Report, kept: Mapping[str, str]) -> str:
+    """Return the YAML header, with the results that the hub shows."""
     from huggingface_hub import EvalResult, ModelCardData
 
     name = re.sub(r"[^\w.-]+", "-", report["run"]["name"])
@@ -82,7 +84,7 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
             metric_name=row["metric"],
         )
         for row in _scores(report)
-        if not is_part(row) and row["task"] != "centred_mean"  # which no dataset is
+        if not is_part(row) and row["task"] != "centred_mean"  # the mean is no dataset
     ]
     data = ModelCardData(
         library_name="transformers",
@@ -100,36 +102,37 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
 
 
 def _scores(report: Report) -> Rows:
-    """The final evaluation, without one the newest of each task."""
+    """Return the values of the final evaluation; without one, the newest of each task."""
     return [row for row in latest(report["final"] or report["evaluations"]) if row["value"] is not None]
 
 
 def md(value: Any) -> str:
-    """Text of any origin inside a line or a table cell of Markdown: nothing in it is markup."""
+    """Escape text of any origin for a line or a table cell of Markdown: nothing in it is markup."""
     text = html.escape(" ".join(said(value).split()), quote=False)
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
 
 def code(value: Any) -> str:
-    """A setting as code in a table cell."""
+    """Return a setting as code in a table cell."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"<code>{md(text)}</code>"
 
 
 def block(text: str) -> str:
-    """Text in a fence that is longer than any in it."""
+    """Return text in a fence that is longer than any in it."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A Markdown table of cells that are Markdown already."""
+    """Return a Markdown table of cells that are Markdown already; `right`: indices of right-aligned columns."""
     marks = ["---:" if index in right else "---" for index in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), marks, *rows])
 
 
 def _what(report: Report) -> str:
+    """Return the first sentence: what the model is, and what it starts from."""
     run = report["run"]
     size = f" with {parameters(run['parameters'])} parameters" if run["parameters"] else ""
     start = (
@@ -139,8 +142,11 @@ def _what(report: Report) -> str:
 
 
 def _use(auto_class: str | None, max_length: float | None = None) -> str:
-    """Args:
-    max_length: the most positions of a caption; without a limit transformers writes 20 tokens.
+    """Return the section with the code that loads the model.
+
+    Args:
+        auto_class: the class of transformers that loads it; None: unknown, so there is no such section.
+        max_length: the most positions of a caption; without a limit transformers writes 20 tokens.
     """
     if auto_class is None:
         return ""
@@ -161,6 +167,7 @@ def _use(auto_class: str | None, max_length: float | None = None) -> str:
 
 
 def _training(report: Report) -> str:
+    """Return the section on steps, time and speed, with the command."""
     status, summary = report["status"], report["summary"]
     rows = [["status", md(status.get("status"))], ["optimizer steps", show(number(status.get("step")))]]
     rows += [["tokens", show(summary["tokens"])]] if number(summary.get("tokens")) else []
@@ -171,6 +178,7 @@ def _training(report: Report) -> str:
 
 
 def _data(report: Report) -> str | None:
+    """Return the section on the sources; None where they are unknown."""
     found = dicts(report["preflight"].get("sources"))
     if found:
         head, cells = columns(found, SOURCES)
@@ -182,6 +190,7 @@ def _data(report: Report) -> str | None:
 
 
 def _settings(report: Report) -> str | None:
+    """Return the section on settings that differ from the defaults; None without any."""
     rows = [[code(row["key"]), code(row["value"]), code(row["default"])] for row in report["config_changed"]]
     return (
         f"## Settings\n\nWhat differs from the defaults.\n\n{grid(['setting', 'value', 'default'], rows)}"
@@ -191,6 +200,7 @@ def _settings(report: Report) -> str | None:
 
 
 def _proof(report: Report) -> str | None:
+    """Return the section on the run's checks of itself; None without any."""
     rows = [
         [
             _WORDS[row["ok"] if isinstance(row.get("ok"), bool) else None],
@@ -204,6 +214,7 @@ def _proof(report: Report) -> str | None:
 
 
 def _results(report: Report) -> str | None:
+    """Return the section on evaluations; None without any."""
     rows = []
     for row in _scores(report):
         interval = (
@@ -217,6 +228,7 @@ def _results(report: Report) -> str | None:
 
 
 def _environment(report: Report) -> str | None:
+    """Return the section on machine and packages; None where it is unknown."""
     found = report["environment"]
     flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
     rows = [[md(key.replace("_", " ")), md(value)] for key, value in (flat | mapping(found.get("packages"))).items()]

@@ -12,8 +12,11 @@ from sftkit.reports.numbers import axis_texts, log_ticks, show, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
+"Margins of a chart, in the units of its view box."
 _MOST_TITLES = 60
+"Maximum number of points of a line, besides its last, that show their value when pointed at."
 _LOG_RATIO = 20.0
+"An axis is logarithmic if the largest value is more than this many times the smallest."
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,14 @@ class Series:
     style: int = 0
     "colour and dashes, 0 to 5"
     other: bool = False
-    "of the run that this one is compared with"
+    "whether it belongs to the run that this one is compared with"
     intervals: Sequence[tuple[float, float, float]] = field(default=())
     "(step, low, high)"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to positions in the drawing."""
+    """Maps values low to high to positions start to end in the drawing."""
 
     low: float
     high: float
@@ -42,17 +45,19 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
+        """Return the position of a value."""
         low, high, at = (
             (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
         return round(self.start + (self.end - self.start) * (at - low) / (high - low), 1)
 
     def ticks(self, count: int) -> list[float]:
+        """Return round values on the axis, about `count` of them."""
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, count)
 
 
 def is_log(series: Sequence[Series]) -> bool:
-    """Whether values span so much that a logarithmic axis shows them better."""
+    """Return whether values span so much that a logarithmic axis shows them better."""
     values = [v for one in series for _, v in one.points if v is not None]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
 
@@ -67,15 +72,16 @@ def line_chart(
     width: float = 400.0,
     height: float = 220.0,
 ) -> Html | None:
-    """Lines over steps, None if there is not one value.
+    """Draw lines over steps; None if there is not one value.
 
     Args:
-        label: what a screen reader says.
-        zero: the axis begins at 0.
-        level: a dashed line across, such as chance.
+        label: text for screen readers.
+        log: whether the axis of values is logarithmic.
+        zero: whether the axis begins at 0.
+        level: value of a dashed line across, such as chance.
     """
     shown = [one for one in series if any(value is not None for _, value in one.points)]
-    shown.sort(key=lambda one: one.other)  # dashes lie on solid lines, so that both are seen where they agree
+    shown.sort(key=lambda one: one.other)  # dashed lines on top of solid ones, so that both are seen where they agree
     if not shown:
         return None
     steps = [step for one in shown for step, value in one.points if value is not None]
@@ -99,7 +105,7 @@ def line_chart(
 
 
 def _range(low: float, high: float, room: float, zero: bool = False, log: bool = False) -> tuple[float, float]:
-    """The ends of an axis: the values and some room around them, never empty."""
+    """Return the ends of an axis: the values and some room around them, never empty."""
     if log:
         return low / 1.08, high * 1.08
     if high == low == 0:
@@ -112,7 +118,7 @@ def _range(low: float, high: float, room: float, zero: bool = False, log: bool =
 
 
 def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
-    """Horizontal lines with their values, and steps below; labels at the ends stay inside."""
+    """Draw horizontal lines with their values, and steps below; labels at the ends stay inside."""
     rows, columns = y.ticks(4), x.ticks(5 if width < 500 else 9)
     parts = []
     for value, text in zip(rows, axis_texts(rows), strict=True):
@@ -127,14 +133,14 @@ def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
 
 
 def line_class(one: Series, series: Sequence[Series]) -> str:
-    """The class of a line. Of two runs this one's lines are solid, the other's dashed and of hues that this has not."""
+    """Return the class of a line. Of two runs this one's lines are solid; the other's are dashed, in other hues."""
     if one.other:
         return f"other o{one.style % 2}"
     return f"s{one.style % 6}" + (" solid" if any(each.other for each in series) else "")
 
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
-    """The line, its intervals, and points that say their value when pointed at."""
+    """Draw the line, its intervals, and points that say their value when pointed at."""
     pieces: list[list[str]] = [[]]
     for step, value in one.points:
         if value is None:
@@ -162,9 +168,10 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
 
 
 def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
-    """A row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
+    """Draw a row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
 
-    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is no share.
+    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is
+    no share and is left out.
     """
     shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
     if not shown:
@@ -178,6 +185,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     def at_most(value: float) -> float:
         return x(min(max(value, x.low), x.high))
 
+    # The grid, with its values below.
     parts = [
         join(
             _line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"),
@@ -185,6 +193,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
         )
         for v, text in zip(grid, axis_texts(grid), strict=True)
     ]
+    # A row for each task.
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
@@ -206,28 +215,31 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
 
 
 def interval_text(row: dict[str, Any]) -> str:
-    """`arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
+    """Return `arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
     interval = f", 95 % interval {row['low']:.3f} to {row['high']:.3f}" if _has_interval(row) else ""
     chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
     return f"{row['name']}: {row['value']:.4g}{interval}{chance}"
 
 
 def _has_interval(row: dict[str, Any]) -> bool:
+    """Return whether a row has both ends of its interval."""
     return row.get("low") is not None and row.get("high") is not None
 
 
 def histogram(
     edges: Sequence[float], counts: Sequence[float], marks: dict[str, float], unit: str, label: str
 ) -> Html | None:
-    """Bars between edges (one more than counts), and named values marked across them."""
+    """Draw bars between edges (one more than counts), and named values marked across them; None if
+    there is nothing to draw."""
     if not counts or len(edges) != len(counts) + 1 or max(counts) <= 0 or list(edges) != sorted(edges):
         return None
     width, height = 440.0, 220.0
     bins = len(counts)
-    x = Axis(0.0, float(bins), LEFT, width - RIGHT)  # a bin is as wide as another, whatever its edges
+    x = Axis(0.0, float(bins), LEFT, width - RIGHT)  # all bins are equally wide, whatever their edges
     y = Axis(0.0, max(counts) * 1.06, height - BOTTOM, TOP)
     place = _place(edges)
     rows = y.ticks(4)
+    # The grid with its values, then the bars, the marks, and as many labels of edges as have room.
     parts: list[Any] = []
     for value, text in zip(rows, axis_texts(rows), strict=True):
         parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
@@ -250,7 +262,7 @@ def histogram(
 
 
 def _place(edges: Sequence[float]) -> Callable[[float], float]:
-    """Where a value lies among the edges, in bins."""
+    """Return a function from a value to its place among the edges, in bins."""
 
     def place(value: float) -> float:
         for index in range(len(edges) - 1):
@@ -263,8 +275,10 @@ def _place(edges: Sequence[float]) -> Callable[[float], float]:
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
+    """Draw a line."""
     return el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
 
 
 def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
+    """Return an SVG image of these parts."""
     return el("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)

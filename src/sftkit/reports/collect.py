@@ -50,17 +50,19 @@ from sftkit.rundir.names import (
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
+"Files of which a run directory has at least one."
 MOST_RUNS = 5
-"That a message names."
+"Maximum number of runs that a message names."
 _LEVELS = ("*/", "*/*/", "*/*/*/")
-"Below a folder that may hold anything, in which runs are looked for."
+"Depths at which runs are looked for below a folder that may hold anything."
 RESUMED = "Resumed from a verified checkpoint"
-"The check of proof.json that passes where the newest start was a resume."
+"Name of the check in proof.json that passes where the newest start was a resume."
 _BUCKETS = 160
+"Number of stretches that a thinned curve is divided into."
 
 
 def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
-    """What a run's files say, ready to show; `against` is a second run to compare with.
+    """Return what a run's files say, ready to show; `against` is a second run to compare with.
 
     Raises:
         ConfigError: a folder is not there or holds no run.
@@ -80,12 +82,16 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """What a run ran on, from its environment.json: how many of which."""
+    """Return what a run ran on, from its environment.json: how many of which device."""
     return f"{environment.get('world_size') or '?'} x {environment.get('device') or 'unknown device'}"
 
 
 def check_run(run_dir: Path) -> None:
-    """Refuse a folder that holds no run."""
+    """Refuse a folder that holds no run.
+
+    Raises:
+        ConfigError: it names runs nearby.
+    """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
     if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
@@ -94,10 +100,12 @@ def check_run(run_dir: Path) -> None:
 
 
 def _runs_near(run_dir: Path) -> str:
-    """What may be named in the place of a folder that holds no run: those in it, or in the first folder above that is there,
-    else those in runs/; the newest first."""
+    """Return words on runs that may be meant in place of a folder that holds none, the newest first.
+
+    They are those in the folder, or in the first folder above it that exists, else those in runs/.
+    """
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
-    is_around = Path.cwd().is_relative_to(nearest.absolute())  # it may hold anything
+    is_around = Path.cwd().is_relative_to(nearest.absolute())  # a folder around the current one may hold anything
     for folder in (*(() if is_around else (nearest,)), Path("runs")):
         if found := runs_in(folder, _LEVELS):
             more = f" and {len(found) - MOST_RUNS} more" if len(found) > MOST_RUNS else ""
@@ -106,16 +114,16 @@ def _runs_near(run_dir: Path) -> str:
 
 
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
-    """The runs under a folder, the one that was written to last first; `levels` are glob patterns of where."""
+    """Return the runs under a folder, the last written first; `levels` are glob patterns of where."""
     marks = [
         f"{level}{name}" for level in levels for name in (STATUS, METRICS_FILE)
-    ]  # wandb, too, writes a config.yaml
+    ]  # without config.yaml, which wandb writes too
     found = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
     return list(dict.fromkeys(path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)))
 
 
 def newest_run_under(root: Path) -> Path:
-    """The run under `root` that was written to last.
+    """Return the run under `root` that was written to last.
 
     Raises:
         ConfigError: there is none.
@@ -126,19 +134,20 @@ def newest_run_under(root: Path) -> Path:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether a file is of an earlier run that was set aside, or of a dashboard's own folder."""
+    """Return whether a file is of an archived run, or in a dashboard's own folder."""
     return is_archived(path) or "wandb" in path.parts
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run that a folder such as evals/final is in; None if it is in none."""
+    """Return the run that a folder such as evals/final is in; None if it is in none."""
     parents = folder.absolute().parents
     return next((path for path in parents if any((path / name).is_file() for name in MARKS_OF_A_RUN[1:])), None)
 
 
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
-    """Of a run what is shown, and its curves with every logged step."""
+    """Return what is shown of a run, and its curves with every logged step."""
     check_run(run_dir)
+    # Every file of the run; `notes` says what cannot be read.
     notes: list[str] = []
     settings = read_settings(run_dir / CONFIG, notes)
     status = as_killed(run_dir, mapping(read_json(run_dir / STATUS, notes)))
@@ -150,6 +159,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     evals = read_rows(run_dir / EVALS, notes, optional=True)
     samples = read_rows(run_dir / SAMPLES, notes, optional=True)
     events = read_rows(run_dir / EVENTS, notes, optional=True)
+    # What follows from them.
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
@@ -194,14 +204,15 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
 
 
 def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
-    """Where the report of the run that this one started from lies, relative to this one's; None: it started from no run here."""
+    """Return where the report of the run that this one started from lies, relative to this one's;
+    None: there is none here."""
     path = mapping(settings.get("model")).get("path")
     page = Path(path) / REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
 
 def model_name(settings: dict[str, Any]) -> str | None:
-    """What was trained: a path or hub id, or the shape of one that starts from nothing."""
+    """Return what was trained: a path or hub id, or the type of a model from scratch."""
     model = mapping(settings.get("model"))
     scratch = mapping(model.get("scratch"))
     if scratch:
@@ -210,14 +221,16 @@ def model_name(settings: dict[str, Any]) -> str | None:
 
 
 def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -> str | None:
-    """What the compile of the run's newest start costs in steps; None of a run that is not compiled, or that has not ended
-    and has logged no second in the compiler."""
+    """Return what the compile of the run's newest start costs, in steps.
+
+    None for a run that is not compiled, or that has not ended and has logged no second in the compiler.
+    """
 
     def known(name: str) -> list[float]:
         return [value for _, value in curves.get(name, []) if value is not None]
 
     windows, hits, inside = known("perf/step_seconds"), known("compile/cache_hits"), known("compile/seconds")
-    # The whole warm-up holds checks and eager passes too: it stands in for what no line has.
+    # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else number(summary.get("warm_up_seconds"))
     if summary.get("compiled", bool(inside)) is not True:
         return None
@@ -226,7 +239,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -
 
 
 def _command(resume: Any) -> str | None:
-    """The command that started the run: the one that resumes it, without its last word."""
+    """Return the command that started the run: the one that resumes it, without its last word."""
     try:
         words = shlex.split(resume) if isinstance(resume, str) else []
     except ValueError:
@@ -238,7 +251,7 @@ def _command(resume: Any) -> str | None:
 
 
 def curves_of(rows: Rows) -> dict[str, Curve]:
-    """Every metric by name over the steps; where a step comes twice, the later line counts."""
+    """Return every metric by name over the steps; where a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
         step = number(row.get("step"))
@@ -249,7 +262,8 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
 
 
 def thin(points: Curve) -> Curve:
-    """At most about 500 points that look the same: of each stretch its lowest, its highest, and a gap if it has one."""
+    """Return at most about 500 points that look the same: of each stretch its lowest, its highest,
+    and a gap if it has one."""
     if len(points) <= 3 * _BUCKETS:
         return points
     kept = {0, len(points) - 1}
@@ -262,7 +276,7 @@ def thin(points: Curve) -> Curve:
 
 
 def _headline(curves: dict[str, Curve], last: dict[str, float | None], cpu: bool = False) -> Rows:
-    """The numbers that people ask for first, as {"name", "value", "text", "how"}."""
+    """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:
         return [value for _, value in curves.get(name, []) if value is not None]

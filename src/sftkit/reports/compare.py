@@ -1,4 +1,4 @@
-"""Two runs side by side: losses at steps that both have, or the reason why they cannot be compared; speeds; what differs."""
+"""Compares two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sftkit.reports.numbers import show
 Curves = Mapping[str, list[list[float | None]]]
 "Name -> [[step, value or null], ...], of every logged step."
 TOKENS_APART = 0.01
-"Tokens seen at the same step that differ by less are the same but for the packing of rows."
+"Tokens at the same step that differ by a smaller share differ only by the packing of rows."
 LOSSES = (("training loss", "train/loss", "logged"), ("validation loss", "val/loss", "evaluated"))
 
 SPEEDS = (
@@ -22,7 +22,8 @@ SPEEDS = (
 
 
 def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
-    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes": [...]}.
+    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
+    or null, "notes": [...]}.
 
     Args:
         machines: what each run ran on, by which speeds are told apart.
@@ -57,7 +58,8 @@ def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None]
 
 
 def steady(curves: Curves, metric: str) -> float | None:
-    """Return the median over the logged lines without the first, which holds one-time costs; of a single line that one."""
+    """Return the median over the logged lines without the first, which holds one-time costs;
+    of a single line that one."""
     values = list(_known(curves, metric).values())
     return median(values[1:] or values) if values else None
 
@@ -71,16 +73,18 @@ def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
 
 
 def _known(curves: Curves, metric: str) -> dict[float, float]:
+    """Return the points of a curve that have a value, step -> value."""
     return {step: value for step, value in curves.get(metric, []) if step is not None and value is not None}
 
 
 def _steps(found: Mapping[float, float]) -> str:
+    """Return the first three steps as text."""
     first = ", ".join(f"{step:.0f}" for step in sorted(found)[:3])
     return f"{first}{', ...' if len(found) > 3 else ''}"
 
 
 def _apart(mine: Curves, other: Curves, step: float) -> str | None:
-    """Whether the same step stands for other numbers of tokens."""
+    """Return a note if the same step means other numbers of tokens in the two runs."""
     a, b = _known(mine, "train/tokens").get(step), _known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
@@ -88,10 +92,11 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
-    """The row of a number that is no step's; none where a run does not have it."""
+    """Return the row of a number that belongs to no step; none where a run does not have it."""
     return [] if value is None or other is None else [_row(name, None, value, other, how)]
 
 
 def _row(name: str, step: float | None, value: float, other: float, how: str) -> dict[str, Any]:
+    """Return a row of the comparison."""
     change = value / other - 1 if other else None
     return {"name": name, "step": step, "value": value, "other": other, "change": change, "how": how}

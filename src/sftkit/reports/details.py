@@ -1,4 +1,4 @@
-"""What the page says of the data, the compiler, the settings and the machine."""
+"""Sections of the page on data, compiler, events, settings and machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MOST_EVENTS = 200
 
 
 def data(report: Report) -> Html:
-    """Lengths, sources, layouts and masks, as found before training."""
+    """Return the section on the data: lengths, sources, layouts and masks, as found before training."""
     found: dict[str, Any] = report["preflight"]
     if not found:
         return section(
@@ -103,11 +103,12 @@ def data(report: Report) -> Html:
 
 
 def _percent(value: Any) -> str | None:
+    """Return a percentage as text; None for what is no number."""
     return show(value, "%") if number(value) is not None else None
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested mappings by the words on the way to them; what is not known is left out."""
+    """Yield values of nested mappings with the words on the way to them; unknown values are left out."""
     for key, item in mapping(value).items():
         words = f"{name} {key}".strip().replace("_", " ").split()
         label = " ".join(_UNITS.get(word, word) for word in words)
@@ -118,6 +119,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
+    """Draw the lengths of documents, or say them where there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := number(lengths.get(key))) is not None}
     label = "Number of documents by their length in tokens"
     drawing = histogram(numbers(lengths.get("edges")), numbers(lengths.get("counts")), marks, "tokens", label)
@@ -130,6 +132,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
 
 
 def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
+    """Return a table of the columns that any row has; None without rows."""
     if not (found := dicts(rows)):
         return None
     head, cells = columns(found, names)
@@ -138,7 +141,8 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
 
 
 def _answers(sources: Rows) -> Html | None:
-    """Of each source with conversations, how many answers are learned, and why others are not."""
+    """Return a table of how many answers each source with conversations has, how many are
+    learned, and why others are not."""
     rows = [
         mapping(source.get("answers")) | {"name": source.get("name")} for source in sources if source.get("answers")
     ]
@@ -146,25 +150,27 @@ def _answers(sources: Rows) -> Html | None:
 
 
 def _findings(sources: Rows) -> Html | None:
-    """Why rows were left out, or what is odd in them, with the first example of each."""
+    """Return a table of why rows were left out, or what is odd in them, with the first example of each."""
     rows = [finding | {"name": source.get("name")} for source in sources for finding in dicts(source.get("findings"))]
     return _table(rows, FINDINGS, "Rows left out or odd, by reason", text=(1, 3, 4))
 
 
 def _layouts(rows: Any) -> Html | None:
+    """Return a table of the layouts; this run's is marked."""
     marked = [row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"} for row in dicts(rows)]
     return _table(marked, _LAYOUTS, "Layouts")
 
 
 def _logged_data(report: Report) -> Html | None:
-    """What the run itself counted: shares of sources and rows left out."""
+    """Return what the run itself counted: shares of sources and rows left out."""
     names = sorted(name for name in report["last"] if name.startswith("data/"))
     counted = {name.removeprefix("data/"): report["last"][name] for name in names}
     return facts(dict(_leaves(counted)), "Counted in training, last line")
 
 
 def compiler(report: Report) -> Html:
-    """Graphs, seconds by phase, the shapes that ran and why anything was compiled late."""
+    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why
+    anything was compiled late."""
     last: dict[str, Any] = report["last"]
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
@@ -197,7 +203,7 @@ def compiler(report: Report) -> Html:
 
 
 def events(report: Report) -> Html:
-    """What happened that should not, by step."""
+    """Return the section on what happened that should not, by step."""
     rows: Rows = report["events"]
     if not rows:
         return section(
@@ -217,7 +223,7 @@ def events(report: Report) -> Html:
 
 
 def settings(report: Report) -> Html:
-    """What differs from the defaults, and from the other run where there is one."""
+    """Return the section on settings that differ from the defaults, and from the other run where there is one."""
     parts = []
     if report["against"]:
         rows = [[r["key"], setting(r["value"]), setting(r["other"])] for r in report["against"]["config_diff"]]
@@ -232,7 +238,7 @@ def settings(report: Report) -> Html:
 
 
 def environment(report: Report) -> Html:
-    """Versions, machine, git state and the exact command."""
+    """Return the section on versions, machine, git state and the exact command."""
     found = dict(report["environment"])
     packages = mapping(found.pop("packages", None))
     command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None

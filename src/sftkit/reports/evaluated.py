@@ -1,4 +1,4 @@
-"""What evaluations have found, from the files of a run: values of tasks by step, and sample answers."""
+"""Reads the evaluations of a run from its files: values of tasks by step, and sample answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MEANS = ("centred_mean", "families")
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not there."""
+    """Return every evaluation of every task, by step: from evals/step-*/results.json, and
+    evals.jsonl for what is not there."""
     found: EvaluationTable = {}
     told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
@@ -39,7 +40,8 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
 
 
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
-    """What scripts/evaluate.py has found of the run's last checkpoint; nothing, and a note, if it was of an earlier one."""
+    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if
+    it was of an earlier one."""
     found: EvaluationTable = {}
     for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
         model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
@@ -51,7 +53,10 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
 
 
 def _keep_task(found: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
-    """Keep a task and its parts. Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics."""
+    """Keep a task and its parts.
+
+    Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
+    """
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     found.pop((step, task, metric), None)
     _keep(found, step, row)
@@ -74,7 +79,8 @@ def _keep(found: EvaluationTable, step: float, row: dict[str, Any]) -> None:
 
 
 def latest(evaluation_rows: Rows) -> Rows:
-    """The newest evaluation of each task and metric: means first, then tasks, then what is only a part of one."""
+    """Return the newest evaluation of each task and metric: means first, then tasks, then
+    what is only a part of one."""
     newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
 
     def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
@@ -84,17 +90,18 @@ def latest(evaluation_rows: Rows) -> Rows:
 
 
 def standing(report: dict[str, Any]) -> Rows:
-    """What stands for the model: its final evaluation, and the newest one of tasks that this has not."""
+    """Return what stands for the model: its final evaluation, and for other tasks the newest one."""
     return latest([*report["evaluations"], *report["final"]])
 
 
 def is_part(row: dict[str, Any]) -> bool:
-    """Whether an evaluation is a part of another, such as one of the families: it comes without interval and chance."""
+    """Return whether an evaluation is a part of another, such as one family: it has no interval and no chance."""
     return row["low"] is None and row["chance"] is None and row["task"] not in _MEANS
 
 
 def newest_samples(rows: Rows) -> Rows:
-    """[{"step", "samples": [...]}], newest first; the last evaluations, the first samples of each, texts cut to a length."""
+    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of
+    each, texts cut to a length."""
     by_step: dict[float, Rows] = {}
     for row in rows:
         step = number(row.get("step"))

@@ -1,4 +1,5 @@
-"""The load of experts, a row for each layer: which are given more than an even share of the tokens, and which next to none."""
+"""Draws the load of experts, a row for each layer: which get more than an even share of the
+tokens, and which next to none."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from sftkit.reports.numbers import show
 LEFT, WIDTH, MOST_HIGH = 30.0, 960.0, 20.0
 _MOST_TITLES = 2000
 FULL = 2.0
-"Even shares from which a cell is as dark as it gets."
+"Load, in even shares, from which on a cell is as dark as it gets."
 
 
 def load_of(found: dict[str, Any]) -> dict[str, Any]:
-    """What expert_load.json says, {"step", "load"}: even shares of each expert, layer by layer; empty if it says nothing usable."""
+    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
+    empty if it is not usable."""
     rows = found.get("load")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
         return {}
@@ -25,15 +27,17 @@ def load_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def experts(report: dict[str, Any]) -> Html | None:
-    """The figure; None of a run without experts."""
+    """Draw the loads; None for a run without experts."""
     found = mapping(report.get("experts"))
     if not found:
         return None
+    # Sizes: as wide as the page, cells no higher than they need to be.
     rows: list[list[float]] = found["load"]
     count = len(rows[0])
     across = (WIDTH - LEFT) / count
     down = min(MOST_HIGH, max(across, 8.0))
     height = len(rows) * down + 22
+    # The cells, which say their value when pointed at, unless they are too many.
     told = count * len(rows) <= _MOST_TITLES
     cells = [
         el(
@@ -49,6 +53,7 @@ def experts(report: dict[str, Any]) -> Html | None:
         for layer, row in enumerate(rows)
         for expert, load in enumerate(row)
     ]
+    # The words around them.
     most, least = max(map(max, rows)), min(map(min, rows))
     label = f"Load of {count} experts in {len(rows)} layers: most {show(most)}, least {show(least)} of an even share"
     caption = el(

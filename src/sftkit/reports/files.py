@@ -15,19 +15,20 @@ Rows = list[dict[str, Any]]
 Report = dict[str, Any]
 "What reports.collect gathers of a run, by section."
 _LARGEST_NUMBER = 1e100
-"no axis with more fits in a float; NaN is not below it either"
+"Numbers from here on are not drawn: an axis with them would overflow. NaN is not below it either."
 _LARGEST_HEADER = 100 * 2**20
+"Bytes of a safetensors header; a longer one is damage."
 
 
 def number(value: Any) -> float | None:
-    """A number that can be drawn, or None for everything else; true and false are no numbers."""
+    """Return a number that can be drawn, None for everything else; true and false are no numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST_NUMBER else None
 
 
 def clean(value: Any) -> Any:
-    """The same value as strict JSON: NaN and infinities, which JSON has not, become null."""
+    """Return the value as strict JSON: NaN and infinities, which JSON does not have, become null."""
     if isinstance(value, dict):
         return {str(key): clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,17 +39,18 @@ def clean(value: Any) -> Any:
 
 
 def dicts(value: Any) -> Rows:
-    """The dictionaries of a list; empty for anything else."""
+    """Return the dictionaries of a list; empty for anything else."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A dictionary as it is; empty for anything else."""
+    """Return a dictionary as it is; empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
-    """A file's JSON, null where it cannot be read; `notes` then says why, unless the file is `optional` and not there."""
+    """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file
+    is `optional` and missing."""
     try:
         return clean(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -60,7 +62,8 @@ def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
 
 
 def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
-    """The JSON objects of a file of lines; lines that are none (a kill cuts the last one) are counted in `notes`."""
+    """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last
+    one) are counted in `notes`."""
     try:
         # Not splitlines: a line separator such as U+2028 inside a text ends no row.
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -82,7 +85,7 @@ def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
 
 
 def checkpoint(run_dir: Path) -> Path | None:
-    """The step directory that LATEST names; None without one. The name may not lead out of the run."""
+    """Return the step directory that LATEST names; None without one. The name may not lead out of the run."""
     try:
         name = (run_dir / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -92,7 +95,8 @@ def checkpoint(run_dir: Path) -> Path | None:
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Parameters in the safetensors files of a folder, read off their headers; None if there are none or one is damaged."""
+    """Return the parameters in the safetensors files of a folder, from their headers; None if there
+    are none or one is damaged."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -106,5 +110,5 @@ def stored_parameters(folder: Path) -> int | None:
 
 
 def on_cpu(device: Any) -> bool:
-    """Whether environment.json names no GPU."""
+    """Return whether environment.json names no GPU."""
     return str(device or "").startswith("CPU")

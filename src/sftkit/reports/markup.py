@@ -1,4 +1,4 @@
-"""HTML and SVG from Python. What is not markup already is escaped, so text from data can never become markup."""
+"""Builds HTML and SVG. What is not markup already is escaped, so text from data can never become markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Html(str):
 
 
 def el(name: str, /, *children: Any, **attributes: Any) -> Html:
-    """An element. Children are markup, text, numbers, lists of those, or None; attributes that are None are left out.
+    """Return an element. Children are markup, text, numbers, lists of those, or None; attributes
+    that are None are left out.
 
     `class_` is the attribute class, `aria_label` aria-label and so on.
     """
@@ -29,11 +30,12 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Html:
 
 
 def join(*children: Any) -> Html:
-    """Several children as one piece of markup."""
+    """Return several children as one piece of markup."""
     return Html("".join(_markup(child) for child in children))
 
 
 def _markup(child: Any) -> str:
+    """Return a child as markup, escaped unless it is markup."""
     if child is None:
         return ""
     if isinstance(child, Html):

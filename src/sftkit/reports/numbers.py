@@ -1,4 +1,4 @@
-"""Numbers as people read them: four digits that matter, thousands set apart, times in hours and minutes."""
+"""Formats numbers for people: four significant digits, thousands set apart, times in hours and minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NONE = "–"
 
 
 def show(value: Any, unit: str = "") -> str:
-    """A number with four digits that matter and its unit; a dash where there is none. Texts stay as they are."""
+    """Return a number with four significant digits and its unit; a dash where there is none. Texts stay as they are."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -31,13 +31,13 @@ def show(value: Any, unit: str = "") -> str:
 
 
 def plain(text: str) -> str:
-    """2e-05 as 2e-5."""
+    """Return 2e-05 as 2e-5."""
     mantissa, e, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if e else text
 
 
 def parameters(count: Any) -> str:
-    """494,032,768 as 494 M."""
+    """Return 494,032,768 as `494 M`."""
     found = number(count)
     if found is None:
         return NONE
@@ -46,7 +46,7 @@ def parameters(count: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """7384 as 2 h 03 min."""
+    """Return 7384 seconds as `2 h 03 min`."""
     found = number(seconds)
     if found is None or found < 0:
         return NONE
@@ -59,7 +59,7 @@ def duration(seconds: Any) -> str:
 
 
 def moment(unix_seconds: Any) -> str:
-    """A Unix time as date and time in UTC."""
+    """Return a Unix time as date and time in UTC."""
     found = number(unix_seconds)
     if found is None or not 0 < found < 1e11:
         return NONE
@@ -67,7 +67,7 @@ def moment(unix_seconds: Any) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) in [low, high], about `count` of them."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) in [low, high], about `count` of them."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -78,7 +78,8 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers in [low, high] for a logarithmic axis: powers of ten, with 2 and 5 times those if they are few."""
+    """Return round numbers in [low, high] for a logarithmic axis: powers of ten, with multiples
+    of those if they are few."""
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for factors in ((1,), (1, 3), (1, 2, 5)):
         found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
@@ -88,7 +89,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def axis_texts(values: Sequence[float]) -> list[str]:
-    """Labels of ticks, all with the same suffix (k, M, G) and as many decimals as they need to differ."""
+    """Return labels of ticks, all with the same suffix (k, M, G) and as many decimals as they need to differ."""
     largest = max((abs(value) for value in values), default=0.0)
     if 0 < largest < 1e-3:
         return [plain(f"{value:.3g}") for value in values]

@@ -1,4 +1,4 @@
-"""report.html: one file, no script, nothing from the network."""
+"""Builds report.html: one file, no script, nothing from the network."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _GOOD = {"finished": True, "failed": False, "killed": False}
 
 
 def render(report: dict[str, Any]) -> str:
-    """The whole page, from what `gather` returns."""
+    """Return the whole page, from what `gather_report` returns."""
     main = el("main", [build(report) for _, _, build in SECTIONS])
     return html_document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
 
 
 def html_document(title: str, body: Html, more_style: str = "") -> str:
-    """A page that loads nothing and runs nothing."""
+    """Return a page that loads nothing and runs nothing."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -49,6 +49,7 @@ def html_document(title: str, body: Html, more_style: str = "") -> str:
 
 
 def _header(report: dict[str, Any]) -> Html:
+    """Return the head of the page: name, status, facts, headline, comparison, navigation."""
     status = report["status"]
     word = status.get("status") if isinstance(status.get("status"), str) else "status not known"
     facts = [el("li", el("b", value), f" {name}") for name, value in _facts(report) if value]
@@ -73,7 +74,7 @@ def _header(report: dict[str, Any]) -> Html:
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
-    """(what it is, value) of the line under the title."""
+    """Return (what it is, value) for the line under the title."""
     run, status, summary = report["run"], report["status"], report["summary"]
     size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
@@ -91,14 +92,14 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
 
 
 def _origin(run: dict[str, Any]) -> str | Html | None:
-    """What was trained: the run that it started from, with its report, or the name of a model."""
+    """Return what was trained: the run that it started from, with its report, or the name of a model."""
     if run["parent_report"] is None:
         return said(run["model"]) if run["model"] else None
     return el("span", "from ", el("a", said(run["model"]), href=quote(run["parent_report"])))
 
 
 def _comparison(report: dict[str, Any]) -> Html | None:
-    """Both runs at equal steps, how much faster this one is, and what cannot be compared."""
+    """Return both runs at equal steps, how much faster this one is, and what cannot be compared."""
     if not report["against"]:
         return None
     names = [report["run"]["name"], report["against"]["run"]["name"]]
@@ -116,10 +117,12 @@ def _comparison(report: dict[str, Any]) -> Html | None:
 
 
 def _percent(change: float | None) -> str | None:
+    """Return a change as a percentage with its sign."""
     return None if change is None else f"{100 * change:+.1f} %"
 
 
 def _footer() -> Html:
+    """Return the foot of the page."""
     return el(
         "footer", "Made from the files of the run directory; report.json beside this page has the same content as data."
     )

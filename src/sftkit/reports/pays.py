@@ -1,4 +1,4 @@
-"""What compiling costs in time, and from which length of a run on it pays. Functions of seconds."""
+"""The time that compiling costs, and how long a run must be for it to pay. Functions of seconds."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from statistics import median
 from sftkit.reports.numbers import duration, show
 
 LITTLE = 1.3
-"Times as long as a compiled step that an eager one takes where compiling pays a little; twice is the other example."
+"""An example where compiling pays a little: an eager step takes so many times a compiled one;
+the other example is twice."""
 
 
 @dataclass(frozen=True)
 class Pays:
-    """What a compiled run saves over the same run without the compiler."""
+    """The savings of a compiled run over the same run without the compiler."""
 
     eager_step_seconds: float
     compiled_step_seconds: float
     compile_seconds: float
     saved_seconds_per_1000_steps: float
-    "less the compile; below 0: they take longer"
+    "compile already subtracted; below 0: compiled steps take longer in all"
     steps: int | None
-    "from which on compiling pays; None: never"
+    "number of steps from which on compiling pays; None: never"
     minutes: float | None
-    "that a run of so many steps takes, either way"
+    "duration of a run of `steps` steps, which is the same either way"
 
     @property
     def words(self) -> str:
-        """As people read it."""
+        """Return the result in words."""
         saved = self.saved_seconds_per_1000_steps
         total = f"1,000 steps take {duration(abs(saved))} {'less' if saved >= 0 else 'longer'}"
         total += f" with {duration(self.compile_seconds)} of compiling"
@@ -51,19 +52,22 @@ def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_s
     """Return the fewest steps (1 or more) that take no longer compiled, compile included, than eager; None: never."""
     gain = eager_step_seconds - compiled_step_seconds
     steps = compile_seconds / gain if gain > 0 else math.inf
-    # What rounding leaves of a whole number is no further step.
+    # Rounded first, so that 100.0000001 is 100 steps and not 101.
     return max(1, math.ceil(round(steps, 6))) if math.isfinite(steps) else None
 
 
 def own_words(
     compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, resumed: bool
 ) -> str | None:
-    """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when that pays
-    for two speeds that an eager step may have. None where seconds are not known.
+    """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when it
+    pays for two possible speeds of an eager step. None where seconds are not known.
 
     Args:
-        compile_seconds: of the newest start, in the compiler.
-        step_seconds: of every logged window; the first, which holds one-time costs, does not count if there are others.
+        compile_seconds: time in the compiler, of the newest start.
+        step_seconds: mean of each logged window; the first, with its one-time costs, does not
+            count if there are others.
+        cache_hits: graphs that came from caches.
+        resumed: whether the newest start was a resume.
     """
     step = median(step_seconds[1:] or step_seconds) if step_seconds else 0.0
     if compile_seconds is None or compile_seconds <= 0 or step <= 0:

@@ -18,13 +18,13 @@ _KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
 
 
 def badge(ok: bool | None, text: str | None = None) -> Html:
-    """A word with an icon: colour alone says nothing."""
+    """Return a word with an icon: colour alone says nothing."""
     icon = el("svg", el("path", d=_ICONS[ok]), viewBox="0 0 12 12", aria_hidden="true")
     return el("span", icon, text or _WORDS[ok], class_=_KINDS[ok])
 
 
 def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html:
-    """A part of the page with a heading; the navigation links to `name`."""
+    """Return a part of the page with a heading; the navigation links to `name`."""
     head = el("h2", title, id=f"{name}-title")
     return el(
         "section",
@@ -39,7 +39,7 @@ def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html
 def table(
     head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = ()
 ) -> Html:
-    """A table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are."""
+    """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are."""
     left = {0, *text}
 
     def cell(index: int, value: Any) -> Html:
@@ -57,12 +57,12 @@ def table(
 
 
 def scroll(content: Html) -> Html:
-    """Something wide, which scrolls by itself instead of widening the page."""
+    """Return something wide in a box that scrolls, instead of widening the page."""
     return el("div", content, class_="scroll")
 
 
 def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
-    """Names and values, two columns; values may be of any kind."""
+    """Return names and values in two columns; values may be of any kind."""
     if not values:
         return None
     rows = [
@@ -73,7 +73,7 @@ def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
 
 
 def said(value: Any) -> str:
-    """Any value of a setting or a fact as text."""
+    """Return any value of a setting or a fact as text."""
     if value is None:
         return NONE
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
@@ -84,7 +84,7 @@ def said(value: Any) -> str:
 
 
 def setting(value: Any) -> Html:
-    """A setting as it is written in a recipe."""
+    """Return a setting as it is written in a recipe."""
     return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
@@ -97,7 +97,10 @@ def figure(
     level: float | None = None,
     wide: bool = False,
 ) -> Html | None:
-    """A chart with its title, unit and legend; a logarithmic axis where values span much. None without a value."""
+    """Return a chart with its title, unit and legend; a logarithmic axis where values span much.
+
+    None without a value.
+    """
     shown = [one for one in series if any(value is not None for _, value in one.points)]
     log = not zero and is_log(shown)
     label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
@@ -114,11 +117,12 @@ def figure(
 
 
 def _last(one: Series) -> str:
+    """Return the label of a line with its last value."""
     return f"{one.label}, last {show(next((v for _, v in reversed(one.points) if v is not None), None))}"
 
 
 def _legend(series: Sequence[Series], level: float | None) -> Html | None:
-    """What each line is; nothing where there is but one."""
+    """Return what each line is; an empty legend where there is but one."""
     if len(series) < 2 and level is None:
         return el("div", class_="legend", aria_hidden="true")
     lines = [
@@ -142,17 +146,17 @@ def _legend(series: Sequence[Series], level: float | None) -> Html | None:
 
 
 def points(curve: Any, scale: float = 1.0) -> list[tuple[float, float | None]]:
-    """A curve of report.json as points of a chart."""
+    """Return a curve of report.json as points of a chart, values times `scale`."""
     return [(step, value * scale if value is not None else None) for step, value in curve or []]
 
 
 def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
-    """(titles, cells) of the columns that any row has."""
+    """Return (titles, cells) of the columns that any row has."""
     present = [key for key in names if any(row.get(key) is not None for row in rows)]
     return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
 
 
 def numbers(values: Any) -> list[float]:
-    """The numbers of a list, none if any item is no number."""
+    """Return the numbers of a list, none if any item is no number."""
     found = [number(value) for value in values] if isinstance(values, list) else []
     return [value for value in found if value is not None] if None not in found else []

@@ -1,4 +1,4 @@
-"""What the page says of evaluations: the newest values with intervals, how tasks went over the steps, validation."""
+"""Section of the page on evaluations: the newest values with intervals, each task over the steps, validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_CHARTS = 12
 
 
 def evaluations(report: Report) -> Html:
-    """The newest evaluation with intervals, how each task went over the steps, validation by source."""
+    """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
     newest = standing(report)
     tasks = [row["task"] for row in newest]
     named = [
@@ -43,7 +43,7 @@ def evaluations(report: Report) -> Html:
 
 
 def _how_evaluated(newest: Rows) -> Html | None:
-    """Settings and further metrics of the tasks, folded away."""
+    """Return settings and further metrics of the tasks, folded away."""
     cells = [
         [row["task"], part, ", ".join(f"{key} {said(value)}" for key, value in row[part].items())]
         for row in newest
@@ -56,6 +56,7 @@ def _how_evaluated(newest: Rows) -> Html | None:
 
 
 def _evaluation_table(report: Report) -> Html:
+    """Return a table of the newest values, with the first value of a task that moved and the other run's."""
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["evaluations"]:
         first.setdefault((row["task"], row["metric"]), row)
@@ -79,7 +80,8 @@ def _evaluation_table(report: Report) -> Html:
 
 
 def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
-    """(task, metric) -> the other run's value at the step of each row; its newest with the step where it has none there."""
+    """Return (task, metric) -> the other run's value at the step of each row; where it has none there,
+    its newest with the step."""
     every = [*report["evaluations"], *report["final"]]
     found = {}
     for row in rows:
@@ -93,17 +95,17 @@ def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
 
 
 def _task(name: str) -> str:
-    """The name of a task as it is, and of the mean over tasks in words."""
+    """Return the name of a task; the mean over tasks in words."""
     return "centred mean" if name == "centred_mean" else name
 
 
 def _share(value: float | None) -> str:
-    """With as many decimals in every row, so that a column can be read downwards."""
+    """Return a share with as many decimals in every row, so that a column can be read downwards."""
     return NONE if value is None else f"{value:.4f}"
 
 
 def _over_steps(report: Report) -> list[Html]:
-    """A chart for each task that was evaluated at several steps."""
+    """Return a chart for each task that was evaluated at several steps."""
     charts = []
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in report["evaluations"]):
         rows = [row for row in report["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
@@ -119,6 +121,7 @@ def _over_steps(report: Report) -> list[Html]:
 
 
 def _eval_series(rows: Rows, label: str, other: bool) -> Series:
+    """Return the line of a task over the steps; intervals for this run only."""
     bars = [
         (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None
     ]
@@ -126,7 +129,7 @@ def _eval_series(rows: Rows, label: str, other: bool) -> Series:
 
 
 def _validation(report: Report) -> Html | None:
-    """The last loss and bits per byte of every validation source."""
+    """Return the last loss and bits per byte of every validation source."""
     last = report["last"]
     sources = sorted({name.split("/")[1] for name in last if name.startswith("val/") and name.count("/") == 2})
     rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]

@@ -1,4 +1,4 @@
-"""What the page says of training: proof, curves, evaluations and samples."""
+"""Sections of the page on training: proof, curves and samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MOST_SOURCES = 6
 
 
 def proof(report: Report) -> Html:
-    """Each check that the run made of itself, with what was found and what was expected."""
+    """Return the section on each check that the run made of itself, with what was found and what was expected."""
     rows: Rows = report["proof"]
     if not rows:
         return section(
@@ -87,7 +87,7 @@ def proof(report: Report) -> Html:
 
 
 def _made_with(report: Report) -> dict[str, Any]:
-    """Hardware, commit and the versions that decide numbers and speed."""
+    """Return hardware, commit and the versions that decide numbers and speed."""
     found = report["environment"]
     packages = mapping(found.get("packages"))
     named = [
@@ -104,6 +104,7 @@ def _made_with(report: Report) -> dict[str, Any]:
 
 
 def _proof_row(row: dict[str, Any], ok: bool | None) -> Html:
+    """Return the row of a check."""
     how = el("span", said(row["how"]), class_="how") if row.get("how") else None
     return el(
         "tr",
@@ -116,7 +117,7 @@ def _proof_row(row: dict[str, Any], ok: bool | None) -> Html:
 
 
 def curves(report: Report) -> Html:
-    """Loss first, then everything else that was logged over the steps; of both runs where there are two."""
+    """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
         figure(title, unit.format(each=each(report)), _series(report, names, scale), zero=zero)
@@ -126,7 +127,7 @@ def curves(report: Report) -> Html:
         name for name in report["curves"] if name.startswith("val/") and name.count("/") == 2 and name.endswith("/bpb")
     )
     names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MOST_SOURCES - 1])]
-    by_source = len(bits) > 1 and not report["against"]  # of two runs these are too many lines to tell apart
+    by_source = len(bits) > 1 and not report["against"]  # for two runs there would be too many lines to tell apart
     found.append(figure("Bits per byte", "validation", _series(report, names if by_source else names[:1])))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
@@ -142,12 +143,13 @@ def curves(report: Report) -> Html:
 
 
 def each(report: Report) -> str:
-    """What speed and memory are shown for one of."""
+    """Return what speed and memory are shown for one of: "GPU" or "process"."""
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
 
 
 def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0) -> list[Series]:
+    """Return the lines of these metrics, for each run."""
     runs = [(report, False)] + ([(report["against"], True)] if report["against"] else [])
     return [
         Series(
@@ -162,7 +164,7 @@ def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0
 
 
 def _all_metrics(report: Report) -> Html | None:
-    """Every logged name with its last, lowest and highest value, folded away."""
+    """Return every logged name with its last, lowest and highest value, folded away."""
     rows = []
     for name, curve in sorted(report["curves"].items()):
         values = [value for _, value in curve if value is not None]
@@ -173,7 +175,7 @@ def _all_metrics(report: Report) -> Html | None:
 
 
 def samples(report: Report) -> Html:
-    """Prompts with references and answers, the newest evaluation open."""
+    """Return the section on samples: prompts with references and answers, the newest evaluation open."""
     steps: Rows = report["samples"]
     if not steps:
         return section("samples", "Samples", lead="No samples were written.")
@@ -191,6 +193,7 @@ def samples(report: Report) -> Html:
 
 
 def _sample(sample: dict[str, str]) -> Html:
+    """Return one sample."""
     parts = [
         (
             el("dt", name),

@@ -1,4 +1,5 @@
-"""The settings of a run: read, compared with the defaults or with another run's, and where its model comes from."""
+"""Reads the settings of a run, compares them with the defaults or another run's, and finds
+where its model comes from."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _ABSENT = object()
 
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
+    """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -37,7 +38,10 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; lists of plain values are values, lists of mappings have a number for each."""
+    """Yield dotted keys and their values.
+
+    A list of plain values is one value; a list of mappings has a number for each.
+    """
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))
@@ -49,7 +53,8 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changed(settings: dict[str, Any]) -> Rows:
-    """Settings that differ from their default, as {"key", "value", "default"}; default null also where there is none."""
+    """Return the settings that differ from their default, as {"key", "value", "default"}; default null
+    also where there is none."""
     rows = []
     for key, value in _flat(settings):
         known = table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
@@ -60,7 +65,7 @@ def changed(settings: dict[str, Any]) -> Rows:
 
 
 def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
-    """Settings of two runs that differ, as {"key", "value", "other"}; where they live is left out."""
+    """Return the settings of two runs that differ, as {"key", "value", "other"}; run.dir is left out."""
     mine, its = dict(_flat(settings)), dict(_flat(other))
     keys = [key for key in dict.fromkeys([*mine, *its]) if key != "run.dir"]
     return [
@@ -71,16 +76,18 @@ def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text that is the same for equal values."""
     return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """The hub model that this run, or the run that it goes on from, started with; None for one trained from scratch."""
+    """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
+    or from a local folder."""
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
         if not isinstance(path, str):
             return None
-        folder = os.path.expanduser(path)  # os.path, because no name is too long or too odd for it
+        folder = os.path.expanduser(path)  # os.path, not pathlib: it takes any text, however long or odd
         files = (os.path.join(folder, name) for name in (CONFIG, RECIPE))
         recipe = next((file for file in files if os.path.isfile(file)), None)
         if recipe is None:
@@ -91,7 +98,7 @@ def origin(settings: dict[str, Any]) -> str | None:
 
 
 def hub_datasets(settings: dict[str, Any]) -> list[str]:
-    """Hub ids of the training data."""
+    """Return the hub ids of the training data."""
     paths = [source.get("path") for source in dicts(mapping(settings.get("data")).get("train"))]
     ids = [path for path in paths if isinstance(path, str) and _DATA_ID.fullmatch(path) and not _DATA_FILE.search(path)]
     return list(dict.fromkeys(path for path in ids if not os.path.exists(path)))

@@ -1,4 +1,4 @@
-"""How the page looks: light, dark, narrow and on paper. No fonts, images or scripts from anywhere."""
+"""The style of the page: light, dark, narrow and on paper. No fonts, images or scripts from anywhere."""
 
 CSS = """
 :root {

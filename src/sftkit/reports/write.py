@@ -1,4 +1,4 @@
-"""What a run says of itself, from its files alone: report.html, report.json, and a model card beside the exported model."""
+"""Writes what a run's files say: report.html, report.json, and a model card beside the exported model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MOST_SECONDS = 20.0
 
 
 def write_report(run_dir: Path, against: Path | None = None, out: Path | None = None) -> Path:
-    """Write report.html and report.json, and README.md into the step directory that LATEST names. Returns the page's path.
+    """Write report.html and report.json, and README.md into the step directory that LATEST names.
+
+    Returns the page's path.
 
     Args:
         against: a second run, whose curves, settings and results are shown beside those of this one.
@@ -47,12 +49,13 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
 
 
 def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: float = _MOST_SECONDS) -> None:
-    """Write the report where it must neither fail nor hold what goes on; `say` tells where it is, or why there is none."""
+    """Write the report where it must neither fail nor delay what goes on; `say` is told where it
+    is, or why there is none."""
 
     def work() -> None:
         try:
             said.append(f"report: {write_report(run_dir)}")
-        except Exception as error:  # a page must not fail a run
+        except Exception as error:  # a report must not fail a run
             said.append(f"no report: {type(error).__name__}: {error}")
 
     said: list[str] = []
@@ -64,7 +67,7 @@ def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: fl
 
 
 def report_of_folder(folder: Path, say: Callable[[str], None]) -> None:
-    """Write the report anew of the run that a folder with results lies in; nothing where it lies in none."""
+    """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
     run_dir = run_of(folder)
     if run_dir is not None:
         try_report(run_dir, say)

@@ -1,1 +1,1 @@
-"""What a run says of itself while it trains: metrics, events, the console, a dashboard."""
+"""What a run reports while it trains: metrics, events, the console, a dashboard."""

@@ -15,3 +15,4 @@ class Check:
     found: str
     expected: str
     how: str
+    "what was compared with what"

@@ -1,4 +1,4 @@
-"""What share of the positions each expert of each layer is given, between two logged lines."""
+"""The load of experts: the share of positions that each expert of each layer is given, between two logged lines."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from sftkit.rundir.names import EXPERTS
 from sftkit.runtime.start import Runtime
 
 DIGITS = 4
+"Decimal places in the file."
 
 
 class ExpertLoad:
-    """Reads what the routers of a model have chosen; nothing of a model without experts."""
+    """Reads the choices of a model's routers; of a model without experts it reads nothing."""
 
     def __init__(self, routing: Routing | None, rt: Runtime) -> None:
-        """What was chosen before, in the warm-up, is forgotten."""
+        """Forget what was chosen before, in the warm-up. `routing`: None: the model has no experts."""
         self._routing, self._rt = routing, rt
         if routing is not None:
             routing.take_load()
 
     def read(self, step: int, run_dir: Path) -> dict[str, float | None]:
-        """train/expert_load_max and train/expert_load_min of the window: the most and the least that an expert of any layer was
-        given, 1 being an even share; every rank calls it. All of them are written to EXPERTS. Waits for the device."""
+        """Return train/expert_load_max and train/expert_load_min of the window; every rank must call it.
+
+        Waits for the device.
+
+        They are the largest and the smallest load of any expert of any layer, 1 being an even share. All
+        loads are written to EXPERTS.
+        """
         if self._routing is None:
             return {}
         found = self._routing.take_load()
         assert found is not None, "a line is logged after a step"
-        counts = self._rt.sum(found.double())  # every position of a layer has as many experts
+        counts = self._rt.sum(found.double())  # [L, E]; every position has the same number of experts
         load = counts * counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1.0)
         if self._rt.is_main:
             rows = [[round(value, DIGITS) for value in row] for row in load.tolist()]

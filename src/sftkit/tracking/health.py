@@ -29,55 +29,59 @@ from sftkit.tracking.window import Window
 
 @dataclass(frozen=True)
 class RankLoss:
-    """What a rank tells the others of its loss in a step that is left out."""
+    """The loss of a rank in a step that is left out, as the other ranks get it."""
 
     loss: float
-    "per target"
+    "nats per target"
     micro_batches: list[int]
-    "whose loss is not finite, from 1; of a spike the one whose loss per target is the largest"
+    "numbers, from 1, of those whose loss is not finite; for a spike the one with the largest loss per target"
     largest: float
-    "loss per target of any of them; -inf where one is not finite"
+    "largest loss per target of a micro-batch; -inf where one is not finite"
     of: int
-    "micro-batches of a step"
+    "number of micro-batches in a step"
     documents: list[str]
-    "in those"
+    "names of the documents in `micro_batches`"
 
     def place(self, rank: int) -> str:
-        """Where these documents are, in words."""
+        """Return where these documents are, in words."""
         numbers = ", ".join(map(str, self.micro_batches))
         return f"rank {rank}, micro-batch {numbers} of {self.of}, with {listed(self.documents)}"
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the host has learned of a step, the same on every rank."""
+    """A step whose flags the host has read, the same on every rank."""
 
     step: int
     stop: bool
-    "a rank wishes to stop"
+    "a rank asks to stop"
     finite: bool
     left_out: bool
     spikes: list[Spike]
     step_batches: StepBatches
     "without its micro-batches"
     own_divisors: list[int]
-    "of this rank's batches"
+    "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
 
 
 class LateFlags:
-    """The flags of steps, read without making the host wait: on a GPU two steps later, when they have long arrived."""
+    """The flags of steps, read without making the host wait: on a GPU two steps later, when
+    they have arrived long ago."""
 
     def __init__(self, device: torch.device, late: int, count: Callable[[Batch], int]) -> None:
-        """`late`: steps that pass before the flags of one are read. `count`: see Objective.count."""
+        """Allocate the host's memory.
+
+        `late`: steps that pass before the flags of one are read. `count`: see Objective.count.
+        """
         self._count = count
         self._cuda, self._late = device.type == "cuda", late
         self._waiting: deque[tuple[Known, torch.Tensor, torch.cuda.Event | None]] = deque()
-        # Taken once: pinning memory makes the device wait.
+        # Allocated once: pinning memory makes the device wait.
         self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(late + 1)]
 
     def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """A step that has been launched; `known` must be asked after each."""
+        """Take a step that has been launched; call `known` after each."""
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = None
         if self._cuda:
@@ -88,7 +92,7 @@ class LateFlags:
         self._waiting.append((known, host, arrived))
 
     def known(self, wait: bool) -> list[Known]:
-        """Steps whose flags can be read by now, oldest first; `wait`: all."""
+        """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
         found = []
         while len(self._waiting) > (0 if wait else self._late):
             launched, host, arrived = self._waiting.popleft()
@@ -102,7 +106,7 @@ class LateFlags:
 
 
 _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
-"Steps that were not finite, that were left out, or that had a spike; the same on every rank."
+"Numbers of steps: not finite, left out in a row, left out in the window, with a spike; the same on every rank."
 
 
 class Health:
@@ -117,30 +121,31 @@ class Health:
         tracker: Tracker,
         objective: Objective,
     ) -> None:
+        """Begin to count."""
         self._watched = objective.watched
         self._numerics, self._rt, self._status, self._batches = numerics, rt, status, batches
         self._tracker = tracker
         self._flags = LateFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.watched, rt.device)
-        "for the engine, which asks it before each update"
+        "for the engine, which asks it to judge each step before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """One step that has been launched; `settle` must be called after each."""
+        """Take a step that has been launched; call `settle` after each."""
         self._flags.push(step, step_batches, outcome)
 
     def settle(self, wait: bool) -> tuple[bool, int]:
         """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
 
         Returns:
-            (whether a rank wishes to stop, divisors of the steps that were left out)
+            (whether a rank asks to stop, sum of the divisors of the steps that were left out)
 
         Raises:
-            NumericsError: on every rank; the weights have been left as they were before that step.
+            NumericsError: on every rank; the weights are as they were before that step.
         """
         steps = self._flags.known(wait)
         stop, left_out = any(known.stop for known in steps), 0
-        if stop:  # this step is the last one: it is logged and saved
+        if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.known(wait=True)
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.left_out else 0
@@ -158,7 +163,7 @@ class Health:
         return stop, left_out
 
     def _leave_out(self, known: Known, kind: Literal["nonfinite", "spike"], then: str) -> None:
-        """Tell of a step that was left out, and end training if that is asked for or too many were."""
+        """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
         found = self._of_all_ranks(known)
         why = spike_cause(found, known.spikes) if known.finite else cause(found, float(known.outcome.grad_norm))
@@ -167,7 +172,7 @@ class Health:
         self._tracker.event(kind, known.step, f"step {known.step}: {why}; left out")
 
     def read(self) -> dict[str, float | None]:
-        """The window's counts; every rank must call it."""
+        """Return the window's counts; every rank must call it."""
         values: dict[str, float | None] = {
             "health/spikes": self._spiked,
             "health/skipped_steps": self._in_window,
@@ -177,18 +182,18 @@ class Health:
         return values
 
     def window(self) -> Window:
-        """The counts so far and what spikes are measured against. Waits for the device."""
+        """Return the counts so far and what spikes are measured against. Waits for the device."""
         counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {**counts, "spikes": self.spikes.window()}
 
     def go_on(self, window: Window) -> None:
         """Go on from a checkpoint, before the first step."""
         for name in _COUNTS:
-            setattr(self, f"_{name}", window.get(name, 0))  # earlier versions had fewer
+            setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
         self.spikes.go_on(window["spikes"])
 
     def _write_documents(self, known: Known, kind: Literal["nonfinite", "spike"]) -> None:
-        """This rank's documents of a step that was left out, as a file."""
+        """Write this rank's documents of a step that was left out to a file."""
         found = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
@@ -198,11 +203,11 @@ class Health:
             "documents": _documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
         }
         file = left_out_file(self._status.run_dir, kind, known.step, self._rt.rank)
-        with suppress(OSError):  # on a full disk the error itself is what must be told
+        with suppress(OSError):  # a full disk must not hide the error that this is about
             file.write_text(json.dumps(found, indent=1))
 
     def _of_all_ranks(self, known: Known) -> list[RankLoss]:
-        """What each rank knows of its loss in a step that is left out; every rank must call it."""
+        """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
         losses = losses_of(known)
         named = [losses.index(max(losses))] if known.finite else broken_micro_batches(known.outcome)
         own = RankLoss(
@@ -220,7 +225,7 @@ class Health:
     def _error(
         self, known: Known, kind: Literal["nonfinite", "spike"], why: str, found: list[RankLoss]
     ) -> NumericsError:
-        """With the loss of every rank."""
+        """Build the error, with the loss of every rank, and write it to the run's status."""
         norm = float(known.outcome.grad_norm)
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
@@ -237,21 +242,22 @@ class Health:
 
 
 def losses_of(known: Known) -> list[float]:
-    """What is minimised per target in each micro-batch of this rank. Waits for the device."""
+    """Return what is minimised per target in each micro-batch of this rank. Waits for the device."""
     pairs = zip(known.outcome.losses.tolist(), known.own_divisors, strict=True)
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 
 
 def broken_micro_batches(outcome: StepOutcome) -> list[int]:
-    """The micro-batches of this rank whose loss is not finite, from 0. Waits for the device."""
+    """Return the micro-batches of this rank, from 0, whose loss is not finite. Waits for the device."""
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 
 
 def cause(found: list[RankLoss], norm: float) -> str:
-    """What is not finite in a step: which losses, with their documents; or only the sum of a rank's losses, or the norm.
+    """Return what is not finite in a step: losses, with their documents; or only the sum of a
+    rank's losses, or the norm.
 
     Args:
-        norm: of all gradients. It is NaN only if a gradient is, as squares are added up; an infinite one tells no more.
+        norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
     broken = [rank for rank, one in enumerate(found) if one.micro_batches]
     if not broken:
@@ -269,26 +275,26 @@ def cause(found: list[RankLoss], norm: float) -> str:
 
 
 def spike_cause(found: list[RankLoss], spikes: list[Spike]) -> str:
-    """What is far above the steps before, and the micro-batch of all ranks with the largest loss per target, with its
-    documents."""
+    """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
+    target, with its documents."""
     rank = max(range(len(found)), key=lambda one: found[one].largest)
     where = f"the largest loss per target, {found[rank].largest:.4g}, is that of {found[rank].place(rank)}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 
 def micro_batches_of(step_batches: StepBatches) -> list[tuple[int, int]]:
-    """(document, micro-batch from 0) of each of this rank's documents of a step."""
+    """Return (document, micro-batch from 0) for each of this rank's documents of a step."""
     numbers = [number for number, count in enumerate(step_batches.documents_in) for _ in range(count)]
     return list(zip(step_batches.documents, numbers, strict=True))
 
 
 def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) -> list[str]:
-    """The names of this rank's documents in these micro-batches of a step, from 0."""
+    """Return the names of this rank's documents in these micro-batches of a step, from 0."""
     return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
 
 
 def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
-    """This rank's documents of a step: index, source, micro-batch from 1, whether the loss of that is finite, token ids.
+    """Return this rank's documents of a step: index, source, micro-batch from 1, whether its loss is finite, token ids.
 
     Args:
         broken: micro-batches whose loss is not finite, from 0.

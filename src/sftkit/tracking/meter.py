@@ -26,13 +26,14 @@ from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 from sftkit.tracking.window import Window, by_rank, own_values
 
 _COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "encoded", "left_out", "divisor", "skew")
-"Of a window, the same on every rank."
+"Counts of a window, the same on every rank."
 
 
 class Meter:
-    """Counts what happened since the last `read`; the losses and norms stay on the device until then."""
+    """Counts what happened since the last `read`; losses and norms stay on the device until then."""
 
     def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
+        """Find out what can be counted for this model, and begin a window."""
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
@@ -40,7 +41,7 @@ class Meter:
         kind = kind_of(orig_model.config)
         self._encoder_positions = kind.encoder_positions(orig_model, batches.layout.max_length) if encodes else 0
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
-        "None: the MFU is unknown"
+        "peak FLOPs per second of one GPU; None: the MFU is unknown"
         if self._peak and self._windows is None:
             self._peak = None
             rt.say("no MFU: the model has layers of a kind whose work is not counted")
@@ -48,13 +49,15 @@ class Meter:
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
         self._before = Progress()
-        "up to this window"
+        "progress before this window"
         self.total_step_seconds = 0.0
         self.seen_targets = self.planned_targets = 0
-        "of all logged steps: counted in the batches of all ranks; of the plan, which gradients are divided by"
+        """targets of all logged steps: as counted in the batches of all ranks, and as planned, which is what
+        gradients are divided by"""
         self._reset()
 
     def _reset(self) -> None:
+        """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = self._left_out = 0
         self._own_divisor = self._divisor = 0
         self._wait_seconds = self._paused_seconds = self._earlier_seconds = self._skew = 0.0
@@ -64,35 +67,35 @@ class Meter:
         self._start = time.perf_counter()
 
     def start(self) -> None:
-        """The window begins now."""
+        """Begin the window now."""
         self._start = time.perf_counter()
         self._clock.begin()
 
     @property
     def progress(self) -> Progress:
-        """Since the start of the run, this window included."""
+        """Return the progress since the start of the run, this window included."""
         return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
 
     def axes(self) -> dict[str, float | None]:
-        """What the values of this moment can be drawn over; see Progress.axes."""
+        """Return what the values of this moment can be drawn over; see Progress.axes."""
         return self.progress.axes(self._orig_model, self._windows is not None, self._encoder_positions)
 
     @property
     def sources(self) -> list[str]:
-        """Names of the sources, in the order of their counts."""
+        """Return the names of the sources, in the order of their counts."""
         return list(self._examples.source_names)
 
     def waited(self, seconds: float) -> None:
-        """Time the loop stood still for data."""
+        """Add time that the loop stood still for data."""
         self._wait_seconds += seconds
 
     def paused(self, seconds: float) -> None:
-        """Time spent in evaluation and checkpoints, which is not training time."""
+        """Add time spent in evaluation and checkpoints, which is not training time."""
         self._paused_seconds += seconds
         self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """One step. The sums of one that changed nothing are left out here, its targets by `left_out`."""
+        """Count a step. The sums of one that changed nothing are left out here, its targets by `left_out`."""
         self._steps += 1
         self._clock.step_ended()
         self.shapes.add(step_batches)
@@ -111,17 +114,18 @@ class Meter:
         self._grad_norm = outcome.grad_norm
 
     def _layer_pairs(self, step_batches: StepBatches) -> int:
-        """(query, key) pairs that the windows of the layers let through, summed over layers; 0 where those are unknown."""
+        """Return the (query, key) pairs that the layers' windows allow, summed over layers; 0
+        where those are unknown."""
         lengths = np.asarray(step_batches.document_lengths, np.int64)
         windows = (self._windows or {}).items()
         return sum(layers * int(causal_pairs(lengths, *window).sum()) for window, layers in windows)
 
     def left_out(self, divisor: int) -> None:
-        """A step of this window turned out to be left out: its share of the divisor is in no mean."""
+        """Take the divisor of a step of this window that turned out to be left out: it is in no mean."""
         self._left_out += divisor
 
     def read(self) -> dict[str, float | None]:
-        """The window's metrics; every rank must call it. Waits for the device, once."""
+        """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._left_out)
         self.planned_targets += self._divisor
@@ -161,11 +165,14 @@ class Meter:
         return values
 
     def _seconds(self) -> float:
-        """Of the window so far."""
+        """Return the training seconds of the window so far."""
         return time.perf_counter() - self._start - self._paused_seconds + self._earlier_seconds
 
     def window(self) -> Window:
-        """The open window and the counts since the start of the run; every rank must call it. Waits for the device."""
+        """Return the open window and the counts since the start of the run; every rank must call it.
+
+        Waits for the device.
+        """
         vector = self._sums.vector
         own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
         return {
@@ -188,7 +195,7 @@ class Meter:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:
-            False, and nothing but the shapes is taken over, where other sums were measured. Tokens of sources with other
+            False where other sums were measured: then only the shapes are taken over. Tokens of sources with other
             names are not taken over either.
         """
         self.shapes.go_on(window)
@@ -196,7 +203,7 @@ class Meter:
             return False
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
-        # `read` adds what is in the window.
+        # `read` will add what is in the window, so it must not be in the progress yet.
         self._before = self._before.plus(
             -self._tokens, -self._targets, -self._pairs, -window["seconds"], -self._encoded
         )
@@ -205,14 +212,16 @@ class Meter:
         self._earlier_seconds = window["seconds"]
         self._clock.go_on(window["step_seconds"])
         *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks).tolist()
-        # Seconds of ranks that waited side by side do not add up: of others, the rank that waited most counts.
+        # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
+        # the longest wait counts.
         self._wait_seconds = waited if same_ranks else max(row[-1] for row in window["by_rank"])
         self._own_divisor = round(own_divisor)
         self._sums.vector.copy_(torch.tensor(sums, dtype=torch.float64))
         return True
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
-        """(sums over ranks, in the order of their names; each rank's seconds of waiting for data; each rank's peak in GiB)."""
+        """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,
+        each rank's peak in GiB)."""
         ranks = self._rt.world_size
         own = torch.zeros(3, ranks)
         own[:, self._rt.rank] = torch.tensor(
@@ -226,13 +235,13 @@ class Meter:
         return known[:count], waits, peaks
 
     def _encoded_values(self, seconds: float) -> dict[str, float | None]:
-        """data/encoded and perf/encoded_per_sec of the window; nothing without an encoder."""
+        """Return data/encoded and perf/encoded_per_sec of the window; nothing without an encoder."""
         if not self._encoder_positions:
             return {}
         return {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
 
     def _source_shares(self) -> dict[str, float | None]:
-        """data/share/<source> of the window; nothing where there is one source."""
+        """Return data/share/<source> of the window; nothing where there is one source."""
         names, total = self._examples.source_names, max(int(self._source_tokens.sum()), 1)
         shares = (self._source_tokens / total).tolist()
         return (
@@ -244,12 +253,12 @@ class ShapeCounts:
     """Counts the shapes of the micro-batches that reach the compiled model, against those that the layout declares."""
 
     def __init__(self, layout: Layout, parts: int) -> None:
-        """`parts`: processes that share a row."""
+        """Begin to count. `parts`: processes that share a row."""
         self.layout, self._parts = layout, parts
         self.seen: Counter[tuple[int, int]] = Counter()
         "(rows, row length) -> micro-batches of this rank since the start of the run"
         self.undeclared = 0
-        "micro-batches of a shape that the layout of their start did not declare"
+        "micro-batches of a shape that the layout did not declare when they ran"
         self._last = (0, 0)
 
     def go_on(self, window: Window) -> None:
@@ -259,7 +268,7 @@ class ShapeCounts:
         self.undeclared += window.get("undeclared", 0)  # checkpoints of earlier versions do not have it
 
     def add(self, step_batches: StepBatches) -> None:
-        """The micro-batches of a step, as they are: what the plan says does not count."""
+        """Count the micro-batches of a step by the shapes that they have, whatever the plan says."""
         for batch in step_batches.micro_batches:
             rows, columns = batch.shape
             self._last = (rows, columns * self._parts)
@@ -267,7 +276,7 @@ class ShapeCounts:
             self.undeclared += not self.layout.declares(*self._last)
 
     def values(self) -> dict[str, float | None]:
-        """shape/*: the counts of every declared shape; of symbolic ones only those that were not declared."""
+        """Return shape/*: the counts of every declared shape; with symbolic sizes only those not declared."""
         declared = () if self.layout.dynamic else self.layout.shapes
         known = declared.index(self._last) if self._last in declared else None
         counts: dict[str, float | None] = {
@@ -277,7 +286,7 @@ class ShapeCounts:
 
 
 def left_out_rows(examples: Examples) -> dict[str, float | None]:
-    """data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
+    """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
     totals: Counter[str] = Counter()
     for counts in examples.counts.values():
         totals.update(counts)
@@ -286,4 +295,5 @@ def left_out_rows(examples: Examples) -> dict[str, float | None]:
 
 
 def _finite(value: float) -> float | None:
+    """Return the value, None if it is not finite."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,5 @@
-"""Every name in metrics.jsonl and evals.jsonl: its unit and what stands for a whole run. Formulas: docs/metrics.md."""
+"""Every name in metrics.jsonl and evals.jsonl: its unit, and which value stands for a whole run.
+Formulas: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Literal
 Summary = Literal["last", "min", "max", "mean"]
 
 GROUPS = ("compile", "shape", "health", "train", "val", "eval", "perf", "mem", "data", "ckpt")
-"What stands before the first slash, in the order in which a person should look."
+"Parts of names before the first slash, in the order in which a person should look."
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class Metric:
 
     @property
     def group(self) -> str:
+        """Return the part of the name before the first slash."""
         return self.name.partition("/")[0]
 
     @property
     def is_pattern(self) -> bool:
+        """Return whether the name stands for several."""
         return "<" in self.name
 
 
@@ -95,7 +98,7 @@ METRICS = (
 )
 
 AXES = ("train/tokens", "train/flops", "train/seconds")
-"What a curve can be drawn over beside `step`; evaluations have them too."
+"Metrics that a curve can be drawn over beside `step`; evaluations have them too."
 
 RUN_VALUES = {
     "run/state": "word",
@@ -117,30 +120,31 @@ RUN_VALUES = {
     "validate/not_checked": "criteria",
     "validate/speedup": "times",
 }
-"What a dashboard is told of a run as a whole, with its unit; in no row."
+"Values of a whole run that a dashboard gets, with their units; they are in no row."
 TABLES = (
     *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
     *("preflight/warnings", "validate/verdicts", "validate/speed"),
 )
 "Tables on a dashboard."
 
+# What each <word> of a pattern may stand for, as a regular expression.
 _WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 
 
 def regex(metric: Metric) -> str:
-    """The names that a pattern stands for, as a regular expression without its anchors."""
+    """Return a regular expression, without anchors, of the names that a pattern stands for."""
     return re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], metric.name)
 
 
 @cache
 def find(name: str) -> Metric | None:
-    """What a name in metrics.jsonl or evals.jsonl is; None for one that is not documented."""
+    """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
     patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
     return _EXACT.get(name) or next(patterns, None)
 
 
 def summary_of(name: str) -> Summary:
-    """Which value of its curve stands for the run; the last one of a name that is not documented."""
+    """Return which value of its curve stands for the run; "last" for a name that is not documented."""
     metric = find(name)
     return "last" if metric is None else metric.summary

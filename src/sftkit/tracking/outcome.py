@@ -1,4 +1,4 @@
-"""What a step leaves on the device."""
+"""The outcome of a step, on the device."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from sftkit.objectives.sums import Totals
 
 @dataclass(frozen=True)
 class Flags:
-    """What all ranks must know of a step, in one small vector, so that it reaches the host in one copy."""
+    """Flags of a step that all ranks must know, in one small vector, so that they reach the host in one copy."""
 
     vector: Tensor
     "fp32 [11], the same on every rank"
 
     @classmethod
     def of(cls, stop: Tensor, nonfinite: Tensor, left_out: Tensor, verdict: Tensor | None = None) -> Flags:
-        """Put together what was found, each 0-d, and `verdict`, fp32 [2, 4], as Spikes.judge returns it; None: not judged."""
+        """Put together what was found, each 0-d, and `verdict`, fp32 [2, 4], as Spikes.judge
+        returns it; None: not judged."""
         flags = torch.stack([stop, nonfinite, left_out.to(stop.dtype)]).float()
         return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
 
     @property
     def stop(self) -> Tensor:
-        """How many ranks ask to stop."""
+        """Return how many ranks ask to stop, 0-d."""
         return self.vector[0]
 
     @property
     def nonfinite(self) -> Tensor:
-        """How many ranks have a loss that is not finite; 1 if only the gradient norm is not."""
+        """Return how many ranks have a loss that is not finite, 0-d; 1 if only the gradient norm is not."""
         return self.vector[1]
 
     @property
     def left_out(self) -> Tensor:
-        """1 for a step that has changed nothing."""
+        """Return 1 for a step that has changed nothing, 0-d."""
         return self.vector[2]
 
     @property
     def verdict(self) -> Tensor:
-        """What Spikes.judge found: [2, 4]."""
+        """Return what Spikes.judge found: [2, 4]."""
         return self.vector[3:].view(2, 4)
 
 
@@ -49,7 +50,7 @@ NUM_FLAGS = 11
 
 
 class StepOutcome(NamedTuple):
-    """All that is known when a step has been launched; nothing of it has been waited for."""
+    """All that is known when a step has been launched. The host has not waited for any of it."""
 
     sums: Totals
     "this rank's, over its micro-batches"
@@ -57,4 +58,4 @@ class StepOutcome(NamedTuple):
     "fp32 0-d, global gradient norm before clipping, the same on every rank"
     flags: Flags
     losses: Tensor
-    "fp32 (float64 of a model in float64) [A], this rank's sum that is minimised, of each micro-batch"
+    "fp32 (float64 of a model in float64) [A], the sum that is minimised in each of this rank's micro-batches"

@@ -1,4 +1,4 @@
-"""What a run has done since its first step, over all its starts: what curves can be drawn over beside `step`."""
+"""The progress of a run since its first step, over all its starts: curves can be drawn over it as over `step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from sftkit.models.structure import train_flops
 
 PROGRESS = "progress"
-"Its name in the state of a checkpoint."
+"Name of the progress in the state of a checkpoint."
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Progress:
     pairs: int = 0
     "(query, key) pairs, summed over layers: see Meter"
     seconds: float = 0.0
-    "in steps, without evaluation, checkpoints and warm-up"
+    "time in steps, without evaluation, checkpoints and warm-up"
     is_whole: bool = True
-    "False: it goes on from a checkpoint of an earlier version, which has the tokens alone"
+    "False: it goes on from a checkpoint of an earlier version, which has only the tokens"
     encoded: int = 0
     "inputs of an encoder"
 
     def plus(self, tokens: int, targets: int, pairs: int, seconds: float, encoded: int = 0) -> Progress:
-        """Return what it is after so much more."""
+        """Return the progress after so much more."""
         counts = (self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds)
         return Progress(*counts, self.is_whole, self.encoded + encoded)
 
@@ -40,8 +40,8 @@ class Progress:
         """Return train/tokens, train/flops and train/seconds; None for what is not known.
 
         Args:
-            counts_attention: False: of this model not all work is counted.
-            encoder_positions: of an input of its encoder; 0: it has none.
+            counts_attention: False: not all work of this model can be counted.
+            encoder_positions: positions of one input of its encoder; 0: it has none.
         """
         flops = train_flops(orig_model, self.tokens, self.targets, self.pairs, self.encoded, encoder_positions)
         return {
@@ -51,7 +51,7 @@ class Progress:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON values, for a checkpoint."""
+        """Return the progress as JSON values, for a checkpoint."""
         return asdict(self)
 
 

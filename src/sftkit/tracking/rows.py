@@ -1,4 +1,4 @@
-"""Files of rows, a JSON object a line: what a resume drops of them, and how they are read back."""
+"""Files of JSON objects, one a line: what a resumed run drops of them, and how they are read back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MetricsLine = dict[str, Any]
 
 
 def drop_rows_after(path: Path, step: int) -> None:
-    """A resumed run writes the rows after its checkpoint again; those of the lost stretch go."""
+    """Drop the rows after a step, which a run that resumes from a checkpoint of that step will write again."""
     if not path.exists():
         return
     kept = [line for line in _lines_of(path) if row_step(line) <= step]
@@ -26,7 +26,7 @@ def drop_rows_after(path: Path, step: int) -> None:
 
 
 def drop_evals_after(folder: Path, step: int) -> None:
-    """The details of evaluations go as their rows do, and evals/final where it is of a model of the lost stretch."""
+    """Drop the details of evaluations after a step, as their rows are; evals/final too if its model is dropped."""
     for path in folder.glob("*"):
         final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
         names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
@@ -36,17 +36,20 @@ def drop_evals_after(folder: Path, step: int) -> None:
 
 
 def has_row(path: Path, step: int) -> bool:
-    """Whether a file of rows has one of this step."""
+    """Return whether a file of rows has one of this step."""
     return path.exists() and any(row_step(line) == step for line in _lines_of(path))
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Lines of a file of rows. A line separator inside a text, which `splitlines` knows too, ends none."""
+    """Return the lines of a file of rows.
+
+    A line separator inside a text, which `splitlines` would split at, ends none.
+    """
     return [line for line in path.read_text().split("\n") if line]
 
 
 def row_step(line: str) -> float:
-    """The step of a row; infinite for one that a kill cut short."""
+    """Return the step of a row; infinite for one that a kill has cut short."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError):
@@ -54,7 +57,7 @@ def row_step(line: str) -> float:
 
 
 def read_metric_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without what a full disk has left of one; none if it cannot be read."""
+    """Return the rows of a file, without those that a full disk has cut short; none if it cannot be read."""
     try:
         lines = _lines_of(path)
     except OSError:
@@ -63,7 +66,7 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """What an evaluation wrote of its tasks; nothing where it had none."""
+    """Return what an evaluation wrote of its tasks; nothing where it had none."""
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):

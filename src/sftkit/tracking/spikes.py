@@ -11,12 +11,13 @@ from torch import Tensor
 from sftkit.tracking.window import Window
 
 _WINDOW = 128
-"steps that a spike is measured against"
+"Steps that a spike is measured against."
 ENOUGH = 32
-"steps before which nothing is called a spike"
+"With fewer steps than this nothing is called a spike."
 SIGMAS = 6.0
+"A spike is more than this many standard deviations above the mean."
 LEAST = 0.01
-"of the mean: what a standard deviation counts as at least"
+"A standard deviation counts as at least this share of the mean."
 JUDGED = ("loss", "gradient norm")
 
 
@@ -37,12 +38,13 @@ class Spike(NamedTuple):
 class Spikes:
     """The last 128 steps that were taken, and the rule that judges the next one by them.
 
-    All ranks judge the same numbers in the same order, so they decide alike, to the bit. What a step is left out for is in
-    no history: a loss that stays high is left out until numerics.max_skips ends the run.
+    All ranks judge the same numbers in the same order, so they decide alike, to the bit. The values of a step that is
+    left out are not kept: a loss that stays high is left out until numerics.max_skips ends the run.
     """
 
     def __init__(self, on_spike: Literal["warn", "skip", "error"], watched: str, device: torch.device) -> None:
-        """
+        """Begin without a history.
+
         Args:
             watched: the sum of the objective whose mean is judged.
         """
@@ -58,8 +60,8 @@ class Spikes:
             loss: 0-d, per target, of all ranks. norm: 0-d. finite: bool 0-d, whether the step may be taken at all.
 
         Returns:
-            (fp32 [2, 4]: of each of JUDGED its value, the mean and the deviation before, and 1 for a spike; bool 0-d:
-            whether the step is left out)
+            (fp32 [2, 4]: for each of JUDGED its value, the mean and the standard deviation before it, and 1 for a
+            spike; bool 0-d: whether the step is left out)
         """
         values = torch.stack([loss.double(), norm.double()])
         known = ~self._history.isnan()
@@ -76,12 +78,12 @@ class Spikes:
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), left_out
 
     def window(self) -> Window:
-        """The history, for a checkpoint. Waits for the device."""
+        """Return the history, for a checkpoint. Waits for the device."""
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
     def go_on(self, window: Window) -> None:
-        """Go on from a checkpoint, before the first step. Earlier versions kept a history for each, of unequal lengths."""
+        """Go on from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
         count = min(len(window["losses"]), len(window["norms"]))
         if count:
             taken = torch.tensor([window["losses"][-count:], window["norms"][-count:]], dtype=torch.float64)
@@ -89,6 +91,6 @@ class Spikes:
 
 
 def spikes_in(verdict: Tensor) -> list[Spike]:
-    """The spikes of a step, as `judge` has found them: fp32 [2, 4], on the host."""
+    """Return the spikes of a step from the verdict of `judge`: fp32 [2, 4], on the host."""
     rows = zip(JUDGED, verdict.tolist(), strict=True)
     return [Spike(name, value, mean, deviation) for name, (value, mean, deviation, is_spike) in rows if is_spike]

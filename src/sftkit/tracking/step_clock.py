@@ -1,4 +1,4 @@
-"""How long single steps take on the device, and how often the host waits for it inside them."""
+"""Measures how long single steps take on the device, and how often the host waits for it inside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 SYNC = "called a synchronizing CUDA operation"
-"Part of what torch warns of in its sync debug mode (c10/cuda/CUDAFunctions.cpp)."
+"Part of torch's warning in its sync debug mode (c10/cuda/CUDAFunctions.cpp)."
 
 
 class StepClock:
@@ -23,32 +23,33 @@ class StepClock:
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """The next step starts here: at first, and after whatever was no training."""
+        """Let the next step start here: at first, and after whatever was not training."""
         self._settle()
         self._marks = [self._now()]
 
     def step_ended(self) -> None:
-        """The step has been launched."""
+        """Mark the end of a step that has been launched."""
         self._marks.append(self._now())
 
     def read(self) -> list[float]:
-        """Seconds of each step since the last call. The device must have finished them."""
+        """Return the seconds of each step since the last call. The device must have finished them."""
         self._settle()
         self._marks = self._marks[-1:]
         seconds, self._seconds = self._seconds, []
         return seconds
 
     def so_far(self) -> list[float]:
-        """The same without beginning anew."""
+        """Return the same without starting anew."""
         self._settle()
         self._marks = self._marks[-1:]
         return list(self._seconds)
 
     def go_on(self, seconds: list[float]) -> None:
-        """Steps of an earlier start of the run come first."""
+        """Put the seconds of steps of an earlier start of the run first."""
         self._seconds = [*seconds, *self._seconds]
 
     def _now(self) -> torch.cuda.Event | float:
+        """Return a mark of this moment: an event in the GPU's stream, or the host's clock."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -56,7 +57,7 @@ class StepClock:
         return event
 
     def _settle(self) -> None:
-        """Turn marks into seconds; before a pause this waits for the last step, as the pause itself does."""
+        """Turn marks into seconds. Before a pause this waits for the last step, as the pause itself does."""
         for before, after in zip(self._marks[:-1], self._marks[1:], strict=True):
             if isinstance(after, float):
                 self._seconds.append(after - before)  # type: ignore[operator]
@@ -66,7 +67,7 @@ class StepClock:
 
 
 def percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
-    """(median, 95th percentile); None without a step."""
+    """Return (median, 95th percentile); None each without a step."""
     if not seconds:
         return None, None
     p50, p95 = np.percentile(seconds, [50, 95])
@@ -78,15 +79,17 @@ class SyncCounter:
 
     def __init__(self, device: torch.device) -> None:
         self.count: int | None = 0 if device.type == "cuda" else None
-        "None: there is no device to wait for"
+        "waits so far; None: there is no GPU to wait for"
         self._shown: set[tuple[str, str, int]] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count inside. Every other warning is passed on, once."""
+        """Count waits within the context. Every other warning is passed on, once."""
         if self.count is None:
             yield
             return
+        # A switch of the whole process, put back afterwards. Warnings are recorded here, so others
+        # are shown again below.
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -1,4 +1,5 @@
-"""metrics.jsonl is the record; the console and a dashboard mirror it. Rank 0 only, and never an error into training."""
+"""Writes metrics.jsonl, the record, and mirrors it to the console and a dashboard. Rank 0 only;
+it never fails training."""
 
 from __future__ import annotations
 
@@ -71,20 +72,25 @@ ENDS: dict[type[BaseException], EventKind] = {
     RecompileError: "recompile",
     CheckpointError: "checkpoint_failed",
 }
-"Error that ends training -> the kind of event that it is."
+"Error that ends training -> its kind of event."
 STARVED_PCT, STARVED_LINES = 20.0, 3
+"Training is starved of data if it waits for more than this percentage of the time in this many logged lines in a row."
 SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
 RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
 TABLE_ROWS = 1000
-"A table on the dashboard has the newest rows; samples.jsonl has all."
+"Maximum number of rows in a table on the dashboard, the newest; samples.jsonl has all."
 CONSOLE_VALUES = 8
+"The console line of an evaluation with more values has the means, and each task's main value."
 GAP = "  "
 _WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
-"The columns of a step's line, the most wanted first."
+"Columns of a step's line, the most important first."
 
 
 class Tracker:
-    """Writes one line per logged step, evaluation and event: file, console, dashboard. Nothing before `open`."""
+    """Writes one line per logged step, evaluation and event: file, console, dashboard.
+
+    It writes nothing before `open`.
+    """
 
     def __init__(
         self,
@@ -96,16 +102,18 @@ class Tracker:
         run_id: str | None = None,
         open_window: bool = False,
     ) -> None:
-        """
+        """Keep what the files and the dashboard need.
+
         Args:
             config: the recipe, and what was resolved, for the dashboard: see train/about.py.
-            first_step, run_id: of the checkpoint that is resumed: rows after it go, the run on the dashboard is continued.
-            open_window: the line of its step too, which told of a stop the steps that the next one tells.
+            first_step, run_id: of the checkpoint that is resumed: rows after it are dropped, the run on
+                the dashboard is continued.
+            open_window: drop the line of that step too: a stop asked for it, and the next line has its steps as well.
         """
         self._rt, self._run_dir, self._step = rt, run_dir, first_step
         self._config, self._settings, self._open_window = logging_config, config, open_window
         self.run_id = run_id
-        "of the run on the dashboard, None without one; on the main rank"
+        "id of the run on the dashboard, None without one; on the main rank"
         self._mirror: Mirror | None = None
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
@@ -114,7 +122,10 @@ class Tracker:
         self._is_open = False
 
     def open(self) -> Tracker:
-        """Begin to write: the run has done a step. Before, the files may be those of an earlier one. Returns itself."""
+        """Begin to write, once the run has done a step: before, the files may be those of an earlier run.
+
+        Returns itself.
+        """
         self._is_open = True
         if not self._rt.is_main:
             return self
@@ -123,7 +134,7 @@ class Tracker:
         for name in (EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
         drop_evals_after(run_dir / EVALUATIONS, step)
-        drop_rows_after(run_dir / EVENTS, sys.maxsize)  # what happened, happened: only a broken line goes
+        drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
         about = identity(self._config, run_dir, self._settings)
@@ -152,23 +163,23 @@ class Tracker:
                 self._rt.say(f"{self._mirror.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
-        """A live bar on a terminal; plain lines need nothing."""
+        """Show a live bar on a terminal; elsewhere plain lines suffice."""
         if self._rt.is_main and terminal().is_interactive:
             self._bar = TrainingBar(step, total_steps)
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """A step has been launched."""
+        """Take a step that has been launched."""
         self._step = step
         if self._bar is not None:
             self._bar.step = step
 
     def say(self, text: str, level: Level | None = None) -> None:
-        """A line for the person watching, above the bar where there is one."""
+        """Print a line for the person watching, above the bar where there is one."""
         self._rt.say(text, level)
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
-        """One training line; an event if training has waited for data in this one and the two before."""
+        """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values)
         self.say(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
         if self._bar is not None:
@@ -192,10 +203,11 @@ class Tracker:
         samples: Sequence[Mapping[str, Any]],
         axes: Mapping[str, float | None] | None = None,
     ) -> None:
-        """One evaluation.
+        """Log one evaluation.
 
         Args:
-            values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in evals/step-NNNNNN/results.json.
+            values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in
+                evals/step-NNNNNN/results.json.
             samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
             axes: what the dashboard can draw the values over beside `step`; metrics.jsonl has them of its own lines.
         """
@@ -213,19 +225,20 @@ class Tracker:
             self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
-        """What a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
+        """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
         if self._rt.is_main:
             self.say(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
             self._record(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
-        """Those of a list of all so far that were not told yet, each text once."""
+        """Report those texts that were not reported yet, each once; `texts`: all so far."""
         for text in texts:
             if (kind, text) not in self._told:
                 self._told.add((kind, text))
                 self.event(kind, step, text)
 
     def _record(self, kind: EventKind, step: int, text: str) -> None:
+        """Write an event to events.jsonl and send an alert."""
         if not self._rt.is_main:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
@@ -235,12 +248,13 @@ class Tracker:
             self._mirror.alert(title, step, shortened(text), level)
 
     def _write_events(self) -> None:
-        """Those that a full disk did not take wait for room."""
+        """Write the events; those that a full disk did not take stay in the queue."""
         if self._unwritten_events and self._write(EVENTS, self._unwritten_events, "wait for room"):
             self._unwritten_events = []
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]], otherwise: str = "are lost") -> bool:
-        """Append lines, whole or not at all; a full disk costs them, not the run, whose checkpoint may still find room."""
+        """Append lines, whole or not at all; a full disk costs the lines, not the run, whose
+        checkpoint may find room."""
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             append_whole(self._run_dir / name, text)
@@ -252,7 +266,7 @@ class Tracker:
     def _append(
         self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any] | None = None
     ) -> None:
-        """A line of a file, which the dashboard has with `axes` beside it."""
+        """Append a line to a file; the dashboard gets it with `axes` beside it."""
         if not self._rt.is_main:
             return
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
@@ -261,16 +275,17 @@ class Tracker:
             self._mirror.row(step, {**(axes or {}), **values})
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send a table to the dashboard."""
         if self._mirror is not None:
             self._mirror.table(step, table(name, columns, rows))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
-    """The aligned console line.
+    """Return the aligned console line.
 
     Args:
-        width: characters that a terminal has for it: the columns of WANTED that do not fit are left out, the last ones first;
-            None: all.
+        width: characters that a terminal has for it: columns of _WANTED that do not fit are left out, the last ones
+            first; None: all columns are shown.
     """
     mfu = values.get("perf/mfu")
     columns = {
@@ -287,15 +302,15 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
         "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
     }
     room = sys.maxsize if width is None else width + len(GAP)
-    wanted = [name for name in _WANTED if columns[name]]  # without MFU on hardware whose peak nobody knows
+    wanted = [name for name in _WANTED if columns[name]]  # the MFU is empty on hardware whose peak is unknown
     taken = accumulate(len(columns[name]) + len(GAP) for name in wanted)
     kept = {name for name, end in zip(wanted, taken, strict=True) if end <= room}
     return GAP.join(text for name, text in columns.items() if name in kept)
 
 
 def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:
-    """An evaluation on one line: all values of a few, else of each task the one that stands for it, and of several their
-    mean."""
+    """Return an evaluation on one line: all values if they are few, else each task's main value
+    and the means over several."""
     shown = {name: value for name, value in values.items() if not name.endswith(("/low", "/high"))}
     if results or len(shown) > CONSOLE_VALUES:
         means = ("val/loss", "val/bpb", *(("eval/centred_mean",) if len(results) != 1 else ()))
@@ -313,5 +328,5 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
 
 
 def _number(value: float | None, form: str) -> str:
-    """The number, or a dash of the same width where there is none."""
+    """Return the number as text, or a dash of the same width where there is none."""
     return format(value, form) if value is not None else "-".rjust(int(form.partition(".")[0]))

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from sftkit.tracking.meter import Meter
 
 WINDOW = "window"
-"Its name in the state of a checkpoint."
+"Name of the open window in the state of a checkpoint."
 Window = dict[str, Any]
 "JSON values, the same on every rank."
 
 
 def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
-    """The values of every rank, one list each, None for what is not finite; every rank must call it.
+    """Return the values of every rank, one list each, None for what is not finite; every rank must call it.
 
     Args:
         own: [n], this rank's, on its device; exact as fp64.
@@ -33,11 +33,11 @@ def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
 
 
 def own_values(rt: Runtime, rows: list[list[float | None]], same_ranks: bool) -> torch.Tensor:
-    """This rank's part of what `by_rank` gave, so that the parts add up to the same: fp64 [n], on the CPU.
+    """Return this rank's part of what `by_rank` returned, so that the parts add up to the same: fp64 [n], on the CPU.
 
     Args:
-        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sum (only of what adds up
-            over ranks).
+        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sums over
+            ranks, which make sense only for what adds up.
     """
     table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
     if same_ranks:
@@ -46,12 +46,15 @@ def own_values(rt: Runtime, rows: list[list[float | None]], same_ranks: bool) ->
 
 
 def open_window(meter: Meter, health: Health) -> Window:
-    """What a checkpoint keeps of the steps that no line has told yet; every rank must call it. Waits for the device."""
+    """Return what a checkpoint keeps of the steps that no line has reported yet; every rank must call it.
+
+    Waits for the device.
+    """
     return {"meter": meter.window(), "health": health.window()}
 
 
 def is_open(resumed: Mapping[str, Any]) -> bool:
-    """Whether a line at the step of this checkpoint is one that a stop asked for: the next one has its steps too."""
+    """Return whether a stop asked for the line at the step of this checkpoint: then the next line has its steps too."""
     return bool(resumed.get(WINDOW, {}).get("meter", {}).get("steps"))
 
 

@@ -51,7 +51,10 @@ def find(run: str, entity: str, project: str, offline: bool) -> Compared:
 
 
 def _local(run_dir: Path) -> Compared:
-    """A run directory. Its newest checkpoint has the id on wandb; its name there is made of the last two folders."""
+    """Return the run in a directory.
+
+    Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
+    """
     report, curves = read_run(run_dir)
     name, folder = run_name(run_dir), latest(run_dir)
     found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
@@ -59,6 +62,7 @@ def _local(run_dir: Path) -> Compared:
 
 
 def _from_wandb(run: str, entity: str, project: str) -> Compared:
+    """Return a run of wandb by its id or name."""
     import wandb
 
     check_key()
@@ -101,7 +105,8 @@ def comparison(
 
 
 def _numbers(first: Compared, second: Compared) -> list[Any]:
-    """Return the blocks at the top: how many times as fast, then both runs at equal steps, or why they are not compared."""
+    """Return the blocks at the top: how many times as fast, then both runs at equal steps, or
+    why they are not compared."""
     if first.curves is None or second.curves is None:
         words = "The speed-up and losses at equal steps are not here: name run directories, or leave out --dry-run."
         return [reports.H1("Speed-up: not known"), reports.P(words)]

@@ -1,4 +1,4 @@
-"""How a run ended, for a dashboard: its state, an exit code, and why."""
+"""The end of a run, for a dashboard: its state, an exit code, and why."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known when training has ended, with its last checkpoint or with an error."""
+    """The end of training, with its last checkpoint or with an error."""
 
     state: str
     "finished, stopped (Ctrl-C), preempted (another signal, or the time limit) or failed, as in run_status.json"
     exit_code: int
-    "0 of a finished run alone: a process that was told to stop and has saved ends with 0, its training is not at its end"
+    """0 of a finished run alone: a process that was told to stop and has saved ends with 0, its
+    training is not at its end"""
     summary: dict[str, Any]
     "run/*, for the table of runs"
 
 
 def begun(resumed: bool) -> dict[str, Any]:
-    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one without its earlier end."""
+    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one
+    without its earlier end."""
     return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
 
 

@@ -1,4 +1,4 @@
-"""By what a run is found and told apart on a dashboard."""
+"""The name, group, tags and notes by which a run is found on a dashboard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_RUNS = "runs"
 
 @dataclass(frozen=True)
 class Identity:
-    """What wandb and trackio are told of a run when it starts."""
+    """Identity of a run on wandb and trackio, set when it starts."""
 
     name: str
     group: str | None

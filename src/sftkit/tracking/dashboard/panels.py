@@ -1,4 +1,5 @@
-"""What the wandb workspace shows, section by section, and which of it a run has. The panels themselves: workspace.py."""
+"""The sections and panels of the wandb workspace, and which of them a run has. workspace.py
+builds the panels themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RARE = (
     *("data/share/<source>", "preflight/findings", "preflight/warnings"),
     *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
 )
-"What a run has only with certain settings, several sources or odd data: shown where a run is known to have it."
+"Names that a run has only with certain settings, several sources or odd data: shown where a run is known to have them."
 
 
 class LinePlot(NamedTuple):
@@ -63,18 +64,18 @@ class Section:
 
 
 def curve(name: str, title: str | None = None) -> LinePlot:
-    """A name of names.METRICS over `step`, with its unit."""
+    """Return a line plot of a name of names.METRICS over `step`, with its unit."""
     metric = next(metric for metric in METRICS if metric.name == name)
     return LinePlot((name,), title or (f"{name} ({metric.unit})" if metric.unit != "-" else name))
 
 
 def over(x: str, title: str) -> LinePlot:
-    """Both losses over something else than steps."""
+    """Return a line plot of both losses over something else than steps."""
     return LinePlot(("train/loss", "val/loss"), f"loss over {title}", x)
 
 
 def _number(name: str, threshold: str | None = None) -> Number:
-    """A value of a run with what it should be."""
+    """Return a panel of a value of a run, with what it should be."""
     return Number((name,), f"{name}: {threshold}" if threshold else name)
 
 
@@ -208,7 +209,7 @@ def _panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
 
 
 def has(name: str, logged: Collection[str] | None) -> bool:
-    """Whether a name, or one that a pattern stands for, is among those of a run."""
+    """Return whether a name, or one that a pattern stands for, is among those of a run."""
     if logged is None:
         return name not in RARE
     return (
@@ -217,7 +218,7 @@ def has(name: str, logged: Collection[str] | None) -> bool:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name of METRICS stands for several."""
+    """Return whether a name of METRICS stands for several."""
     return "<" in name
 
 

@@ -11,7 +11,7 @@ from sftkit.rundir.files import read_object
 from sftkit.rundir.names import PREFLIGHT, PROOF
 
 TABLE_CHARACTERS = 2000
-"So much of a text is in a table or an alert on a dashboard; the files have all of it."
+"Maximum length of a text in a table or an alert on a dashboard; the files have all of it."
 VERDICTS = {True: "PASS", False: "FAIL", None: "not checked"}
 PROOF_COLUMNS = ("check", "verdict", "found", "expected", "how")
 SOURCE_COLUMNS = (

@@ -1,4 +1,5 @@
-"""The dashboard beside metrics.jsonl, wandb or trackio: fed by a thread of its own, so that a stuck one holds nobody."""
+"""The dashboard beside metrics.jsonl, wandb or trackio: fed by a thread of its own, so that a
+stuck one delays nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ from sftkit.tracking.dashboard.services import Dashboard, Trackio, Values, Wandb
 
 log = logging.getLogger(__name__)
 FINISH_SECONDS = 30.0
-"what a dashboard is given at the end, for all that waits in the queue"
+"Time that a dashboard has at the end, for all that waits in the queue."
 QUEUE_ROWS = 1000
+"Length of the queue."
 
 
 def dashboard_name(config: LogConfig) -> str | None:
-    """wandb, trackio or None: what log.tracker and log.wandb ask for.
+    """Return "wandb", "trackio" or None: what log.tracker and log.wandb ask for.
 
     Raises:
         ConfigError: a dashboard is asked for by name and its package is not installed.
@@ -50,9 +52,10 @@ def dashboard_name(config: LogConfig) -> str | None:
 
 
 def wandb_mode(setting: str | None) -> str:
-    """online, offline or off: the setting, or online where wandb finds a key, offline where not."""
+    """Return "online", "offline" or "off": the setting, or online where wandb finds a key and offline where not."""
     if setting is not None:
         return setting
+    # wandb's own variable, which people set to keep it offline or away.
     mode = os.environ.get("WANDB_MODE")
     if mode in ("online", "offline"):
         return mode
@@ -71,7 +74,7 @@ def wandb_mode(setting: str | None) -> str:
 def open_dashboard(
     config: LogConfig, run_dir: Path, run_id: str | None, about: Identity, accelerator: Accelerator
 ) -> Dashboard | None:
-    """The dashboard of this run, through Accelerate; None without one, or where none starts, which is said.
+    """Start the dashboard of this run, through Accelerate; None without one, or, with a warning, where none starts.
 
     Args:
         run_id: of the run that is continued; None for a new one.
@@ -92,7 +95,8 @@ def open_dashboard(
 
 
 def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, Any], accelerator: Accelerator) -> Any:
-    accelerator.trackers.clear()  # one that did not start would be started again
+    """Start a tracker through Accelerate and return the run that it wraps."""
+    accelerator.trackers.clear()  # one that failed to start before would be started again
     accelerator.init_trackers(project, settings, {name: init})
     return accelerator.get_tracker(name, unwrap=True)
 
@@ -100,6 +104,7 @@ def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, 
 def _start_wandb(
     project: str, run_id: str | None, about: Identity, accelerator: Accelerator, mode: str, run_dir: Path
 ) -> Wandb:
+    """Start wandb in this mode."""
     import wandb
 
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
@@ -110,16 +115,19 @@ def _start_wandb(
 
 
 def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:
+    """Start trackio."""
     init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
     init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    with redirect_stdout(io.StringIO()):  # it greets in nine lines
+    with redirect_stdout(io.StringIO()):  # it prints nine lines at its start
         return Trackio(_started("trackio", project, init, {}, accelerator), project)
 
 
 class Mirror:
-    """Hands what is logged to a dashboard on a thread of its own; what finds no place in its queue is dropped and counted."""
+    """Sends what is logged to a dashboard on a thread of its own; what does not fit its
+    queue is dropped and counted."""
 
     def __init__(self, dashboard: Dashboard) -> None:
+        """Start the thread."""
         self.dashboard = dashboard
         self.dropped = 0
         "rows, tables and alerts that the dashboard did not get"
@@ -130,19 +138,23 @@ class Mirror:
         self._thread.start()
 
     def row(self, step: int, values: Values) -> None:
+        """Send a row; see Dashboard."""
         self._put(partial(self.dashboard.row, step, dict(values)))
 
     def table(self, step: int, table: LoggedTable) -> None:
+        """Send a table."""
         self._put(partial(self.dashboard.table, step, table))
 
     def summary(self, values: Mapping[str, Any]) -> None:
+        """Send values that stand for the whole run."""
         self._put(partial(self.dashboard.summary, dict(values)))
 
     def record(self, step: int, read: Callable[[], RunFile]) -> None:
-        """A file of the run directory, read when its turn comes: its tables, and what it says of the whole run."""
+        """Send a file of the run directory, read when its turn comes: its tables, and its values for the whole run."""
         self._put(partial(self._record, step, read))
 
     def _record(self, step: int, read: Callable[[], RunFile]) -> None:
+        """Read the file and send it, on the thread."""
         found = read()
         for table in found.tables:
             self.dashboard.table(step, table)
@@ -150,20 +162,24 @@ class Mirror:
             self.dashboard.summary(found.summary)
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Send an alert."""
         self._put(partial(self.dashboard.alert, title, step, text, level))
 
     def _put(self, job: Callable[[], None]) -> None:
+        """Put a job into the queue, or count it as lost where that is full."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
             self._lose(f"has not answered for {QUEUE_ROWS} rows")
 
     def _lose(self, why: str) -> None:
+        """Count what did not get there; warn of the first."""
         if self.dropped == 0:
             log.warning("%s %s; metrics.jsonl is kept all the same", self.dashboard.name, why)
         self.dropped += 1
 
     def _work(self) -> None:
+        """Do the jobs until the end comes, then finish the run."""
         while (job := self._jobs.get()) is not None:
             try:
                 job()
@@ -177,14 +193,14 @@ class Mirror:
             self._problem = first_line(error)
 
     def finish(self, ending: Ending) -> str | None:
-        """End the run, within 30 seconds whatever the dashboard does; what the person should be told."""
+        """End the run, within 30 seconds whatever the dashboard does; return what the person should be told."""
         self._ending = ending
         end = time.monotonic() + FINISH_SECONDS
-        with suppress(queue.Full):  # stuck for long: it will not take an end either
+        with suppress(queue.Full):  # it has been stuck for long, and will not take an end either
             self._jobs.put(None, timeout=FINISH_SECONDS)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._problem is not None:
-            self.dropped += self._jobs.qsize()  # the end itself waits there too, in place of the row in its hands
+            self.dropped += self._jobs.qsize()  # the end in the queue counts for the row that the thread is stuck with
             log.warning("%s does not finish: %s", self.dashboard.name, self._problem)
             self.dashboard.abandon()
         lost = f"{self.dropped} rows did not get there, metrics.jsonl has all" if self.dropped else None
@@ -193,5 +209,5 @@ class Mirror:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line; its type if it says nothing."""
+    """Return what an error says, on one line; its type if it says nothing."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""What shows a run while it trains: wandb or trackio, behind the few things that both can do."""
+"""The services that show a run while it trains, wandb and trackio, behind the few things that both can do."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from sftkit.tracking.dashboard.ending import Ending
 from sftkit.tracking.dashboard.records import LoggedTable
 
 ALERT_SECONDS = 600.0
-"between two alerts of a kind; the file has all"
+"Least time between two alerts of a kind; events.jsonl has all."
 KILLED = 255
-"The exit code that wandb's own hooks give a run that Ctrl-C has ended (sdk/lib/exit_hooks.py), and that it shows as killed."
+"""The exit code that wandb's own hooks give a run that Ctrl-C has ended (sdk/lib/exit_hooks.py), and
+that it shows as killed."""
 SUMMARIES = {"last": None, "min": "min", "max": "max", "mean": "none"}
-"What wandb is told to sum up of a metric: its own mean would have the first window in it, so we set that one."
+"How wandb sums a metric up. Its own mean would include the first window, so we set the mean ourselves."
 Values = Mapping[str, float | None]
 
 
 class Dashboard(Protocol):
-    """What a backend can do. Its methods are called on one thread and may raise, or never come back."""
+    """A service that shows a run. Its methods are called on one thread and may raise, or never return."""
 
     name: str
     run_id: str
@@ -42,10 +43,10 @@ class Dashboard(Protocol):
     def finish(self, ending: Ending) -> None: ...
 
     def abandon(self) -> None:
-        """Let go of one that does not finish, so that the process can end."""
+        """Give up a service that does not finish, so that the process can end."""
 
     def where(self, complete: bool) -> str | None:
-        """What the person does to see the run, if anything."""
+        """Return what the person must do to see the run, if anything."""
 
 
 class Wandb:
@@ -89,7 +90,7 @@ class Wandb:
         self._run.finish(exit_code=KILLED if ending.state == "stopped" else ending.exit_code)
 
     def abandon(self) -> None:
-        """wandb waits for its own process when Python ends: for ever, if that one is stopped."""
+        """Kill wandb's own process: when Python ends, wandb would wait for it, for ever if it is stuck."""
         for process in self._service:
             with suppress(psutil.Error):
                 process.kill()
@@ -101,8 +102,11 @@ class Wandb:
 
 
 class Means:
-    """Means over the logged lines of a start without its first, whose window holds one-time costs (allocator, first launches
-    of kernels). Of one line it is that line."""
+    """Means over the logged lines of a start.
+
+    The first line is left out where there are others: its window holds one-time costs (allocator,
+    first launches of kernels).
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -140,7 +144,7 @@ class Trackio:
         self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """It keeps none."""
+        """Do nothing: trackio has no such values."""
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         from trackio import AlertLevel
@@ -154,7 +158,7 @@ class Trackio:
         self._run.finish()
 
     def abandon(self) -> None:
-        """Its threads are daemons: nothing holds the process."""
+        """Do nothing: its threads are daemons, so nothing keeps the process alive."""
 
     def where(self, complete: bool) -> str | None:
         return f"see the run with `{program('trackio')} show --project {self._project}`"

@@ -1,4 +1,4 @@
-"""The project's wandb workspace as code. Nothing here asks a server; `save` does."""
+"""The project's wandb workspace as code. Only `save` asks a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLUMNS = (
     *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
     *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
 )
-"Of the table of runs, beside name and state."
+"Columns of the table of runs, beside name and state."
 
 
 def workspace(entity: str, project: str, logged: Collection[str] | None = None) -> workspaces.Workspace:
@@ -104,8 +104,8 @@ def newest_on_wandb(root: Path) -> Path | None:
 
 
 def logged_by(run_dir: Path) -> set[str]:
-    """Return the names that a run has on a dashboard, from its own files: what is in a row and not null, tables, values of
-    the run."""
+    """Return the names that a run has on a dashboard, from its own files: what is in a row and not null,
+    tables, values of the run."""
     found = {"run/state"}
     for name in (METRICS_FILE, EVALS):
         found |= {key for row in read_metric_rows(run_dir / name) for key, value in row.items() if value is not None}
@@ -117,11 +117,12 @@ def logged_by(run_dir: Path) -> set[str]:
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
     """Return what `save` would send, as JSON."""
+    # Private: the library has no public way to see a spec without sending it.
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
 def save(view: workspaces.Workspace | reports.Report) -> str:
-    """Create it on the server; return its address.
+    """Create the workspace or report on the server and return its address.
 
     Raises:
         ConfigError: there is no key on this machine, or the server refuses.
@@ -136,7 +137,11 @@ def save(view: workspaces.Workspace | reports.Report) -> str:
 
 
 def check_key() -> None:
-    """Raise ConfigError where there is no wandb key on this machine."""
+    """Refuse to go on where there is no wandb key on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
     import wandb
 
     if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
