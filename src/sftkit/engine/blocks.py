@@ -45,7 +45,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
 from sftkit.parallel.pipeline import Pipelined
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
@@ -149,7 +149,7 @@ class Blocks:
         started = time.perf_counter()
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        with whole_weights(orig_model):
+        with stagewise(orig_model):
             check = check_documents(self.model, eager, rt.device, layout.max_length)
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
@@ -190,7 +190,7 @@ class Blocks:
             return compiled_check(None, None, orig_model.dtype)
         shape = self._layout.shapes[-1]
         batch = heaviest(self._rt, orig_model, self._layout, *shape)
-        with whole_weights(orig_model):
+        with stagewise(orig_model):
             return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
@@ -237,7 +237,7 @@ class Blocks:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, nothing should be compiled, and the model is whole."""
-        with whole_weights(self.model.orig_model), self.watch.evaluating():
+        with stagewise(self.model.orig_model), self.watch.evaluating():
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:

@@ -22,7 +22,7 @@ def validate(
 ) -> dict[str, float | None]:
     """val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
 
-    Every rank runs the same number of forward passes. Bits per byte: nats of all targets / ln 2 / UTF-8 bytes of the
+    Every rank runs the same number of forward passes; those of a pipeline the same ones, and the last has their sums. Bits per byte: nats of all targets / ln 2 / UTF-8 bytes of the
     decoded targets, special tokens not counted as bytes.
     """
     sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
@@ -36,8 +36,7 @@ def validate(
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
     """(nats, targets, bytes) of one source over all ranks."""
-    ranks = rt.world_size // rt.topology.parts  # those of a pipeline each have the whole model here
-    layout = validation_layout(replace(layout, world_size=ranks), examples.lengths)
+    layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     was_training = model.orig_model.training
@@ -46,7 +45,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
         with torch.no_grad(), run_eagerly():
             for batch in plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False):
                 rt.check_stop()
-                for rows in batch.micro_batches(layout, rt.rank // rt.topology.parts):
+                for rows in batch.micro_batches(layout, rt.data_rank):
                     max_docs = layout.max_docs(len(rows), batch.row_length)
                     collated = collate(
                         examples,

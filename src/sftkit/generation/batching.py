@@ -118,10 +118,12 @@ def _cached(
 
 
 def turns(batches: Sequence[Batch], rt: Runtime | None) -> Iterator[Turn]:
-    """The batches dealt to the ranks in turn; tensor-parallel ranks of a group have the same ones. Ranks have equally many
-    turns and ask for a stop before each, which may raise Stopped. Without a runtime: all of them."""
-    alike = rt.topology.tensor if rt is not None else 1
-    index, count = (rt.rank // alike, rt.world_size // alike) if rt is not None else (0, 1)
+    """The batches dealt to the ranks in turn; ranks of a tensor-parallel group, and of a pipeline, have the same ones. Ranks have
+    equally many turns and ask for a stop before each, which may raise Stopped. Without a runtime: all of them."""
+    index, count = 0, 1
+    if rt is not None:
+        count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
+        index = rt.rank // rt.topology.tensor % count
     before: list[Prefix] = [()] * count
     for start in range(0, len(batches), count):
         if rt is not None:

@@ -103,8 +103,8 @@ def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[Row], device: t
 
 
 def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
-    if rt is not None and rt.topology.sharded:
-        return "the model is sharded over ranks"
+    if rt is not None and rt.topology.partial:
+        return "the model is spread over ranks"
     return refusal(orig_model)
 
 

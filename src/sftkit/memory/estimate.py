@@ -210,8 +210,8 @@ def _sharded(s: Setup, tokens: int) -> Estimate:
 
 
 def estimates_of_places(s: Setup) -> list[Estimate]:
-    """The peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an evaluation,
-    with the weights of all stages."""
+    """The peak of each process of a pipeline: at the start of a backward pass or at the end of the step. An evaluation goes through
+    the same stages."""
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
@@ -244,8 +244,7 @@ def _staged(s: Setup, place: int) -> Estimate:
         earlier = 0
     at_start = Estimate(weights, states, earlier, sums, hidden, int(max(loss, block + (head if first or last else 0))))
     at_end = replace(at_start, gradients=gradients, activations=width * received, transient=int(block))
-    evaluating = Estimate(width * m.parameters, states, 0, 0, width * received, int(_loss_bytes(s, tokens)))
-    return max(at_start, at_end, evaluating, key=lambda moment: moment.total)
+    return max(at_start, at_end, key=lambda moment: moment.total)
 
 
 def shape_of_place(s: Setup, place: int) -> Shape:
