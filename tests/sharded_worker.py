@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import make_examples, make_layout_of, over_ranks
+from helpers import make_examples, make_layout_of, over_ranks, whole_parameters
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 

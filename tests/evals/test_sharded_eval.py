@@ -58,7 +58,9 @@ def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *c
     torchrun(processes, "sharded_worker.py", "evaluate", str(folder), *cases)
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "evaluated.json").read_text())
     for name, ranks in found.items():
-        assert name == "pipeline x ddp" or len({rank["forwards"] for rank in ranks}) == 1 or name == "ddp", name  # whole models need no company
+        assert name == "pipeline x ddp" or len({rank["forwards"] for rank in ranks}) == 1 or name == "ddp", (
+            name
+        )  # whole models need no company
         for rank in ranks:
             assert rank["values"] == pytest.approx(alone["values"], rel=1e-5), name
             for key in ("answers", "given", "fewer", "predictions"):

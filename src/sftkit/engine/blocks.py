@@ -236,7 +236,7 @@ class Blocks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, nothing should be compiled, and the model is whole."""
+        """Inside, nothing should be compiled, and the model is called as one that is whole."""
         with stagewise(self.model.orig_model), self.watch.evaluating():
             yield
 

@@ -210,9 +210,11 @@ class _Sides:
     def _over_ends(self, sums: dict[str, Tensor]) -> None:
         """Add what the first and the last stage of a pipeline found of a weight that both hold, as embedding and as head."""
         stages = stages_of(self.model.orig_model)
-        for name, places in self.places.items() if stages is not None else ():
-            if len(stages.holders[places.parameter]) > 1:  # type: ignore[union-attr]
-                torch.distributed.all_reduce(sums[name], group=stages.ends)  # type: ignore[union-attr]
+        if stages is None:
+            return
+        for name, places in self.places.items():
+            if len(stages.holders[places.parameter]) > 1:
+                torch.distributed.all_reduce(sums[name], group=stages.ends)
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:

@@ -143,7 +143,9 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
     return hidden
 
 
-def _received(passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any) -> Tensor:
+def _received(
+    passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any
+) -> Tensor:
     """The first layer of a stage."""
     return forward(passed(hidden), *more, **arguments)
 
