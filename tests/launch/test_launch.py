@@ -47,9 +47,9 @@ def test_without_a_gpu_one_process_gets_all_cores():
     ("cores", "idle", "threads", "said"),
     [
         (2, 2, 2, "2 CPU cores -> accelerate_configs/cpu.yaml, 2 threads"),
-        (2, 1, 1, "2 CPU cores, 1 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
-        (2, 0, 1, "2 CPU cores, 2 of them busy -> accelerate_configs/cpu.yaml, 1 thread"),
-        (8, 7, 7, "8 CPU cores, 1 of them busy -> accelerate_configs/cpu.yaml, 7 threads"),
+        (2, 1, 1, "2 CPU cores (1 busy) -> accelerate_configs/cpu.yaml, 1 thread"),
+        (2, 0, 1, "2 CPU cores (2 busy) -> accelerate_configs/cpu.yaml, 1 thread"),
+        (8, 7, 7, "8 CPU cores (1 busy) -> accelerate_configs/cpu.yaml, 7 threads"),
         (8, None, 8, "8 CPU cores -> accelerate_configs/cpu.yaml, 8 threads"),
     ],
 )

@@ -373,7 +373,7 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     unknown = prepared.look()["time"]
     assert unknown["hours"] is None
-    assert "hours unknown" in preflight.time_text(unknown)
+    assert "hours: not measured yet" in preflight.time_text(unknown)
     assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
     sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
     assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]

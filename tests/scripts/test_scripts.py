@@ -85,8 +85,8 @@ def test_each_script_trains_and_leaves_a_whole_run_directory(runs: Path, stage: 
 def test_stages_hand_over_tokenizer_and_row_length_and_say_so(runs: Path) -> None:
     for stage, parent in (("mid", "base"), ("sft", "mid")):
         log = (runs / f"{stage}.log").read_text()
-        assert f"from {runs}/{parent}/step-000003: tokenizer of 1,024 tokens" in log
-        assert "max_length 128 (inherited)" in log
+        assert f"from {runs}/{parent}/step-000003: fp32, max_length 128 (inherited)" in log
+        assert "tokenizer of 1,024 tokens" in log
     assert "2 x CPU" in (runs / "sft.log").read_text()
     templates = {(runs / stage / "step-000003" / "chat_template.jinja").read_text() for stage in ("base", "mid", "sft")}
     assert len(templates) == 1

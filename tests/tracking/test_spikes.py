@@ -210,8 +210,8 @@ def test_a_spike_is_told_with_its_step_its_mean_and_the_deviation_and_counted(tm
         assert told.add(loss) == (False, 0)
     assert told.add(50.0, norm=9.0) == (False, 0)
     assert told.events() == [
-        "step 37: loss 50 is far above 1, the mean of the steps before (standard deviation 0.07071); gradient norm 9 is far "
-        "above 1, the mean of the steps before (standard deviation 0.01)"
+        "step 37: loss 50 is far above the mean before it, 1 (sd 0.071); gradient norm 9 is far above the mean before it, 1 "
+        "(sd 0.01)"
     ]
     assert told.health.read() == {"health/spikes": 1, "health/skipped_steps": 0, "health/nonfinite_steps": 0}
     assert told.health.read()["health/spikes"] == 0
@@ -227,7 +227,7 @@ def test_a_spike_can_end_the_run_with_the_documents_of_the_micro_batch_that_lost
     with pytest.raises(SpikeError) as error:
         told.add(2.0, losses=(1.0, 1.0, 5.0, 1.0))
     text = str(error.value)
-    assert text.startswith("step 33: loss 2 is far above 1, the mean of the steps before (standard deviation 0.07071)")
+    assert text.startswith("step 33: loss 2 is far above the mean before it, 1 (sd 0.071)")
     named = ", ".join(f"test #{i}" for i in guilty[:5])
     assert f"the largest loss per target, 5, is that of rank 0, micro-batch 3 of 4, with documents {named}" in text
     assert "numerics.on_spike=skip" in text
@@ -248,7 +248,7 @@ def test_spikes_that_are_left_out_count_with_steps_that_are_not_finite_and_only_
     assert told.add(1.0) == (False, 0)
     assert told.add(3.0) == (False, divisor), "what was left out has not widened the history"
     (first, second) = told.events()
-    assert first.startswith("step 33: loss 2 is far above 1,")
+    assert first.startswith("step 33: loss 2 is far above the mean before it, 1 (sd 0.071)")
     assert first.endswith("; left out")
     assert second.startswith("step 35: loss 3")
     assert told.add(1.0) == (False, 0)

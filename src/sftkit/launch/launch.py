@@ -77,7 +77,7 @@ def choose(
         name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
         free = hardware.cpu_cores if hardware.idle_cores is None else min(hardware.cpu_cores, hardware.idle_cores)
         env["OMP_NUM_THREADS"] = str(max(1, free))  # accelerate launch would set 1
-        cores += f", {hardware.cpu_cores - free} of them busy" if free < hardware.cpu_cores else ""
+        cores += f" ({hardware.cpu_cores - free} busy)" if free < hardware.cpu_cores else ""
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
         note = f", {threads} thread" + "s" * (threads != "1")
     else:

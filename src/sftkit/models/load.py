@@ -341,6 +341,6 @@ def inherit(
         template += f", {' and '.join(added.tokens)} added"
     how = "set in the recipe" if max_length else "inherited"
     return length, (
-        f"{start}: tokenizer of {len(tokenizer):,} tokens (chat template {template}), max_length {length} ({how}), "
-        f"{precision}"
+        f"{start}: {precision}, max_length {length} ({how})\n"
+        f"tokenizer of {len(tokenizer):,} tokens, chat template {template}"
     )

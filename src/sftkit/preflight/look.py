@@ -132,14 +132,15 @@ def lines(found: dict[str, Any]) -> list[str]:
     )
     if found["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in found["roles"].items())
-        shown.append(f"{'roles':<10}{roles} (messages of the conversations that are learned from)")
+        shown.append(f"{'roles':<10}{roles} messages")
         shown.append(f"{'chat':<10}template {template_text(found)}, end of turn learned in {end_text(found)}")
     own = own_layout(found)
     shown.append(
         f"{'layout':<10}{own['layout']}, {own['shapes']}: {own['padding_pct']:.1f} % padding, "
         f"{counted(own['steps'], 'step')} an epoch"
     )
-    return [*shown, f"{'time':<10}{time_text(found['time'])}"]
+    steps, _, measured = time_text(found["time"]).partition("; ")
+    return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
 
 
 def places_text(found: dict[str, Any]) -> str:
@@ -192,7 +193,7 @@ def time_text(time: dict[str, Any]) -> str:
     """Steps and epochs, with hours where a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
-        return f"{text}; hours unknown until a first run has measured the speed"
+        return f"{text}; hours: not measured yet"
     minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
     hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.2g} s"
     measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"

@@ -30,8 +30,7 @@ class Spike(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.name} {self.value:.4g} is far above {self.mean:.4g}, the mean of the steps before "
-            f"(standard deviation {self.deviation:.4g})"
+            f"{self.name} {self.value:.4g} is far above the mean before it, {self.mean:.4g} (sd {self.deviation:.2g})"
         )
 
 

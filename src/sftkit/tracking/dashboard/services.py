@@ -97,7 +97,7 @@ class Wandb:
     def where(self, complete: bool) -> str | None:
         if complete and self._mode == "online":
             return None
-        return f"the run is kept on disk; upload it with `{program('wandb')} sync {self.folder}`"
+        return f"the run is kept on disk; to upload it:\n  {program('wandb')} sync {self.folder}"
 
 
 class Means:
