@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import preloaded
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -17,6 +18,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
 from sftkit.data.pack import Layout, make_layout
 from sftkit.data.types import Examples
+from sftkit.models.stages import stages_of
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import documents_of, use_document_attention
 from sftkit.runtime.start import Runtime
@@ -102,6 +104,18 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     ).logits
     flat = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="none")
     return flat.view(batch.targets.shape)
+
+
+def whole_parameters(orig_model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter by name, from whichever rank holds it, or pieces of it; every rank calls it."""
+    stages = stages_of(orig_model)
+    for name, p in orig_model.named_parameters():
+        value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        if stages is not None:
+            value = torch.empty_like(value, device=stages.mesh.device_type) if p.is_meta else value.clone()
+            source = torch.distributed.get_global_rank(stages.group, stages.holders[name][0])
+            torch.distributed.broadcast(value, src=source, group=stages.group)
+        yield name, value
 
 
 def over_ranks(rt: Runtime, sums: Totals) -> Totals:

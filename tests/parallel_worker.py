@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama, whole_parameters
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -35,11 +35,12 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import shape_runner
 from sftkit.evals.validation import validate
+from sftkit.models.structure import decoder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -97,15 +98,25 @@ FOUR_RANKS = {
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),
 }
-CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+EIGHT_RANKS = {
+    "llama pipeline x hsdp": ("llama", Topology(stages=2, replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
+}
+CASES = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
 FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline")
 "Cases that compile with eager; the others with aot_eager, which takes longer, and their graphs go both ways."
+
+
+def in_memory(orig_model: PreTrainedModel) -> int:
+    """Numbers of the model's parameters that this rank has memory for."""
+    pieces = [p.to_local() if isinstance(p, DTensor) else p for p in orig_model.parameters() if not p.is_meta]
+    return sum(piece.numel() for piece in pieces if piece.untyped_storage().nbytes() >= piece.nbytes)
 
 
 def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     """Packed rows, the same global batches on any number of ranks."""
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
-    layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
+    micro = min(2, 8 // (rt.data_world_size * rt.topology.stages))  # at least as many micro-batches as stages
+    layout = make_layout_of("packed", examples.lengths, micro=micro, world_size=rt.data_world_size)
     batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part_of(rt.topology, rt.rank))
     return layout, batches
 
@@ -127,9 +138,9 @@ def train(
     modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
     wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule or "1f1b"))  # type: ignore[arg-type]
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
-    with whole_weights(orig_model):
+    with stagewise(orig_model):
         check_documents(model, "reference", rt.device)
-    rows, flags, last = [], [], rt.rank == rt.world_size - 1
+    rows, flags, evaluated, last = [], [], [0], rt.rank == rt.world_size - 1
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
         run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
@@ -145,21 +156,19 @@ def train(
             rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
             flags.append(outcome.flags.vector[:2].tolist())
         counts = watch.counts()
-    weights = {}
-    with whole_weights(orig_model):
+    with stagewise(orig_model):
+        hook = decoder(orig_model).register_forward_pre_hook(lambda *_: evaluated.append(in_memory(orig_model)))
         values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
+        hook.remove()
         let_go(orig_model)
-        for name, param in orig_model.named_parameters():
-            whole = param.full_tensor() if isinstance(param, DTensor) else param
-            weights[name] = whole.double().square().sum().item()
-    held = (p for p in orig_model.parameters() if not p.is_meta)
-    pieces = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in held)
+    weights = {name: whole.double().square().sum().item() for name, whole in whole_parameters(orig_model)}
     return {
         "rows": rows,
         "flags": flags,
         "val": values,
         "weights": weights,
-        "pieces": pieces,
+        "pieces": in_memory(orig_model),
+        "evaluated": max(evaluated),
         "same": asdict(same),
         **counts,
     }

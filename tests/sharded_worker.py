@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import make_examples, make_layout_of, over_ranks
+from helpers import make_examples, make_layout_of, over_ranks, whole_parameters
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -36,7 +36,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, let_go
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -70,9 +70,7 @@ def start() -> Runtime:
 
 def gathered(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, whole."""
-    with whole_weights(orig_model):
-        named = [*orig_model.named_parameters(), *orig_model.named_buffers()]
-        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+    return {name: t.detach().clone() for name, t in [*whole_parameters(orig_model), *orig_model.named_buffers()]}
 
 
 class Job:
@@ -218,19 +216,21 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
     plain = job.again().steps(0, 4)
     config = EvalConfig(tasks=("families",), batch_size=2, max_new_tokens=TOKENS, max_examples=1)
     suite = job.suite(tokenizer, config, SAMPLES)
-    hook = job.orig_model.model.register_forward_pre_hook(count)
-    values, answers = suite.evaluate()
-    whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
-    # Batches of one, so that ranks are done after different tokens.
-    choices = choices_task()
-    one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices))
-    given, scored = one_by_one.run_tasks()
-    (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
-    fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
-    hook.remove()
-    let_go(job.orig_model)
+    with stagewise(job.orig_model):
+        hook = job.orig_model.model.register_forward_pre_hook(count)
+        values, answers = suite.evaluate()
+        whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
+        # Batches of one, so that ranks are done after different tokens.
+        choices = choices_task()
+        one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices))
+        given, scored = one_by_one.run_tasks()
+        (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
+        fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
+        hook.remove()
+        let_go(job.orig_model)
     trained = job.steps(0, 2)
-    suite.evaluate()
+    with stagewise(job.orig_model):
+        suite.evaluate()
     sums = [row["loglikelihoods"] for one in (scored, together) for row in one.records]
     return {
         "values": values | results.values_of([given.result, scored.result]),

@@ -58,6 +58,17 @@ def test_the_recipe_says_of_how_many_stages(stages: int | None, topology: Topolo
     assert found.row_ranks * found.stages == 4
 
 
+def test_sizes_of_the_accelerate_config_are_those_of_a_stage() -> None:
+    hsdp = mesh(dp_replicate=2, dp_shard=-1)
+    found = read_topology(hsdp, 8, 2)
+    assert found == Topology(stages=2, replicas=2, shards=2, sharded=True)
+    assert found.describe() == "pipeline of 2 stages x fsdp2, 2 replicas x 2 shards"
+    with pytest.raises(
+        ConfigError, match=r"makes 2 processes, and 1 were started \(for each stage.*train.pipeline_stages"
+    ):
+        read_topology(hsdp, 8, None)
+
+
 def test_stages_that_do_not_divide_the_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.pipeline_stages=3 does not divide the 4 processes"):
         read_topology({}, 4, 3)

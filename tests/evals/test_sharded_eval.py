@@ -58,14 +58,16 @@ def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *c
     torchrun(processes, "sharded_worker.py", "evaluate", str(folder), *cases)
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "evaluated.json").read_text())
     for name, ranks in found.items():
-        assert len({rank["forwards"] for rank in ranks}) == 1 or name == "ddp", name  # whole models need no company
+        assert name == "pipeline x ddp" or len({rank["forwards"] for rank in ranks}) == 1 or name == "ddp", (
+            name
+        )  # whole models need no company
         for rank in ranks:
             assert rank["values"] == pytest.approx(alone["values"], rel=1e-5), name
             for key in ("answers", "given", "fewer", "predictions"):
                 assert rank[key] == alone[key], (name, key)
             tolerance = {"rel": 1e-5} if "tensor" in name else {"rel": 0.0, "abs": 0.0}
             assert rank["likelihoods"] == pytest.approx(alone["likelihoods"], **tolerance), name
-            assert rank["whole"] == [] or name == "ddp", name
+            assert rank["whole"] == [] or name.startswith(("ddp", "pipeline")), name
             assert rank["interrupted"] == rank["plain"], name
             assert rank["plain"] == pytest.approx(alone["plain"], rel=1e-5), name
 
@@ -73,6 +75,12 @@ def compare(folder: Path, tokenizer: PreTrainedTokenizerFast, processes: int, *c
 @pytest.mark.slow
 def test_two_ranks_evaluate_like_one_and_train_on_as_if_they_had_not(folder: Path, tokenizer) -> None:
     compare(folder, tokenizer, 2, "ddp", "fsdp2, lean", "tensor")
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_evaluate_like_one_process(folder: Path, tokenizer) -> None:
+    compare(folder, tokenizer, 2, "pipeline")
+    compare(folder, tokenizer, 4, "pipeline x ddp", "pipeline x fsdp2")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import cpu_runtime, torchrun
-from parallel_worker import FOUR_RANKS, MODELS, ONE_RANK, STEPS, TWO_RANKS, some_batches, train
+from parallel_worker import EIGHT_RANKS, FOUR_RANKS, MODELS, ONE_RANK, STEPS, TWO_RANKS, some_batches, train
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.objectives.next_token import NextToken
@@ -18,6 +18,7 @@ from sftkit.train.assemble import engine_of
 
 SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2")
 "Cases of two ranks whose model and topology are each in another case."
+SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
 
 
@@ -47,6 +48,8 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert case["compile/recompiles"] == case["compile/graph_breaks"] == 0
     for side in ("compiled", "eager"):
         assert 0.0 < case["same"][side]["relative"] < 1e-5, "gradients of the plain model, whatever is cut"
+    if "pipeline" in name:  # an evaluation gathers what ranks of a stage share, and nothing of other stages
+        assert case["evaluated"] == case["pieces"] * SEVERAL[name][1].shards < whole["pieces"]
     assert case["flags"] == [[1.0, 0.0]] * STEPS  # one rank wishes to stop, and all know
 
 
@@ -83,6 +86,12 @@ def test_two_ranks_compute_what_one_does_compiled_and_without_recompiles(name: s
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_compute_what_one_does_compiled_and_without_recompiles(name: str) -> None:
     check(name, results(4, *FOUR_RANKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_RANKS)
+def test_eight_ranks_compute_what_one_does_compiled_and_without_recompiles(name: str) -> None:
+    check(name, results(8, *EIGHT_RANKS))
 
 
 def test_a_sharded_rank_holds_its_pieces_only() -> None:

@@ -141,8 +141,8 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         raise ConfigError(
-            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (of each stage, "
-            "in a pipeline): change the sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the "
+            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (for each stage, "
+            "in a pipeline: train.pipeline_stages): change the sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the "
             "others leave)"
         )
     if topology.context > 1 and topology.tensor > 1:

@@ -45,7 +45,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
 from sftkit.parallel.pipeline import Pipelined
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
@@ -155,7 +155,7 @@ class Blocks:
         # Before anything is compiled: does the forward pass compute what the plain model does?
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        with whole_weights(orig_model):
+        with stagewise(orig_model):
             check = check_documents(self.model, eager, rt.device, layout.max_length)
         # Build every graph with the optimizer's states allocated, so that the peak is that of a step.
         orig_model.train()
@@ -200,7 +200,7 @@ class Blocks:
             return compiled_check(None, None, orig_model.dtype)
         shape = self._layout.shapes[-1]
         batch = heaviest(self._rt, orig_model, self._layout, *shape)
-        with whole_weights(orig_model):
+        with stagewise(orig_model):
             return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
@@ -249,9 +249,9 @@ class Blocks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, where nothing should be; give a pipelined
-        model all of its weights."""
-        with whole_weights(self.model.orig_model), self.watch.evaluating():
+        """Count what is compiled within the context, where nothing should be; the model of a pipeline is called as one that
+        is whole."""
+        with stagewise(self.model.orig_model), self.watch.evaluating():
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:

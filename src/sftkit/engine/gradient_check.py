@@ -35,7 +35,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.parallel.fsdp import fsdp_modules, let_go, plain_backward
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import whole_rows
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
@@ -180,7 +180,7 @@ class _Sides:
         gathered = topology.sharded and next(fsdp_modules(orig_model), None) is None
         exchanged = gathered or same_rows(self.rt)
         with ExitStack() as stack:
-            stack.enter_context(whole_weights(orig_model))
+            stack.enter_context(stagewise(orig_model))
             sums = {} if exchanged else stack.enter_context(self._heard())
             for inside in (
                 run_eagerly(),
@@ -202,6 +202,7 @@ class _Sides:
         if topology.sharded:
             whole = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
             sums = dict(zip(sums, whole, strict=True))
+        self._over_ends(sums)
         return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.places.items()}
 
     def _over_alike(self, values: Tensor) -> Tensor:
@@ -211,6 +212,15 @@ class _Sides:
             return self.rt.sum(values)
         torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
         return values
+
+    def _over_ends(self, sums: dict[str, Tensor]) -> None:
+        """Add what the first and the last stage of a pipeline found of a weight that both hold, as embedding and as head."""
+        stages = stages_of(self.model.orig_model)
+        if stages is None:
+            return
+        for name, places in self.places.items():
+            if len(stages.holders[places.parameter]) > 1:
+                torch.distributed.all_reduce(sums[name], group=stages.ends)
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.stages import from_last
 from sftkit.models.structure import logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
@@ -91,7 +92,10 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_lengt
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(_SIZES)], _plain_logits(model, batch)
     watched, targets = model.objective.watched, model.objective.count(batch)
-    sums = [model.sums(_batch(examples, (document,)).to(device), backend).measured[watched] for document in (0, 1)]
+    sums = [
+        from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[watched])
+        for document in (0, 1)
+    ]
     plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[watched]
 
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))

@@ -13,6 +13,7 @@ from sftkit.data.collate import Batch, part_of, warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.engine.step import forward_backward
 from sftkit.models.kinds import kind_of
+from sftkit.models.stages import from_last
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
@@ -34,7 +35,7 @@ def has_dropout(orig_model: PreTrainedModel) -> bool:
 def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
     """Return the objective per target of this rank's part of a batch, computed without the compiler."""
     with torch.no_grad(), run_eagerly():
-        loss = float(model(batch, backend).loss) / max(model.objective.count(batch), 1)
+        loss = float(from_last(model.orig_model, model(batch, backend).loss)) / max(model.objective.count(batch), 1)
     let_go(model.orig_model)
     return loss
 

@@ -16,14 +16,17 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import eager_backend
 from sftkit.runtime.start import Runtime
 
+IN_A_ROW = 4
+"Batches of each stage of a pipeline between two questions for a stop, at which stages wait for one another."
+
 
 def validate(
     model: ModelWithLoss, sources: Mapping[str, Examples], layout: Layout, pad_id: int, rt: Runtime
 ) -> dict[str, float | None]:
     """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
 
-    Every rank runs the same number of forward passes. Bits per byte: nats of all targets / ln 2 / UTF-8 bytes of the
-    decoded targets, special tokens not counted as bytes.
+    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all targets / ln 2
+    / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
     """
     sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
     values: dict[str, float | None] = {}
@@ -36,18 +39,19 @@ def validate(
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
     """Return (nats, targets, bytes) of one source over all ranks."""
-    ranks = rt.world_size // rt.topology.parts  # those of a pipeline each have the whole model here
-    layout = validation_layout(replace(layout, world_size=ranks), examples.lengths)
+    layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
+    in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
     # MPS has no float64
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     was_training = model.orig_model.training
     model.orig_model.eval()
     try:
         with torch.no_grad(), run_eagerly():
-            for batch in plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False):
-                rt.check_stop()
-                for rows in batch.micro_batches(layout, rt.rank // rt.topology.parts):
+            for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False)):
+                if number % in_a_row == 0:
+                    rt.check_stop()
+                for rows in batch.micro_batches(layout, rt.data_rank):
                     max_docs = layout.max_docs(len(rows), batch.row_length)
                     collated = collate(
                         examples,

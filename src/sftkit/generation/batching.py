@@ -123,10 +123,12 @@ def _cached(
 
 def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
     """Yield this rank's batches: they are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of
-    a group. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
-    Without a runtime: all batches."""
-    alike = rt.topology.tensor if rt is not None else 1
-    index, count = (rt.rank // alike, rt.world_size // alike) if rt is not None else (0, 1)
+    a group and to those of a pipeline. All ranks have equally many turns and check for a requested stop before each,
+    which may raise Stopped. Without a runtime: all batches."""
+    index, count = 0, 1
+    if rt is not None:
+        count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
+        index = rt.rank // rt.topology.tensor % count
     before: list[Prefix] = [()] * count
     for start in range(0, len(batches), count):
         if rt is not None:

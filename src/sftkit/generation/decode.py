@@ -110,8 +110,8 @@ def _inputs(
 
 def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
     """Return why steps cannot be replayed; None if they can."""
-    if rt is not None and rt.topology.sharded:
-        return "the model is sharded over ranks"
+    if rt is not None and rt.topology.partial:
+        return "the model is spread over ranks"
     return replay_refusal(orig_model)
 
 

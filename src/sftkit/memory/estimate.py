@@ -222,8 +222,8 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
 
 
 def estimates_of_places(s: EstimateInputs) -> list[Estimate]:
-    """Return the peak of each process of a pipeline: at the start of a backward pass, at the end of the step, or in an
-    evaluation, which has the weights of all stages."""
+    """Return the peak of each process of a pipeline: at the start of a backward pass or at the end of the step. An
+    evaluation goes through the same stages."""
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
@@ -257,8 +257,7 @@ def _staged(s: EstimateInputs, place: int) -> Estimate:
         earlier = 0
     at_start = Estimate(weights, states, earlier, sums, hidden, int(max(loss, block + (head if first or last else 0))))
     at_end = replace(at_start, gradients=gradients, activations=width * received, transient=int(block))
-    evaluating = Estimate(width * m.parameters, states, 0, 0, width * received, int(_loss_bytes(s, tokens)))
-    return max(at_start, at_end, evaluating, key=lambda moment: moment.total)
+    return max(at_start, at_end, key=lambda moment: moment.total)
 
 
 def shape_of_place(s: EstimateInputs, place: int) -> Shape:

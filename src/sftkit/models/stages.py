@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -20,8 +21,10 @@ class Stages:
     "[places in the pipeline, ranks with the same layers]: stage s is at place s modulo their number"
     holders: dict[str, tuple[int, ...]]
     "name of each parameter -> the places that hold it, the one that answers for it first"
-    whole: bool = False
-    "inside `whole_weights`"
+    ends: dist.ProcessGroup | None
+    "the first and the last rank of this rank's pipeline; None in one between them"
+    entered: bool = False
+    "inside parallel.stagewise"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -32,6 +35,16 @@ class Stages:
     def place(self) -> int:
         """Return this rank's place in the pipeline."""
         return self.mesh.get_local_rank("stages")
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank has the last stage: final norm, head and loss."""
+        return self.place == self.mesh.size(0) - 1
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the world that has this rank's rows in the last stage."""
+        return dist.get_global_rank(self.group, self.mesh.size(0) - 1)
 
     @property
     def alike(self) -> tuple[int, int]:
@@ -66,6 +79,21 @@ def stages_of(orig_model: torch.nn.Module) -> Stages | None:
     found = getattr(orig_model, "_stages", None)
     assert found is None or isinstance(found, Stages)
     return found
+
+
+def from_last(orig_model: torch.nn.Module, value: Tensor) -> Tensor:
+    """What the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them calls it. Of another
+    model what is given.
+
+    Args:
+        value: of the same shape and dtype on each.
+    """
+    stages = stages_of(orig_model)
+    if stages is None:
+        return value
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(value, src=stages.last_rank, group=stages.group)
+    return value
 
 
 def _is_of(state: str, parameter: str) -> bool:

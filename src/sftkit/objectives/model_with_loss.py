@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from sftkit.data.collate import Batch
 from sftkit.models.kinds import kind_of
 from sftkit.models.routing import Routing
+from sftkit.models.stages import from_last, stages_of
 from sftkit.models.structure import vocab_size
 from sftkit.objectives.balanced import Balanced
 from sftkit.objectives.objective import Objective
@@ -56,11 +57,16 @@ class ModelWithLoss(torch.nn.Module):
         return self.sums_of_chosen(chosen, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """Return the hidden states that the head projects: [B, C, H]."""
-        return self._hidden(batch, backend)
+        """Return the hidden states that the head projects: [B, C, H]; of a pipeline on all its ranks, without gradient."""
+        return from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
-        """Return the sums of a batch from the hidden states that its objective selects, [N, H]."""
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]; of a pipeline zeros but in
+        the last stage, so that the sum over ranks is that of the rows."""
+        stages = stages_of(self.orig_model)
+        if stages is not None and not stages.last:
+            nothing = chosen.new_zeros((), dtype=torch.promote_types(chosen.dtype, torch.float32))
+            return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
         projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
         return self._balanced(self.objective.sums(chosen, batch, projection), batch)
 

@@ -53,7 +53,6 @@ class Pipelined(torch.nn.Module):
         "whether gradients are added up over ranks that hold the same layers"
         self._schedule = schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._ends = _ends_group(placement)
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
         for p in self.held():
@@ -156,7 +155,7 @@ class Pipelined(torch.nn.Module):
             total = self._sums.pop(p, p.grad)
             assert total is not None, f"{name} has no gradient"
             if len(self.placement.holders[name]) > 1:
-                dist.all_reduce(local(total), group=self._ends)
+                dist.all_reduce(local(total), group=self.placement.ends)
             if self.exchanges and self.placement.mesh.size(1) > 1 and not isinstance(p, DTensor):
                 dist.all_reduce(total, group=self.placement.mesh.get_group("alike"))
             p.grad = total.to(p.dtype)
@@ -181,16 +180,6 @@ def stage_seconds(stage: Stage, model: ModelWithLoss, batch: Batch, divisor: int
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _ends_group(stages: Stages) -> dist.ProcessGroup | None:
-    """The first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
-    found = None
-    for ranks in stages.mesh.mesh.T.tolist():
-        group = dist.new_group([ranks[0], ranks[-1]])
-        if dist.get_rank() in (ranks[0], ranks[-1]):
-            found = group
-    return found
 
 
 def _shards(rt: Runtime) -> DeviceMesh:

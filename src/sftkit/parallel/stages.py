@@ -8,22 +8,19 @@ head at once is on both, and the gradients of the two are added up.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
 from sftkit.models.causal import decoded
-from sftkit.models.stages import Stages, stages_of
+from sftkit.models.stages import Stages
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
@@ -39,7 +36,7 @@ def cut_layers(
     sizes = (topology.stages, topology.stage_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
     later = topology.sharded  # what has no memory gets it in pieces
-    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages))
+    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), _ends_group(mesh))
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
@@ -75,45 +72,14 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], places: int) 
     return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
 
 
-@contextmanager
-def whole_weights(orig_model: torch.nn.Module) -> Iterator[None]:
-    """Inside, this rank has the weights of all stages, gathered once, without gradients but for its own: for evaluation,
-    generation and checks. Every rank enters it. Nothing for a model that is no pipeline's."""
-    stages = stages_of(orig_model)
-    if stages is None or stages.whole:
-        yield
-        return
-    gathered = {id(p): _gathered(p, name, stages) for name, p in orig_model.named_parameters()}
-    given = [
-        (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
-    ]
-    sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
-    stages.whole = True
-    try:
-        for module, name, p in given:
-            module._parameters[name] = gathered[id(p)]
-        for module in sharded:  # nothing is left for FSDP to gather
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-        yield
-    finally:
-        stages.whole = False
-        for module, name, p in given:
-            module._parameters[name] = p
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
-
-
-def _gathered(p: torch.nn.Parameter, name: str, stages: Stages) -> torch.nn.Parameter:
-    """A parameter, whole: this rank's own where it is, else a copy; every rank calls it."""
-    if isinstance(p, DTensor):
-        value = p.full_tensor().detach()
-    else:
-        value = torch.empty_like(p, device=stages.mesh.device_type) if p.is_meta else p.detach()
-    dist.broadcast(value, src=dist.get_global_rank(stages.group, stages.holders[name][0]), group=stages.group)
-    if not p.is_meta and not isinstance(p, DTensor):
-        return p
-    return torch.nn.Parameter(value, requires_grad=p.requires_grad)
+def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
+    found = None
+    for ranks in mesh.mesh.T.tolist():
+        group = dist.new_group([ranks[0], ranks[-1]])
+        if dist.get_rank() in (ranks[0], ranks[-1]):
+            found = group
+    return found
 
 
 class Stage(torch.nn.Module):

@@ -27,7 +27,7 @@ from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import positions, vocab_size
 from sftkit.parallel.fsdp import let_go
-from sftkit.parallel.stages import whole_weights
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import whole_rows
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import check_loadable
@@ -132,7 +132,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     try:
         # All that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
         with (
-            whole_weights(orig_model),
+            stagewise(orig_model),
             torch.no_grad(),
             run_eagerly(),
             sdpa_kernel(SDPBackend.MATH),

@@ -1,0 +1,222 @@
+"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and checks.
+
+All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and passes the
+others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its stage. Autograd sends
+gradients back the same way. Between passes nothing waits: the first stage is at the next rows while later ones are at these.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sftkit.models.stages import Stages, stages_of
+from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
+
+IN_FLIGHT = 2
+"Hidden states that a rank may have sent and the next one not yet received: so far a stage runs ahead."
+
+Forward = Callable[..., Tensor]
+
+
+@contextmanager
+def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
+    """Inside, orig_model of a pipeline is called as one that is whole, eagerly, by all ranks of the pipeline together and with the
+    same inputs. Weights of a sharded stage are gathered once, over the ranks that share it. Nothing for a model that is no
+    pipeline's; inside another one, nothing new.
+
+    Hidden states of the decoder are the last stage's alone: `models.stages.from_last`. Logits are the same on all.
+    """
+    stages = stages_of(orig_model)
+    if stages is None or stages.entered:
+        yield
+        return
+    assert isinstance(orig_model, PreTrainedModel)
+    stages.entered, links = True, _Links(stages)
+    try:
+        with _own_weights(orig_model), _replaced(dict(_forwards(orig_model, links))):
+            yield
+        links.finish()  # not after an error, which another rank may not have
+    finally:
+        stages.entered = False
+
+
+@contextmanager
+def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, parameters of this rank's stages are whole, and FSDP gathers none; those of others are NaN without memory, so that
+    the model is on its device and nobody reads them unseen."""
+    device = next(p.device for p in orig_model.parameters() if not p.is_meta)
+    found = {id(p): _whole(p, device) for p in orig_model.parameters()}
+    given = [
+        (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
+    ]
+    sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    try:
+        for module, name, p in given:
+            module._parameters[name] = found[id(p)]
+        for module in sharded:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, name, p in given:
+            module._parameters[name] = p
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _whole(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    if p.is_meta:
+        nothing = torch.full((), torch.nan, dtype=p.dtype, device=device).expand(p.shape)
+        return torch.nn.Parameter(nothing, requires_grad=False)
+    if isinstance(p, DTensor):
+        return torch.nn.Parameter(p.full_tensor().detach(), requires_grad=p.requires_grad)
+    return p
+
+
+@contextmanager
+def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
+    """Inside, modules compute by these functions; names, parameters and hooks of the modules stay."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward  # type: ignore[assignment]
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torch.nn.Module, Forward]]:
+    """What this rank's modules compute that differs from their own forward pass."""
+    stages = links.stages
+    embedding, projection, norm = embedding_module(orig_model), output_projection(orig_model), decoder(orig_model).norm
+    assert isinstance(norm, torch.nn.Module)
+    if stages.place > 0:
+        yield embedding, partial(_no_hidden_states, embedding)
+    blocks = iter(enumerate(decoder_blocks(orig_model)))
+    for stage, count in enumerate(stages.layers):
+        for first in (True, *(False,) * (count - 1)):
+            number, block = next(blocks)
+            own = block.forward if stage in stages.own else partial(_passed_by, number)
+            if first and stage > 0:
+                yield block, partial(_received, partial(_Passed.apply, links, stage), own)
+            elif stage not in stages.own:
+                yield block, own
+    if not stages.last:
+        yield norm, _as_it_is
+    own_logits = projection.forward if stages.last else _as_it_is
+    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)  # type: ignore[no-any-return]
+
+
+def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:
+    """In place of the embedding's output, [B, T, H]; a part of the graph, so that backward passes come by here."""
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    shape = (*ids.shape, weight.shape[1])
+    return torch.zeros(shape, dtype=weight.dtype, device=ids.device, requires_grad=torch.is_grad_enabled())
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
+    """A layer of another rank. In a cache it has its length, which positions and masks are made of, and no keys and values."""
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        nothing = hidden.new_empty(hidden.shape[0], 0, hidden.shape[1], 0)
+        cache.update(nothing, nothing, number)
+    return hidden
+
+
+def _received(
+    passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any
+) -> Tensor:
+    """The first layer of a stage."""
+    return forward(passed(hidden), *more, **arguments)
+
+
+class _Links:
+    """What is on its way between the ranks of a pipeline."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def ends(self, stage: int) -> tuple[int, int]:
+        """The places of the stage before this one, and of this one."""
+        places = self.stages.mesh.size(0)
+        return (stage - 1) % places, stage % places
+
+    def send(self, value: Tensor, place: int) -> None:
+        """Without waiting, unless IN_FLIGHT earlier ones are still on their way."""
+        self.finish(IN_FLIGHT - 1)
+        value = value.contiguous()
+        self._in_flight.append((self._work(dist.isend, value, place), value))
+
+    def finish(self, but: int = 0) -> None:
+        """Wait for what is on its way, for all but so many of it."""
+        while len(self._in_flight) > but:
+            self._in_flight.popleft()[0].wait()
+
+    def receive(self, like: Tensor, place: int) -> Tensor:
+        value = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._work(dist.irecv, value, place).wait()
+        return value
+
+    def _work(self, way: Callable[..., Any], value: Tensor, place: int) -> dist.Work:
+        """As torch's schedules send: NCCL then takes the communicator of the group, and makes none for the pair."""
+        group = self.stages.group
+        (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, place), group)])
+        return work
+
+
+class _Passed(torch.autograd.Function):
+    """Hidden states from the rank of one stage to the rank of the next; on other ranks what is given."""
+
+    @staticmethod
+    def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
+        ctx.links, ctx.stage = links, stage
+        sender, receiver = links.ends(stage)
+        if links.stages.place == sender:
+            links.send(hidden, receiver)
+        return links.receive(hidden, sender) if links.stages.place == receiver else hidden
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        (gradient,), links = gradients, ctx.links
+        sender, receiver = links.ends(ctx.stage)
+        if links.stages.place == receiver:
+            links.send(gradient, sender)
+            return None, None, torch.zeros_like(gradient)
+        return None, None, links.receive(gradient, receiver) if links.stages.place == sender else gradient
+
+
+class _Logits(torch.autograd.Function):
+    """Logits of the last stage on all ranks; those of the others are no part of what is learned."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, width: int, stages: Stages) -> Tensor:
+        """`given`: [..., V] in the last stage, [..., H] in others."""
+        ctx.last, ctx.shape = stages.last, given.shape
+        logits = given.contiguous() if stages.last else given.new_empty(*given.shape[:-1], width)
+        dist.broadcast(logits, src=stages.last_rank, group=stages.group)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] if ctx.last else gradients[0].new_zeros(ctx.shape), None, None
