@@ -28,12 +28,21 @@ PREFETCHED = "deep llama; graph; reshard_after_forward,full_checkpointing,prefet
 TWO = (f"llama; graph; {BLOCKS}", f"deepseek_v3; graph; {BLOCKS}; tp", FLEX, PREFETCHED)
 TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
+SLOW_TENSOR = (
+    "qwen3; flex; ; tp",
+    "deepseek_v3; flex; reshard_after_forward; tp",
+    "deepseek_v3; eager; ; tp alltoall",
+    TO_ALL,
+    LOPSIDED,
+)
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
     "llama; graph; reshard_after_forward,full_inductor",
     f"llama; graph; {BLOCKS},full_inductor",
     "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
+)
+COMPILED_TENSOR = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
     f"llama; flex; {BLOCKS},regional_inductor; tp",
     f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
@@ -56,11 +65,6 @@ SLOW_TWO = (
     "llama; graph; reshard_after_forward,full_inductor; tp",
     "deep llama; flex; reshard_after_forward,auto_bucketing",
     "qwen3; flex",
-    "qwen3; flex; ; tp",
-    "deepseek_v3; flex; reshard_after_forward; tp",
-    "deepseek_v3; eager; ; tp alltoall",
-    TO_ALL,
-    LOPSIDED,
     "bf16 llama; graph; reshard_after_forward",
 )
 CHECKS = {
@@ -115,12 +119,16 @@ def test_one_process_by_its_graph_computes_what_it_does_eagerly() -> None:
     assert [stage["counts"]["collectives"] for stage in found["stages"]] == [{}, {}, {}]
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW_TWO[:-1], *COMPILED)]
+LAUNCHES = (TWO, SLOW_TWO, SLOW_TENSOR, COMPILED, COMPILED_TENSOR)
+"Cases that ranks run one after the other."
+SLOW = [
+    pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW_TWO[:-1], *SLOW_TENSOR, *COMPILED, *COMPILED_TENSOR)
+]
 
 
 @pytest.mark.parametrize("case", [*TWO, *SLOW])
 def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
-    found = ranks(2, *next(cases for cases in (TWO, SLOW_TWO, COMPILED) if case in cases))[case]
+    found = ranks(2, *next(cases for cases in LAUNCHES if case in cases))[case]
     model, how, *_ = case.split("; ")
     same(found, alone(model))
     whole = sum(p.numel() for p in MODELS[model]().parameters())
@@ -200,7 +208,7 @@ def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
 
 @pytest.mark.slow
 def test_tokens_that_are_sent_to_their_experts_are_gathered_by_nobody() -> None:
-    found = collectives(LOPSIDED, ranks(2, *SLOW_TWO))
+    found = collectives(LOPSIDED, ranks(2, *SLOW_TENSOR))
     weights, gathered, added_up = 3 + 2 * 6 + 4, 3, 2 + 1  # as above, but for the experts
     # Before the experts their numbers and the rows, behind them the results; in the backward pass no numbers.
     assert found["joint captured"] == {
@@ -210,7 +218,7 @@ def test_tokens_that_are_sent_to_their_experts_are_gathered_by_nobody() -> None:
     }
     assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up, "all-to-all": 3}
     assert found["backward block_bucketing"]["all-to-all"] == 2
-    again = collectives(TO_ALL, ranks(2, *SLOW_TWO))
+    again = collectives(TO_ALL, ranks(2, *SLOW_TENSOR))
     assert again["backward split"]["all-to-all"] == 3 + 2, "computed again with the block"
 
 
