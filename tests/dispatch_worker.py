@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from sftkit.config.schema import RunConfig, TrainConfig
-from sftkit.graph.experts import DISPATCHERS, added
+from sftkit.graph.parallel.experts import DISPATCHERS, added
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 

@@ -12,9 +12,9 @@ from helpers import torchrun
 from torch import distributed as dist
 from torch.library import opcheck
 
-from sftkit.graph import exchange
-from sftkit.graph.exchange import exchange_counts, send
-from sftkit.graph.experts import DISPATCHERS
+from sftkit.graph.parallel import exchange
+from sftkit.graph.parallel.exchange import exchange_counts, send
+from sftkit.graph.parallel.experts import DISPATCHERS
 
 ALLOWED = {"fp32": 1e-6, "bf16": 2e-2}
 

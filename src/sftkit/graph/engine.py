@@ -31,7 +31,7 @@ from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
 from sftkit.graph.graphs import Counts
-from sftkit.graph.passes import dump
+from sftkit.graph.passes.apply import dump
 from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, compare, make_plan, reserve_optimizer_state

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.experts import is_experts, use_grouped_products
-from sftkit.graph.sharding import shard
-from sftkit.graph.tensor import Layout, check_plan, exchange_activations, make_meshes
+from sftkit.graph.parallel.experts import is_experts, use_grouped_products
+from sftkit.graph.parallel.sharding import shard
+from sftkit.graph.parallel.tensor import Layout, check_plan, exchange_activations, make_meshes
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.progress import working

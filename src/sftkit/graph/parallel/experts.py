@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from sftkit.graph import compat
-from sftkit.graph.exchange import add_and_scatter, exchange_counts, gather, send
-from sftkit.graph.grouped import computed, ordered
+from sftkit.graph.parallel.exchange import add_and_scatter, exchange_counts, gather, send
+from sftkit.graph.parallel.grouped import computed, ordered
 
 _GROUP = "_sftkit_experts_of"
 "Attribute of experts: the group that they are shared out over; None: every rank has all."
