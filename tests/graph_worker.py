@@ -135,6 +135,13 @@ def deepseek_v3() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
+def lopsided_deepseek_v3() -> PreTrainedModel:
+    """Routers send every token to the first half of the experts: those of the first of two ranks."""
+    model: Any = deepseek_v3()
+    model.model.layers[1].mlp.gate.e_score_correction_bias[:4] += 10.0
+    return model  # type: ignore[no-any-return]
+
+
 MODELS = {
     "llama": partial(tiny_llama, layers=1),
     "deep llama": tiny_llama,
@@ -143,6 +150,7 @@ MODELS = {
     "gemma2": tiny_gemma2,
     "bf16 llama": bf16_llama,
     "deepseek_v3": deepseek_v3,
+    "lopsided deepseek_v3": lopsided_deepseek_v3,
 }
 
 
@@ -152,6 +160,7 @@ def config(
     compiled: bool = True,
     precision: str = "fp32",
     attention: str = "reference",
+    dispatcher: str = "allgather",
 ) -> Config:
     """A recipe of a tiny model; `engine` eager: the graph engine without a graph."""
     return Config(
@@ -160,7 +169,7 @@ def config(
         data=DataConfig(train=()),
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
-        graph=GraphConfig(passes=tuple(passes)),
+        graph=GraphConfig(passes=tuple(passes), token_dispatcher=dispatcher),  # type: ignore[arg-type]
         attention=AttentionConfig(backend=attention),  # type: ignore[arg-type]
         compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
     )
@@ -219,20 +228,23 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
 
 def main(out: str, *cases: str) -> None:
     """A case: `model; how; passes, separated by commas; tp`, how: eager, graph, or flex, which is graph with FlexAttention.
-    Tensor parallelism is over two ranks; of four without it two copies have two shards each."""
+    Tensor parallelism is over two ranks; of four without it two copies have two shards each. `tp alltoall`: tokens are sent to
+    the experts that they visit, and not gathered."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     results = {}
     for case in cases:
         model, how, *rest = (part.strip() for part in case.split(";"))
         names = rest[0].split(",") if rest and rest[0] else ()
         precision = "bf16" if model.startswith("bf16") else "fp32"
-        tensor = 2 if rest[1:] == ["tp"] else 1
+        tp, *dispatchers = rest[1].split() if rest[1:] else ("",)
+        tensor = 2 if tp else 1
         replicas = 2 if rt.world_size == 4 and tensor == 1 else 1
         shards = rt.world_size // (replicas * tensor)
         topology = Topology(replicas=replicas, shards=shards, tensor=tensor, sharded=True)
         rt = replace(rt, precision=precision, topology=topology)
         attention = "flex" if how == "flex" else "reference"
-        results[case] = train(rt, model, config("graph", names, how != "eager", precision, attention))
+        cfg = config("graph", names, how != "eager", precision, attention, *dispatchers)
+        results[case] = train(rt, model, cfg)
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

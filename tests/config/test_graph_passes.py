@@ -70,6 +70,15 @@ train: {max_steps: 2, engine: graph}
             'graph.passes: "reshard_after_foward" is not one of .*Did you mean "reshard_after_forward"',
         ),
         (["train.engine=blocks", "graph.dump=true"], "graph.dump: only goes with train.engine graph, not blocks"),
+        (
+            ["train.engine=blocks", "graph.token_dispatcher=alltoall"],
+            "graph.token_dispatcher: only goes with train.engine graph, not blocks",
+        ),
+        (
+            ["graph.token_dispatcher=alltoall", "graph.passes=[cuda_graphs]"],
+            "graph.token_dispatcher: alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot",
+        ),
+        (["graph.token_dispatcher=all_to_all"], "graph.token_dispatcher: .*allgather"),
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),

@@ -15,6 +15,8 @@ EXPECTED = {
         for stage in ("base", "mid", "sft")
     ),
     *(f"graph/sft_{passes}.yaml" for passes in ("auto_bucketing", "full_inductor", "no_passes")),
+    *(f"graph/sft_flex{passes}.yaml" for passes in ("", "_auto_regional", "_block_regional", "_cuda_graphs")),
+    *(f"graph/deepseek_v3/sft_{what}.yaml" for what in ("flex", "alltoall")),
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
     "tinyllama_1_1b/sft.yaml",

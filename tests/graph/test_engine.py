@@ -26,12 +26,27 @@ BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"
 PREFETCHED = "deep llama; graph; reshard_after_forward,full_checkpointing,prefetching"
 TWO = (f"llama; graph; {BLOCKS}", f"deepseek_v3; graph; {BLOCKS}; tp", FLEX, PREFETCHED)
+TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
+LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
+SLOW_TENSOR = (
+    "qwen3; flex; ; tp",
+    "deepseek_v3; flex; reshard_after_forward; tp",
+    "deepseek_v3; eager; ; tp alltoall",
+    TO_ALL,
+    LOPSIDED,
+)
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
     "llama; graph; reshard_after_forward,full_inductor",
     f"llama; graph; {BLOCKS},full_inductor",
     "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
+)
+COMPILED_TENSOR = (
+    "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
+    f"llama; flex; {BLOCKS},regional_inductor; tp",
+    f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
+    "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
 )
 SLOW_TWO = (
     "qwen3; graph",
@@ -104,12 +119,16 @@ def test_one_process_by_its_graph_computes_what_it_does_eagerly() -> None:
     assert [stage["counts"]["collectives"] for stage in found["stages"]] == [{}, {}, {}]
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW_TWO[:-1], *COMPILED)]
+LAUNCHES = (TWO, SLOW_TWO, SLOW_TENSOR, COMPILED, COMPILED_TENSOR)
+"Cases that ranks run one after the other."
+SLOW = [
+    pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW_TWO[:-1], *SLOW_TENSOR, *COMPILED, *COMPILED_TENSOR)
+]
 
 
 @pytest.mark.parametrize("case", [*TWO, *SLOW])
 def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
-    found = ranks(2, *next(cases for cases in (TWO, SLOW_TWO, COMPILED) if case in cases))[case]
+    found = ranks(2, *next(cases for cases in LAUNCHES if case in cases))[case]
     model, how, *_ = case.split("; ")
     same(found, alone(model))
     whole = sum(p.numel() for p in MODELS[model]().parameters())
@@ -141,6 +160,8 @@ FOUR_TENSOR = (
     "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     f"deepseek_v3; graph; {BLOCKS}; tp",
     "deep llama; eager; ; tp",
+    f"llama; flex; {BLOCKS}; tp",
+    f"deepseek_v3; flex; {BLOCKS}; tp alltoall",
 )
 
 
@@ -150,7 +171,7 @@ def test_two_shards_of_two_tensor_parallel_ranks_compute_what_one_eager_process_
     found, (model, how, *_) = ranks(4, *FOUR_TENSOR)[case], case.split("; ")
     same(found, alone(model))
     assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 4
-    if how == "graph":
+    if how != "eager":
         check_proved(found)
 
 
@@ -183,6 +204,22 @@ def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
         "reduce-scatter": weights + gathered - 1 + added_up,
     }
     assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up}
+
+
+@pytest.mark.slow
+def test_tokens_that_are_sent_to_their_experts_are_gathered_by_nobody() -> None:
+    found = collectives(LOPSIDED, ranks(2, *SLOW_TENSOR))
+    weights, gathered, added_up = 3 + 2 * 6 + 4, 3, 2 + 1  # as above, but for the experts
+    # Before the experts their numbers and the rows, behind them the results; in the backward pass no numbers.
+    assert found["joint captured"] == {
+        "all-gather": weights + gathered + added_up,
+        "reduce-scatter": weights + gathered + added_up,
+        "all-to-all": 3 + 2,
+    }
+    assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up, "all-to-all": 3}
+    assert found["backward block_bucketing"]["all-to-all"] == 2
+    again = collectives(TO_ALL, ranks(2, *SLOW_TENSOR))
+    assert again["backward split"]["all-to-all"] == 3 + 2, "computed again with the block"
 
 
 def test_prefetching_changes_the_order_alone() -> None:
@@ -262,6 +299,23 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     model.config.n_routed_experts = 7
     with pytest.raises(ConfigError, match=r"tp_size=2 does not divide the model's n_routed_experts, 7"):
         check_possible(rt, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "message"),
+    [
+        ("deepseek_v3", Topology(shards=2, sharded=True), r"here each has all \(fsdp2, 2 shards\): .*tp\.yaml"),
+        ("deepseek_v3", Topology(), r"here each has all \(one process\)"),
+        ("llama", Topology(tensor=2, sharded=True), r"sends tokens to experts, and llama has none here: leave it out"),
+    ],
+)
+def test_sending_tokens_to_experts_that_are_not_shared_out_is_refused(
+    model: str, topology: Topology, message: str
+) -> None:
+    rt: Any = SimpleNamespace(topology=topology, world_size=topology.world_size)
+    check_possible(rt, MODELS[model]())
+    with pytest.raises(ConfigError, match=rf"graph\.token_dispatcher=alltoall .*{message}"):
+        check_possible(rt, MODELS[model](), "alltoall")
 
 
 def test_a_model_without_a_plan_for_tensor_parallelism_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from graph_worker import MODELS
 from torch import Tensor
 
-from sftkit.graph.experts import computed, use_grouped_products
+from sftkit.graph.parallel.experts import added, use_grouped_products
 
 
 def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def test_each_rank_computes_its_experts_and_together_they_are_transformers_own(
                 down_proj=experts.down_proj[own],
                 _apply_gate=experts._apply_gate,
             )
-            shares.append(computed(share, *given, first))
+            shares.append(added(share, *given, first))
         return shares[0] + shares[1]
 
     for forward in (experts, halves):

@@ -154,3 +154,11 @@ def test_a_tensor_parallel_run_is_resumed_and_ends_alike(deepseek: Path, ranks: 
     settings = (*OF_DEEPSEEK, "train.resume=auto")
     run(deepseek, "base_train.py", "deepseek_v3/base", name, *settings, ranks=ranks, topology=TENSOR)
     ended_alike(deepseek, name, "base")
+
+
+def test_sending_tokens_to_experts_and_flex_attention_learn_what_gathering_them_does(deepseek: Path) -> None:
+    settings = (f"model.path={deepseek}/base", *OF_SFT)
+    for recipe in ("sft", "sft_alltoall", "sft_flex"):
+        run(deepseek, "chat_sft.py", f"deepseek_v3/{recipe}", recipe, *settings, ranks=2, topology=TENSOR)
+        assert losses(deepseek / recipe) == pytest.approx(losses(deepseek / "sft"), rel=1e-5)
+        assert False not in checks(deepseek / recipe).values()

@@ -82,7 +82,15 @@ def _graph(get: Get) -> Iterator[Problem]:
         for key in ("graph.passes", "graph.dump"):
             if get(key):
                 yield key, f"only goes with train.engine graph, not {get('train.engine')}"
+        if get("graph.token_dispatcher") != "allgather":
+            yield "graph.token_dispatcher", f"only goes with train.engine graph, not {get('train.engine')}"
         return
+    if get("graph.token_dispatcher") == "alltoall" and "cuda_graphs" in passes:
+        yield (
+            "graph.token_dispatcher",
+            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take allgather, or "
+            "leave the pass out",
+        )
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:

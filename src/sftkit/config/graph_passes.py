@@ -1,7 +1,7 @@
 """Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where its
 code is.
 
-A pass is a function in graph/ and its entry in PASSES.
+A pass is a function in graph/passes/ and its entry in PASSES.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pass:
     stage: str
     "one of STAGES"
     fn: str
-    "module:function, of the signature of its stage (graph/passes.py)"
+    "module:function, of the signature of its stage (graph/passes/apply.py)"
     summary: str
     "for --help"
     requires: tuple[str, ...] = ()
@@ -43,62 +43,62 @@ PASSES = {
         Pass(
             name="reshard_after_forward",
             stage="joint",
-            fn="sftkit.graph.joint_passes:reshard_after_forward",
+            fn="sftkit.graph.passes.joint_passes:reshard_after_forward",
             summary="weights are gathered again in the backward pass and not kept for it",
         ),
         Pass(
             name="full_checkpointing",
             stage="joint",
-            fn="sftkit.graph.joint_passes:full_checkpointing",
+            fn="sftkit.graph.passes.joint_passes:full_checkpointing",
             summary="of a decoder block what goes in is kept for the backward pass, the rest is computed again",
             conflicts=("selective_checkpointing",),
         ),
         Pass(
             name="selective_checkpointing",
             stage="joint",
-            fn="sftkit.graph.joint_passes:selective_checkpointing",
+            fn="sftkit.graph.passes.joint_passes:selective_checkpointing",
             summary="the outputs of its matrix products and attention are kept, too",
             conflicts=("full_checkpointing",),
         ),
         Pass(
             name="prefetching",
             stage="split",
-            fn="sftkit.graph.prefetch:prefetching",
+            fn="sftkit.graph.passes.prefetch:prefetching",
             summary="the weights of a decoder block are gathered while the block before it computes, one by one",
             conflicts=("auto_bucketing", "block_bucketing", "full_inductor"),
         ),
         Pass(
             name="auto_bucketing",
             stage="split",
-            fn="sftkit.graph.overlap:auto_bucketing",
+            fn="sftkit.graph.passes.overlap:auto_bucketing",
             summary="collectives are merged and moved to where an estimate of times hides them behind compute",
             conflicts=("prefetching", "block_bucketing"),
         ),
         Pass(
             name="block_bucketing",
             stage="split",
-            fn="sftkit.graph.overlap:block_bucketing",
+            fn="sftkit.graph.passes.overlap:block_bucketing",
             summary="those of a decoder block are merged, and gathered while the block before it computes",
             conflicts=("prefetching", "auto_bucketing"),
         ),
         Pass(
             name="regional_inductor",
             stage="regions",
-            fn="sftkit.graph.regions:regional_inductor",
+            fn="sftkit.graph.passes.regions:regional_inductor",
             summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention among them",
             conflicts=("full_inductor",),
         ),
         Pass(
             name="full_inductor",
             stage="codegen",
-            fn="sftkit.graph.codegen:full_inductor",
+            fn="sftkit.graph.passes.codegen:full_inductor",
             summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
             conflicts=("prefetching", "regional_inductor"),
         ),
         Pass(
             name="cuda_graphs",
             stage="replay",
-            fn="sftkit.graph.replay:Recorder",
+            fn="sftkit.graph.passes.replay:Recorder",
             summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
         ),
     )

@@ -303,9 +303,11 @@ class CompileConfig:
 
 @settings
 class GraphConfig:
-    """The graph engine (train.engine graph): what is done with the captured graph."""
+    """The graph engine (train.engine graph): what is captured, and what is done with the graph."""
 
     passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
+    token_dispatcher: Literal["allgather", "alltoall"] = "allgather"
+    "How tokens come to experts that tensor-parallel processes share out. allgather: every process has the tokens of all, and the host waits for nothing; alltoall: each token goes where its experts are, less traffic with more processes than experts a token visits, and the host waits once a layer. No token is dropped with either."
     dump: bool = False
     "Write the graphs of each shape before and after every pass into <run>/captured_graphs/, from the main rank."
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from sftkit.data.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.buckets import buckets_of, mark_buckets
-from sftkit.graph.passes import Passes
+from sftkit.graph.passes.apply import Passes
 from sftkit.graph.tags import blocks_tagged
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums

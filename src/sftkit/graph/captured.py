@@ -13,8 +13,8 @@ from sftkit.data.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph.buckets import buckets_of
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
-from sftkit.graph.passes import Passes, Stage
-from sftkit.graph.replay import Recorder
+from sftkit.graph.passes.apply import Passes, Stage
+from sftkit.graph.passes.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
 from sftkit.ops.attention_choice import eager_backend

@@ -118,6 +118,11 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
     return found
 
 
+def group_named(name: str) -> ProcessGroup:
+    """Return a process group by its name, which an operator has in its place."""
+    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)  # type: ignore[no-any-return]
+
+
 def all_gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Join the pieces of a group's ranks along a dimension: an operator of a graph, without gradient."""
     ranks = group.size()

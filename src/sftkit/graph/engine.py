@@ -31,7 +31,7 @@ from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
 from sftkit.graph.graphs import Counts
-from sftkit.graph.passes import dump
+from sftkit.graph.passes.apply import dump
 from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
@@ -73,7 +73,7 @@ def build(
     Raises:
         ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
     """
-    check_possible(rt, orig_model)
+    check_possible(rt, orig_model, cfg.graph.token_dispatcher)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         choice = choose_backend(cfg, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
@@ -82,7 +82,7 @@ def build(
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        place(model, source, rt)
+        place(model, source, rt, cfg.graph.token_dispatcher)
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
         engine = GraphEngine(cfg, rt, layout, plan, model, optimizer, choice, run_dir, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step

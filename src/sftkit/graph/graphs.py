@@ -40,7 +40,7 @@ def collective(node: Node) -> str | None:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     namespace, _, name = node.target._schema.name.partition("::")
-    if "c10d_functional" not in namespace:
+    if namespace != "sftkit" and "c10d_functional" not in namespace:
         return None
     return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
 

@@ -8,22 +8,26 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
+from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.experts import use_grouped_products
-from sftkit.graph.sharding import shard
-from sftkit.graph.tensor import Layout, check_plan, exchange_activations, make_meshes
+from sftkit.graph.parallel.experts import is_experts, use_grouped_products
+from sftkit.graph.parallel.sharding import shard
+from sftkit.graph.parallel.tensor import Layout, check_plan, exchange_activations, make_meshes
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 
-def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
+def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
     """Refuse processes that the engine has no sharding for, and models that it was not made for.
 
+    Args:
+        dispatcher: graph.token_dispatcher.
+
     Raises:
-        ConfigError: replicas of whole models, context parallelism, a model with an encoder, or what tensor parallelism does
-            not know or cannot divide.
+        ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism does
+            not know or cannot divide, or an exchange of tokens where no experts are shared out.
     """
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
@@ -43,6 +47,22 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
         )
     if topology.tensor > 1:
         check_plan(orig_model, topology.tensor)
+    if dispatcher == "alltoall":
+        _check_shares_experts(orig_model, topology)
+
+
+def _check_shares_experts(orig_model: PreTrainedModel, topology: Topology) -> None:
+    if not any(is_experts(module) for module in orig_model.modules()):
+        raise ConfigError(
+            f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none here: leave "
+            "it out"
+        )
+    if topology.tensor == 1:
+        raise ConfigError(
+            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here each has all "
+            f"({topology.describe()}): start it with accelerate_configs/tp.yaml and a parallelism_config_tp_size above 1, or "
+            "leave it out"
+        )
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
@@ -67,11 +87,12 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         )
 
 
-def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:
+def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather") -> None:
     """Weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
+        dispatcher: graph.token_dispatcher.
     """
     if not rt.topology.sharded:
         use_grouped_products(model.orig_model)
@@ -80,7 +101,8 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None
     empty = any(p.is_meta for p in model.parameters())
     meshes = make_meshes(rt.topology, rt.device.type)
     layout = Layout(model.orig_model, meshes)
-    use_grouped_products(model.orig_model, meshes.parts.get_group("tensor") if meshes.parts is not None else None)
+    group = meshes.parts.get_group("tensor") if meshes.parts is not None else None
+    use_grouped_products(model.orig_model, group, dispatcher)
     if meshes.parts is not None:
         exchange_activations(model.orig_model, meshes.parts)
     shard(model, layout, rt.precision)

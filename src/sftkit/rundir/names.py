@@ -45,7 +45,7 @@ COMPILE = "compile"
 COMPILE_SUMMARY = "summary.md"
 "In COMPILE, SUMMARY for reading."
 GRAPHS = "captured_graphs"
-"Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes.py."
+"Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes/apply.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, bytes_of, counts_of
-from sftkit.graph.regions import flex_attention
-from sftkit.graph.replay import Record, Replayed
+from sftkit.graph.passes.regions import flex_attention
+from sftkit.graph.passes.replay import Record, Replayed
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.exchange import Exchange
-from sftkit.graph.sharding import Pieces
+from sftkit.graph.parallel.exchange import Exchange
+from sftkit.graph.parallel.sharding import Pieces
 from sftkit.models.structure import decoder_blocks
 from sftkit.parallel.tensor import (
     COLUMNS,

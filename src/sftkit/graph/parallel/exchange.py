@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,6 +25,29 @@ def gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def add_and_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's piece, along a dimension, of the sum over the ranks of a group."""
     return _Scatter.apply(whole, dim, group)  # type: ignore[no-any-return]
+
+
+def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """What the ranks of a group are about to send each other.
+
+    Args:
+        sent: int64 [R, E], rows of this rank for each expert of each rank.
+
+    Returns:
+        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each rank)
+    """
+    return _exchange_counts(sent, group.group_name)
+
+
+def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, back: bool = False) -> Tensor:
+    """Rows of all ranks for this one, [room, H], by rank; 0 behind the last.
+
+    Args:
+        rows: [S, H], those for the first rank first; behind the last anything.
+        sizes: of exchange_counts. back: the other way round: what came is answered.
+        room: rows that may come at most.
+    """
+    return _Send.apply(rows, sizes, room, group.group_name, back)  # type: ignore[no-any-return]
 
 
 class Exchange(Activations):
@@ -73,3 +97,45 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return compat.all_reduce(gradient, ctx.group), None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+        ctx.save_for_backward(sizes)
+        ctx.room, ctx.group, ctx.back = len(rows), group, back
+        return _all_to_all(rows, sizes, room, group, back)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        (sizes,) = ctx.saved_tensors
+        return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
+
+
+# torch's own all-to-all has sizes that are numbers to whoever traces. Here they are a tensor, and what arrives has room for all.
+
+
+@torch.library.custom_op("sftkit::all_to_all", mutates_args=())
+def _all_to_all(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+    given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
+    arrived = rows.new_zeros(room, *rows.shape[1:])
+    leaving = rows[: sum(given)].contiguous()
+    dist.all_to_all_single(arrived[: sum(taken)], leaving, taken, given, group=compat.group_named(group))
+    return arrived
+
+
+@torch.library.custom_op("sftkit::all_to_all_counts", mutates_args=())
+def _exchange_counts(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    received = torch.zeros_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=compat.group_named(group))
+    return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
+
+
+@_all_to_all.register_fake
+def _(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+    return rows.new_empty(room, *rows.shape[1:])
+
+
+@_exchange_counts.register_fake
+def _(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return sent.new_empty(sent.shape), sent.new_empty((2, len(sent)), device="cpu")

@@ -1,0 +1,130 @@
+"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own that each has.
+
+All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come to experts by
+
+- allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for all of
+  these, and the results are added up where the tokens came from. The host waits for nothing.
+- alltoall: a token is sent once for each expert that it visits, to the rank that has it, and the result comes back. What is sent
+  is what there is to send, so the host waits for its size; what arrives lies in room for all that could, so no token is dropped.
+
+Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from sftkit.graph import compat
+from sftkit.graph.parallel.exchange import add_and_scatter, exchange_counts, gather, send
+from sftkit.graph.parallel.grouped import computed, ordered
+
+_GROUP = "_sftkit_experts_of"
+"Attribute of experts: the group that they are shared out over; None: every rank has all."
+_DISPATCHER = "_sftkit_dispatcher"
+"Attribute of experts that are shared out: a name in DISPATCHERS."
+
+
+def use_grouped_products(
+    orig_model: PreTrainedModel, group: ProcessGroup | None = None, dispatcher: str = "allgather"
+) -> None:
+    """Let the experts of a model be computed here, in place; before weights are cut.
+
+    Args:
+        group: each of its ranks has an equal share of every block's experts, in order.
+        dispatcher: graph.token_dispatcher.
+    """
+    for module in orig_model.modules():
+        if is_experts(module):
+            module.__class__ = _grouped(type(module))  # type: ignore[arg-type]  # torch hashes modules
+            module.__dict__[_GROUP], module.__dict__[_DISPATCHER] = group, dispatcher
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module is experts as most architectures have them: gated, without biases, [experts, out, in]."""
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False}
+    return all(getattr(module, name, None) is wanted for name, wanted in form.items())
+
+
+@cache
+def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class of the same name whose experts are computed here."""
+
+    def forward(self: torch.nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        group = self.__dict__[_GROUP]
+        if group is None:
+            return added(self, hidden, top_k_index, top_k_weights, 0)
+        return DISPATCHERS[self.__dict__[_DISPATCHER]](self, hidden, top_k_index, top_k_weights, group)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
+    """What the experts of all ranks add to this rank's tokens, [N, H].
+
+    Args:
+        experts, hidden, chosen, weights: of added.
+    """
+    hidden, weights = gather(hidden, 0, group), gather(weights, 0, group)
+    first = group.rank() * len(experts.gate_up_proj)
+    return add_and_scatter(added(experts, hidden, compat.all_gather(chosen, 0, group), weights, first), 0, group)
+
+
+def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
+    """The same as by_all_gather. Rows travel in the order of experts, and so in that of ranks; weights stay.
+
+    Args:
+        chosen: as there, no expert twice for one token.
+    """
+    ranks, count, (tokens, visits) = group.size(), len(experts.gate_up_proj), chosen.shape
+    numbers, order = chosen.flatten().sort(stable=True)
+    back = order.argsort()
+    every = torch.arange(-1, ranks * count, device=numbers.device)
+    sent = torch.searchsorted(numbers, every, right=True).diff().view(ranks, count)
+    received, sizes = exchange_counts(sent, group)
+    room = ranks * tokens * min(visits, count)
+    arrived = send(ordered(hidden, order, back, visits), sizes, room, group)
+    results = computed(experts, arrived, _experts_of(received, room), 1)
+    results = ordered(send(results, sizes, tokens * visits, group, back=True), back, order, 1)
+    return _weighted(results, weights).to(hidden.dtype)
+
+
+DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "alltoall": by_all_to_all}
+"By graph.token_dispatcher."
+
+
+def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
+    """What a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
+
+    Args:
+        experts: of grouped.computed.
+        hidden: [N, H]. chosen: int64 [N, K], numbers of experts. weights: [N, K].
+        first: number of its first expert.
+    """
+    count, visits = len(experts.gate_up_proj), chosen.shape[1]
+    numbers = chosen.flatten() - first
+    numbers = torch.where((numbers >= 0) & (numbers < count), numbers, count)
+    return _weighted(computed(experts, hidden, numbers, visits), weights).to(hidden.dtype)
+
+
+def _weighted(results: Tensor, weights: Tensor) -> Tensor:
+    """Sums of each token's rows, [N K, H], by its weights, [N, K]."""
+    return (results.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+
+
+def _experts_of(received: Tensor, room: int) -> Tensor:
+    """Which of this rank's experts each row in a room is for, int64; E behind the last row.
+
+    Args:
+        received: int64 [R, E], how many rows of each rank for each expert lie there, in this order.
+    """
+    ends = received.flatten().cumsum(0)
+    place = torch.searchsorted(ends, torch.arange(room, device=ends.device), right=True)
+    count = received.shape[1]
+    return torch.where(place < len(ends), place % count, count)
