@@ -19,7 +19,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.parallel.balance import balanced, layers_of_stages
 from sftkit.parallel.pipeline import stage_seconds
-from sftkit.parallel.stages import Stage
+from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
@@ -76,7 +76,7 @@ def _seconds(
         model = ModelWithLoss(small.train(), backend, objective)
         compile_model(small, cfg.compile, sharded=True)
         batch = heaviest(rt, orig_model, layout, *layout.shapes[-1])
-        stages = [Stage(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
+        stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:
             return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:

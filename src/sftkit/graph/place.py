@@ -12,7 +12,7 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.parallel.sharding import shard
-from sftkit.graph.parallel.tensor import Layout, check_plan, exchange_activations, make_meshes
+from sftkit.graph.parallel.tensor import WeightPlacement, check_plan, exchange_activations, make_meshes
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.progress import working
@@ -100,7 +100,7 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatc
         return
     empty = any(p.is_meta for p in model.parameters())
     meshes = make_meshes(rt.topology, rt.device.type)
-    layout = Layout(model.orig_model, meshes)
+    layout = WeightPlacement(model.orig_model, meshes)
     group = meshes.parts.get_group("tensor") if meshes.parts is not None else None
     use_grouped_products(model.orig_model, group, dispatcher)
     if meshes.parts is not None:

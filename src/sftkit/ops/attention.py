@@ -43,7 +43,7 @@ class Documents(NamedTuple):
     "int32 [D + 1], starts in the flattened B * T positions; fa4, varlen"
     doc_ids: torch.Tensor | None = None
     "int32 [B, T up to a multiple of 128]; flex"
-    blocks: flex.Blocks | None = None
+    blocks: flex.BlockTensors | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
     "bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows; reference"

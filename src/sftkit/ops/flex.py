@@ -14,7 +14,7 @@ FLEX_BLOCK = 128
 BEHIND_ROW = -2
 "Document id of positions behind the end of a row, where rows are padded for flex."
 
-Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+BlockTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Call(NamedTuple):
@@ -54,7 +54,7 @@ def whole_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
     return F.pad(doc_ids, (0, -doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
 
 
-def blocks_of(doc_ids: torch.Tensor) -> Blocks:
+def blocks_of(doc_ids: torch.Tensor) -> BlockTensors:
     """Return which 128 x 128 blocks of a document mask are not empty, by query block and by key block.
 
     A query block sees a range of key blocks that ends at its own, from the block where its first document starts.
@@ -87,7 +87,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     doc_ids: torch.Tensor,
-    blocks: Blocks,
+    blocks: BlockTensors,
     scale: float,
     window: int | None,
     softcap: float | None,

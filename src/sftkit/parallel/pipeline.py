@@ -27,7 +27,7 @@ from sftkit.models.weights import load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import Stage, Stages, cut_layers, fill_with_memory, shard_stage
+from sftkit.parallel.stages import StageModule, Stages, cut_layers, fill_with_memory, shard_stage
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
@@ -45,7 +45,7 @@ FEW = 3
 class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
-    def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[Stage], schedule: str) -> None:
+    def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
         """`stages`: of this rank, where they are sharded at all sharded."""
         super().__init__()
         self.model, self.placement, self.stages = model, placement, stages
@@ -120,7 +120,7 @@ class Pipelined(torch.nn.Module):
             self._schedules[key] = made
         return self._schedules[key]
 
-    def _torch_stage(self, stage: Stage, batch: Batch) -> PipelineStage:
+    def _torch_stage(self, stage: StageModule, batch: Batch) -> PipelineStage:
         weight, device = embedding_of(self.model.orig_model), next(self.held()).device
         hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device, requires_grad=True)
         loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), device=device, requires_grad=True)
@@ -161,7 +161,7 @@ class Pipelined(torch.nn.Module):
             p.grad = total.to(p.dtype)
 
 
-def stage_seconds(stage: Stage, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
+def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
     """What a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
     weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
@@ -204,7 +204,7 @@ def into_stages(
     assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
     placement = cut_layers(orig_model, layers, rt.topology, rt.device)
-    stages = [Stage(model, layers, number) for number in placement.own]
+    stages = [StageModule(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
         mesh = _shards(rt)
         for stage in stages:

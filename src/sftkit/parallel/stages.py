@@ -82,7 +82,7 @@ def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return found
 
 
-class Stage(torch.nn.Module):
+class StageModule(torch.nn.Module):
     """Consecutive layers of a model as what a schedule calls, with one micro-batch after the other.
 
     Between stages only hidden states travel; what else a micro-batch has, each stage takes from its own copy of it.
@@ -148,7 +148,7 @@ def _part(whole: torch.nn.Module, first: int, count: int, last: bool) -> torch.n
     return part
 
 
-def shard_stage(stage: Stage, mesh: DeviceMesh, precision: str) -> None:
+def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
     """Cut the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients exchanged once,
     summed in fp32, as torch's schedules do it.
 
@@ -168,7 +168,7 @@ def shard_stage(stage: Stage, mesh: DeviceMesh, precision: str) -> None:
             piece.set_force_sum_reduction_for_comms(True)
 
 
-def fill_with_memory(stage: Stage, device: torch.device) -> None:
+def fill_with_memory(stage: StageModule, device: torch.device) -> None:
     """Memory for pieces of weights that are on the meta device; buffers stay as they are."""
     buffers = {id(module): dict(module._buffers) for module in stage.modules()}
     stage.to_empty(device=device)

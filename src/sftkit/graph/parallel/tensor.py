@@ -35,7 +35,7 @@ from sftkit.parallel.tensor import (
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """What the modules of a block are to tensor parallelism, by their names in it."""
 
     columns: tuple[str, ...]
@@ -56,7 +56,7 @@ class Plan:
         return {*self.columns, *self.rows, *self.gathered, *self.alike, *self.experts}
 
 
-_DEEPSEEK_V3 = Plan(
+_DEEPSEEK_V3 = TensorPlan(
     columns=(
         *("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
         *("mlp.gate_proj", "mlp.up_proj"),
@@ -70,12 +70,12 @@ _DEEPSEEK_V3 = Plan(
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_routed_experts"),
     experts=("mlp.experts",),
 )
-PLANS = {**dict.fromkeys(MODEL_TYPES, Plan(COLUMNS, ROWS, NORMS, HEAD_NORMS)), "deepseek_v3": _DEEPSEEK_V3}
+PLANS = {**dict.fromkeys(MODEL_TYPES, TensorPlan(COLUMNS, ROWS, NORMS, HEAD_NORMS)), "deepseek_v3": _DEEPSEEK_V3}
 "By model_type."
 
 
 @dataclass(frozen=True)
-class Meshes:
+class GraphMeshes:
     """The process groups of a sharded run."""
 
     every: DeviceMesh
@@ -102,27 +102,27 @@ def check_plan(orig_model: PreTrainedModel, size: int) -> None:
         check_known(block, size, plan.known)
 
 
-def plan_of(orig_model: PreTrainedModel) -> Plan:
+def plan_of(orig_model: PreTrainedModel) -> TensorPlan:
     """The plan of a model that `check_plan` does not refuse."""
     return PLANS[orig_model.config.model_type]
 
 
-def make_meshes(topology: Topology, device_type: str) -> Meshes:
+def make_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     """Process groups for a topology; every rank calls it."""
     t, names = topology, ("replicas", "shards")
     every = init_device_mesh(device_type, (t.replicas, t.shards * t.tensor), mesh_dim_names=names)
     every = every["shards"] if t.replicas == 1 else every
     if t.tensor == 1:
-        return Meshes(every, None)
+        return GraphMeshes(every, None)
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
     parts = DeviceMesh(device_type, ranks, mesh_dim_names=("replicas", "tensor", "shards"))
-    return Meshes(every, parts["tensor", "shards"] if t.replicas == 1 else parts)
+    return GraphMeshes(every, parts["tensor", "shards"] if t.replicas == 1 else parts)
 
 
-class Layout:
+class WeightPlacement:
     """How every weight of a model lies over the ranks."""
 
-    def __init__(self, orig_model: PreTrainedModel, meshes: Meshes) -> None:
+    def __init__(self, orig_model: PreTrainedModel, meshes: GraphMeshes) -> None:
         self._every, self._parts = meshes.every, meshes.parts
         self._cut: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
         "parameters that are cut by tensor parallelism, and then by shards"
@@ -173,7 +173,7 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
 
 
 def _cuts(
-    plan: Plan, block: torch.nn.Module, ranks: int, shards: int
+    plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
     """Parameters of a block that are cut over `ranks` tensor-parallel ranks, by module and name, and along which dimensions."""
     found: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}

@@ -15,7 +15,7 @@ from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, bytes_of, counts_of
 from sftkit.graph.passes.regions import flex_attention
-from sftkit.graph.passes.replay import Record, Replayed
+from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
 
@@ -43,7 +43,7 @@ class Passes:
     "what weights are bucketed by, in the order in which they are used"
     saves_memory: bool = False
     "whether the split keeps no more for the backward pass than torch's activation memory budget"
-    recorder: Record | None = None
+    recorder: RecordGraph | None = None
     "what records CUDA graphs; None: halves are called"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from sftkit.graph import compat
 from sftkit.graph.tags import block_of
 
-Run = list[Node]
+NodeRun = list[Node]
 
 
 def regional_inductor(graph: GraphModule, _: Sequence[str], __: bool) -> None:
@@ -66,17 +66,17 @@ def _is_view(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def _worth(run: Run) -> bool:
+def _worth(run: NodeRun) -> bool:
     """Whether there is something to fuse, or FlexAttention."""
     computing = [node for node in run if not _is_view(node) and node.target is not operator.getitem]
     return len(computing) > 1 or any(compat.is_flex(node) for node in computing)
 
 
-def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[Run]:
+def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
     """The longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
         node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
-    runs: list[Run] = [[]]
+    runs: list[NodeRun] = [[]]
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
             continue
@@ -89,7 +89,7 @@ def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[Run]:
     return [run for run in runs if run]
 
 
-def _compile(graph: GraphModule, runs: Sequence[Run]) -> None:
+def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     """Put a call of compiled code in the place of each run."""
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
@@ -104,7 +104,7 @@ def _compile(graph: GraphModule, runs: Sequence[Run]) -> None:
     graph.recompile()
 
 
-def _left(run: Run) -> tuple[set[Node], Run]:
+def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
     """Views of a run that others read, which stay in the graph, as calling them is cheaper than handing them out; and what the
     region has to hand out."""
     inside, left = set(run), set[Node]()
@@ -118,7 +118,7 @@ def _left(run: Run) -> tuple[set[Node], Run]:
     return left, [node for node in run if node not in left and read_outside(node)]
 
 
-def _cut_out(graph: GraphModule, run: Run, outputs: Run) -> tuple[GraphModule, Run]:
+def _cut_out(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
     """A copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
     needed, inside = dict.fromkeys(outputs), set(run)
     for node in reversed(run):
@@ -147,7 +147,9 @@ def _text(region: GraphModule) -> str:
     return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
 
 
-def _replace(graph: Graph, run: Run, left: set[Node], call: Callable[..., Any], inputs: Run, outputs: Run) -> None:
+def _replace(
+    graph: Graph, run: NodeRun, left: set[Node], call: Callable[..., Any], inputs: NodeRun, outputs: NodeRun
+) -> None:
     """Call the compiled code where a run is; views that stay come behind it."""
     with graph.inserting_after(run[-1]):
         last = called = graph.call_function(call, tuple(inputs))

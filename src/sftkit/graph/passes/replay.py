@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sftkit.graph import compat
 
-Record = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
+RecordGraph = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
 "Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills anew."
 
 
@@ -26,7 +26,9 @@ class Replayed:
 
     _boxed_call = True  # AOTAutograd's mark of the calling convention
 
-    def __init__(self, run: compat.Boxed, in_place: Sequence[bool], handed_out: int | None, record: Record) -> None:
+    def __init__(
+        self, run: compat.Boxed, in_place: Sequence[bool], handed_out: int | None, record: RecordGraph
+    ) -> None:
         """
         Args:
             run: the half.
