@@ -57,7 +57,7 @@ STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] 
     ("all_reduce", all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
     ("all_gather", all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
     ("reduce_scatter", reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its piece"),
-    ("broadcast", broadcast, "what the main rank decides; weights of other stages for an evaluation"),
+    ("broadcast", broadcast, "what the main rank decides; the logits of the last stage in an evaluation"),
     ("send, recv", send, "pp.yaml: hidden states to the next stage, their gradients back"),
 )
 
