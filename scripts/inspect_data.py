@@ -37,7 +37,7 @@ def main() -> None:
 
     # What it would learn from, and in which steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
-    console.print(inspection.stage_text(stage, flags.stage is None), markup=False, soft_wrap=True)
+    console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = prepare.prepared_examples(cfg.data, stage, tokenizer, max_length)
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(cfg.data, max_length, cfg.train, flags.topology.row_ranks, lengths, encoded=encoded)

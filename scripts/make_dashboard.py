@@ -31,7 +31,7 @@ def main() -> None:
     names = workspace.names_of(args.run)
     views = {"workspace": workspace.workspace(args.entity, args.project, names)}
     if args.report:
-        first, second = (comparison.find(run, args.entity, args.project, args.dry_run) for run in args.report)
+        first, second = (comparison.find(run, args.entity, args.project, offline=args.dry_run) for run in args.report)
         views["report"] = comparison.comparison(args.entity, args.project, (first, second), names)
     if args.dry_run:
         say(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))

@@ -24,7 +24,7 @@ def main() -> int:
     from sftkit.experiments.validate.page import markdown
     from sftkit.experiments.validate.run import judge_again, validate
 
-    ledger = open_ledger(args.ledger, args.record)
+    ledger = open_ledger(args.ledger, records=args.record)
     if args.judge:
         result, out = judge_again(args.judge, ledger), args.judge.parent
     else:

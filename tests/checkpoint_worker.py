@@ -100,7 +100,7 @@ class Run:
                 dist.all_reduce(total)
             losses.append(float(total) / self.rt.world_size)
             if every and step % every == 0:
-                self.checkpoints.save(step, {"tokens": step * 48}, wait)
+                self.checkpoints.save(step, {"tokens": step * 48}, wait=wait)
         return losses
 
 

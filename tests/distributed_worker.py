@@ -57,7 +57,7 @@ def large_norms(rt: runtime.Runtime) -> dict[str, float]:
         shard.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         parameters["shards"] = shard
     return {
-        name: float(exchange(squared_norm([p], rt.world_size), Totals.zeros((), rt.device), False, rt)[0])
+        name: float(exchange(squared_norm([p], rt.world_size), Totals.zeros((), rt.device), rt, stop=False)[0])
         for name, p in parameters.items()
     }
 

@@ -110,7 +110,7 @@ def run(
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
-        with Tracker(folder, cfg.log, rt, {}, resumed["step"], None, is_open(resumed)) as tracker:
+        with Tracker(folder, cfg.log, rt, {}, resumed["step"], None, open_window=is_open(resumed)) as tracker:
             train(
                 cfg, rt, engine, batches,
                 evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,

@@ -383,7 +383,7 @@ def test_weights_that_are_loaded_and_rows_that_are_added(  # type: ignore[no-unt
     source = ModelConfig(path=str(tmp_path))
 
     def loaded() -> list[torch.Tensor]:
-        model = load_model(source, tokenizer, 0, "bf16", empty)
+        model = load_model(source, tokenizer, 0, "bf16", empty=empty)
         make_room(model, torch.device(device))
         if empty:
             load_model_weights(model, source)

@@ -55,8 +55,8 @@ def compile_in_run(
     shapes: int = 1,
 ) -> int:
     """As a run of so many shapes does, with the switches set until the test ends. Returns the number of modules."""
-    modules = compile_model(orig_model, config, dynamic_layout)
-    AT_END.enter_context(compiler_switches(config, budget, dynamic_layout, modules * shapes))
+    modules = compile_model(orig_model, config, dynamic_layout=dynamic_layout)
+    AT_END.enter_context(compiler_switches(config, budget, modules * shapes, dynamic_layout=dynamic_layout))
     return modules
 
 
@@ -493,7 +493,7 @@ def test_the_switches_are_set_inside_and_all_as_before_afterwards_even_after_an_
     config = CompileConfig(**settings)
     enabled, logged = config.enabled, settings.get("debug") == ("output_code",)
     refused = pytest.raises(ValueError, match="in a step")
-    with refused, compiler_switches(config, 0.25, dynamic_layout, graphs=500):
+    with refused, compiler_switches(config, 0.25, dynamic_layout=dynamic_layout, graphs=500):
         dynamo, functorch, inductor, symbolic, records = settings_of_the_process()
         raise ValueError("in a step")
     assert settings_of_the_process() == before
@@ -507,7 +507,7 @@ def test_the_switches_are_set_inside_and_all_as_before_afterwards_even_after_an_
     assert functorch["enable_autograd_cache"] == (before[1]["enable_autograd_cache"] and not logged)
     assert inductor["fx_graph_cache"] == (before[2]["fx_graph_cache"] and not logged)
     assert symbolic["use_duck_shape"] == (before[3]["use_duck_shape"] and not (enabled and dynamic_layout))
-    with compiler_switches(config, 0.25, dynamic_layout, graphs=500):
+    with compiler_switches(config, 0.25, dynamic_layout=dynamic_layout, graphs=500):
         pass
     assert settings_of_the_process() == before
 

@@ -101,7 +101,7 @@ def test_encoder_and_decoder_are_paths_of_any_model_with_both_though_a_head_may_
 )
 def test_a_path_that_no_step_has_is_refused_with_what_there_is(path: str, sharded: bool, wanted: str) -> None:
     with pytest.raises(ConfigError, match=r"compile\.modules: ") as refused:
-        named_parts(tiny_llama(), CompileConfig(modules={path: Own()}), sharded)
+        named_parts(tiny_llama(), CompileConfig(modules={path: Own()}), sharded=sharded)
     assert wanted in str(refused.value)
 
 

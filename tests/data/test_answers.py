@@ -178,7 +178,9 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     template = template_of(tokenizer)
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
     prompts = [
-        tokenizer(render(tokenizer, template, given, None, True, args=mode)[0], add_special_tokens=False)["input_ids"]
+        tokenizer(
+            render(tokenizer, template, given, None, add_generation_prompt=True, args=mode)[0], add_special_tokens=False
+        )["input_ids"]
         for k, message in enumerate(messages)
         if message["role"] == "assistant"
         for mode in modes

@@ -170,8 +170,8 @@ def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing
     examples = captions(model.orig_model, LENGTHS * 6)
     layout = make_layout_of(kind, examples.lengths)
     layout = replace(layout, docs_per_row=3 if kind == "packed" else 1, encoded=True)
-    with compiler_switches(config, 1.0, layout.dynamic, 8):
-        compile_model(model.orig_model, config, layout.dynamic)
+    with compiler_switches(config, 1.0, 8, dynamic_layout=layout.dynamic):
+        compile_model(model.orig_model, config, dynamic_layout=layout.dynamic)
         watch = CompileWatch()
         for shape in layout.shapes:
             model(heaviest(rt, model.orig_model, layout, *shape)).loss.backward()
@@ -278,10 +278,10 @@ def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
 def test_kernels_without_relative_positions_are_refused_for_t5() -> None:
     orig_model, layout = made(TRANSLATOR), make_layout_of("packed", LENGTHS)
     for backend in ("varlen", "sdpa", "flex"):
-        found = refusal(backend, orig_model, layout, torch.device("cpu"), True)
+        found = refusal(backend, orig_model, layout, torch.device("cpu"), compiled=True)
         assert found is not None
         assert "no relative positions" in found
-    assert refusal("reference", orig_model, layout, torch.device("cpu"), True) is None
+    assert refusal("reference", orig_model, layout, torch.device("cpu"), compiled=True) is None
 
 
 def test_an_input_that_several_documents_share_is_kept_once() -> None:

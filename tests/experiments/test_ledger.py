@@ -44,7 +44,7 @@ def result(
 
 def verdict(found: dict[str, Any], ledger: Path) -> dict[str, Any]:
     """The row of the ledger."""
-    return next(v for v in judged(found, open_ledger(ledger, False))["verdicts"] if v["criterion"] == CRITERION)
+    return next(v for v in judged(found, open_ledger(ledger, records=False))["verdicts"] if v["criterion"] == CRITERION)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_losses_are_held_to_the_seeds_and_tasks_to_the_interval(
 def test_without_an_entry_of_its_own_kind_a_validation_is_not_checked_and_says_so(
     ledger: Path, change: dict[str, Any]
 ) -> None:
-    found = judged(result(LATER, **change), open_ledger(ledger, False))
+    found = judged(result(LATER, **change), open_ledger(ledger, records=False))
     row = next(v for v in found["verdicts"] if v["criterion"] == CRITERION)
     assert row["ok"] is None
     assert "has no other validation with the same recipe, script" in row["found"]
@@ -190,7 +190,9 @@ def test_what_failed_is_not_recorded(ledger: Path) -> None:
     said = record(judged(result(LATER, summary={"compiled": True, "warm_up_seconds": 61.0})), ledger)
     assert "nothing was recorded" in said
     assert "first compile (packed, 1)" in said
-    worse = judged(result(LATER, results=[trio().compiled.results[0] | {"value": 0.3}]), open_ledger(ledger, True))
+    worse = judged(
+        result(LATER, results=[trio().compiled.results[0] | {"value": 0.3}]), open_ledger(ledger, records=True)
+    )
     assert CRITERION in record(worse, ledger)
     assert ledger.read_text() == before
 
@@ -224,7 +226,7 @@ def test_a_malformed_line_is_named_by_file_and_line(ledger: Path, change: Any, w
     ((_, entry),) = read_ledger(ledger)
     ledger.write_text(ledger.read_text() + "\n" + change(entry) + "\n")
     with pytest.raises(ConfigError) as caught:
-        open_ledger(ledger, True)
+        open_ledger(ledger, records=True)
     assert str(caught.value).startswith(f"{ledger}:3: ")
     assert words in str(caught.value)
 
@@ -273,12 +275,12 @@ def test_a_ledger_that_is_named_must_be_there_unless_it_is_to_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert open_ledger(None, False) is None
+    assert open_ledger(None, records=False) is None
     with pytest.raises(ConfigError, match="--record makes it"):
-        open_ledger(Path("ledger.jsonl"), False)
+        open_ledger(Path("ledger.jsonl"), records=False)
     with pytest.raises(ConfigError, match="benchmarks/: no such folder"):
-        open_ledger(None, True)
-    made = open_ledger(Path("ledger.jsonl"), True)
+        open_ledger(None, records=True)
+    made = open_ledger(Path("ledger.jsonl"), records=True)
     assert made is not None
     assert made.entries == []
 

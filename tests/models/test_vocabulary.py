@@ -93,7 +93,7 @@ def save(tmp_path: Path) -> Save:
 
 def loaded(source: ModelConfig, precision: str = "fp32", empty: bool = False) -> tuple[PreTrainedModel, Any]:
     tokenizer = load_tokenizer(source)
-    model = load_model(source, tokenizer, 0, precision, empty)
+    model = load_model(source, tokenizer, 0, precision, empty=empty)
     if empty:
         make_room(model, torch.device("cpu"))
         load_model_weights(model, source)

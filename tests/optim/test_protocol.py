@@ -282,7 +282,7 @@ def test_the_bytes_of_the_spec_are_those_of_the_states(name: str, dtype: torch.d
         in_block = ".layers." in parameter_name and p.ndim == 2
         seen.add(in_block)
         made = sum(t.numel() * t.element_size() for t in tensors)
-        assert made == p.numel() * spec.state_width(precision, in_block), parameter_name
+        assert made == p.numel() * spec.state_width(precision, block_matrix=in_block), parameter_name
     assert seen == {True, False}
 
 

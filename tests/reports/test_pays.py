@@ -58,8 +58,8 @@ def test_a_run_says_what_its_compile_costs_in_its_own_steps() -> None:
     resumed = own_words(11.3, [0.886], cache_hits=4, resumed=True)
     assert resumed is not None
     assert resumed.startswith("Compiling took 11.3 s when the run was resumed with 4 hits in caches, as long as 13 of")
-    assert own_words(None, [0.886], 0, False) is None
-    assert own_words(11.3, [], 0, False) is None
+    assert own_words(None, [0.886], 0, resumed=False) is None
+    assert own_words(11.3, [], 0, resumed=False) is None
 
 
 def test_the_report_of_a_compiled_run_says_it_and_that_of_an_eager_one_does_not(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_norm_is_nan_only_if_a_gradient_is_and_infinite_also_where_all_are_fin
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.full((4,), gradient)
     found, _ = exchange(
-        squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device), False, cpu_runtime()
+        squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device), cpu_runtime(), stop=False
     )
     torch.testing.assert_close(float(found), norm, equal_nan=True)
 

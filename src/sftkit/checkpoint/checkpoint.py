@@ -86,7 +86,7 @@ class Checkpoints:
         blocked = {} if self._block_seconds is None else {"block_seconds": self._block_seconds}
         return {**blocked, **self._writer.figures}
 
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
 
         An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`:
@@ -187,7 +187,7 @@ class Checkpoints:
             f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
-    def check_space(self, estimated_bytes: float, anew: bool = False) -> None:
+    def check_space(self, estimated_bytes: float, *, anew: bool = False) -> None:
         """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
 
         Args:
@@ -197,11 +197,11 @@ class Checkpoints:
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, anew))
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, anew=anew))
         if problem:
             raise ConfigError(problem)
 
-    def _space_problem(self, estimated_bytes: float, anew: bool) -> str | None:
+    def _space_problem(self, estimated_bytes: float, *, anew: bool) -> str | None:
         """Return why the disk cannot hold the checkpoints of this run; None if it can."""
         if not anew:
             sweep(self.run_dir)

@@ -77,7 +77,7 @@ def _without_padding(tensor: torch.Tensor, cut: dict[int, int]) -> int:
     return tensor.numel() if id(tensor) not in cut else tensor[0].numel() * cut[id(tensor)]
 
 
-def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], keep: bool) -> dict[str, torch.Tensor] | None:
+def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], *, keep: bool) -> dict[str, torch.Tensor] | None:
     """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks
     gather, those that keep copy.
 

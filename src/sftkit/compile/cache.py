@@ -54,7 +54,7 @@ def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) 
     """
     if cfg.compile.cache:
         index = rt.device.index or 0
-        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.rank == index, index))
+        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), index, writes=rt.rank == index))
 
 
 def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
@@ -125,7 +125,7 @@ def load(where: str, key: str, index: int = 0) -> str:
     return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
 
 
-def save(where: str, key: str, writes: bool, index: int = 0) -> str:
+def save(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     """Write what was compiled, on a rank that `writes`, unless it all came from the same file.
 
     Returns a line to print.

@@ -43,7 +43,7 @@ def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def compile_model(
-    orig_model: PreTrainedModel, compile: CompileConfig, dynamic_layout: bool = False, sharded: bool = False
+    orig_model: PreTrainedModel, compile: CompileConfig, *, dynamic_layout: bool = False, sharded: bool = False
 ) -> int:
     """Compile in place and lazily, before any wrapping or sharding: module types and parameter names stay as they are.
 
@@ -63,7 +63,7 @@ def compile_model(
     if not compile.enabled:
         return 0
     if compile.modules is not None:
-        parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded)]
+        parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded=sharded)]
     else:
         if sharded and compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
@@ -73,7 +73,7 @@ def compile_model(
         if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
             compile_part(module, replace(own, dynamic=False))
         else:
-            compile_part(module, own, dynamic_layout)
+            compile_part(module, own, dynamic_layout=dynamic_layout)
     return len(parts)
 
 
@@ -185,6 +185,7 @@ def warm_up(
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
     any_rank: Callable[[bool], bool],
+    *,
     sharded: bool = False,
 ) -> bool:
     """Build every graph: a forward and backward pass of each declared shape.

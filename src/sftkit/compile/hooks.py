@@ -51,7 +51,7 @@ class Hook(NamedTuple):
 class HookWatch:
     """Remembers a model's hooks when its step has been compiled, and finds those that the step does not respect."""
 
-    def __init__(self, orig_model: PreTrainedModel, captured: bool = False) -> None:
+    def __init__(self, orig_model: PreTrainedModel, *, captured: bool = False) -> None:
         """Remember the hooks of the model. `captured`: the whole step is one graph, not single modules of it."""
         self._model, self._hooks, self._captured = orig_model, _hooks(orig_model), captured
 

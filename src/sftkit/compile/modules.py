@@ -35,7 +35,7 @@ class CompiledPart(NamedTuple):
     "settings of this module"
 
 
-def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bool = False) -> list[CompiledPart]:
+def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
     """Return the modules that compile.modules names, in the model's order; the longer path counts if two name one.
 
     Args:
@@ -55,7 +55,7 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, sharded: bo
             if not own.enabled:
                 del found[place]
     _check_apart(found)
-    _check_called(orig_model, found, sharded)
+    _check_called(orig_model, found, sharded=sharded)
     order = {module: i for i, module in enumerate(orig_model.modules())}
     return sorted(found.values(), key=lambda part: order[part.module])
 
@@ -107,7 +107,7 @@ def _check_apart(found: dict[str, CompiledPart]) -> None:
             )
 
 
-def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], sharded: bool) -> None:
+def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
     others = f"name other modules, such as {_some(_good_paths(orig_model))}"
@@ -177,7 +177,7 @@ def _check_option(place: str, name: str, value: object) -> None:
         raise ConfigError(f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})")
 
 
-def compile_arguments(compile: CompileConfig, dynamic_layout: bool = False) -> dict[str, Any]:
+def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -> dict[str, Any]:
     """Return the arguments of torch.compile.
 
     It takes a mode or options, not both: with options the mode's are among them.
@@ -217,9 +217,9 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
         )
 
 
-def compile_part(module: torch.nn.Module, compile: CompileConfig, dynamic_layout: bool = False) -> None:
+def compile_part(module: torch.nn.Module, compile: CompileConfig, *, dynamic_layout: bool = False) -> None:
     """Compile in place, lazily. With compile.dynamic=marked the row length of every given tensor is marked."""
-    module.compile(**compile_arguments(compile, dynamic_layout))
+    module.compile(**compile_arguments(compile, dynamic_layout=dynamic_layout))
     if compile.dynamic == "marked":
         assert module._compiled_call_impl is not None
         # Private: the compiled call. Dynamo cannot trace a mark, so it is set around that call; a

@@ -31,7 +31,7 @@ the guards; a torch without that option does without the fusion."""
 
 @contextmanager
 def compiler_switches(
-    compile: CompileConfig, activation_memory_budget: float = 1.0, dynamic_layout: bool = False, graphs: int = 0
+    compile: CompileConfig, activation_memory_budget: float = 1.0, graphs: int = 0, *, dynamic_layout: bool = False
 ) -> Iterator[None]:
     """Set the compiler as the run's step needs it, within the context: from before the warm-up to after the last step.
 

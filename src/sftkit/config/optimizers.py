@@ -49,7 +49,7 @@ class OptimizerSpec:
         """Return whether it rounds weights to bf16; it then refuses a model in fp32."""
         return "fp32" not in self.state_bytes
 
-    def state_width(self, precision: str, block_matrix: bool = True) -> float:
+    def state_width(self, precision: str, *, block_matrix: bool = True) -> float:
         """Return the bytes of optimizer state per parameter.
 
         Args:
@@ -61,9 +61,9 @@ class OptimizerSpec:
             return OPTIMIZERS[self.elsewhere].state_width(precision)
         return self.state_bytes.get(precision, self.state_bytes["bf16"])
 
-    def training_width(self, precision: str, block_matrix: bool = True) -> float:
+    def training_width(self, precision: str, *, block_matrix: bool = True) -> float:
         """Return the bytes per parameter of weight, gradient and optimizer states."""
-        return 2 * WIDTH[precision] + self.state_width(precision, block_matrix)
+        return 2 * WIDTH[precision] + self.state_width(precision, block_matrix=block_matrix)
 
 
 OPTIMIZERS = {
@@ -112,6 +112,6 @@ def describe_optimizers() -> str:
 
 def _bytes_in_bf16(spec: OptimizerSpec) -> str:
     """Format bytes per parameter: `16 bytes`, `about 6 bytes`, `12 to 16 bytes`."""
-    widths = sorted({spec.training_width("bf16", block_matrix) for block_matrix in (True, False)})
+    widths = sorted({spec.training_width("bf16", block_matrix=block_matrix) for block_matrix in (True, False)})
     about = "" if all(width == round(width) for width in widths) else "about "
     return f"{about}{' to '.join(f'{width:.0f}' for width in widths)} bytes"

@@ -216,10 +216,10 @@ def _eval(get: Get) -> Iterator[Problem]:
     if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
         yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
     tasks, backend = get("eval.tasks"), get("eval.backend")
-    yield from eval_problems(tasks, backend, get("eval.allow_code_execution"))
+    yield from eval_problems(tasks, backend, allow_code_execution=get("eval.allow_code_execution"))
 
 
-def eval_problems(tasks: Sequence[str], backend: str, allow_code_execution: bool) -> Iterator[Problem]:
+def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: bool) -> Iterator[Problem]:
     """Yield what is wrong with the names of evaluation tasks. Those of lm_eval are checked when it is loaded."""
     for task in dict.fromkeys(tasks):
         if tasks.count(task) > 1:

@@ -32,7 +32,7 @@ def visible(text: str) -> str:
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def say(text: str, error: bool = False, end: str = "\n", level: Level | None = None) -> None:
+def say(text: str, end: str = "\n", level: Level | None = None, *, error: bool = False) -> None:
     """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
     character for is written out too.
 

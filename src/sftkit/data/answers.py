@@ -80,7 +80,7 @@ class Finder:
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
         self.tokenizer, self.tools, self.thinking, self.where = tokenizer, tools, thinking, where
-        self.template = template_of(tokenizer, bool(tools))
+        self.template = template_of(tokenizer, with_tools=bool(tools))
         self.messages = with_reasoning(messages, self.template, thinking)
         self._reasons = [reasoning_of(message) for message in messages if message["role"] == "assistant"]
         self._given = args
@@ -358,7 +358,14 @@ class Finder:
             cursor = at + len(piece)
         return cursor
 
-    def _render(self, k: int, add_generation_prompt: bool = False) -> str:
+    def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""
         messages = self.messages[:k]
-        return render(self.tokenizer, self.template, messages, self.tools, add_generation_prompt, args=self._args)[0]
+        return render(
+            self.tokenizer,
+            self.template,
+            messages,
+            self.tools,
+            add_generation_prompt=add_generation_prompt,
+            args=self._args,
+        )[0]

@@ -67,7 +67,7 @@ def tokenize(
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, targets)
-    unused = unused_arguments(row, template_of(tokenizer, bool(row.tools)))
+    unused = unused_arguments(row, template_of(tokenizer, with_tools=bool(row.tools)))
     finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
     # why answers are not learned, by what is known before rendering
     counts = {"answers": len(finder.answers), TOO_LONG: 0}
@@ -77,9 +77,9 @@ def tokenize(
     # documents before they are cut to max_length
     learnable = set(finder.answers) - skipped.keys()
     if targets == "all":
-        texts = _everything(finder, tokenizer, skipped, split_turns, max_length, counts)
+        texts = _everything(finder, tokenizer, skipped, max_length, counts, split=split_turns)
     else:
-        texts = _answers(finder, tokenizer, learnable, split_turns, max_length, counts)
+        texts = _answers(finder, tokenizer, learnable, max_length, counts, split=split_turns)
     counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
     found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
@@ -114,9 +114,10 @@ def _answers(
     finder: Finder,
     tokenizer: PreTrainedTokenizerBase,
     learnable: set[int],
-    split: bool,
     max_length: int,
     counts: dict[str, int],
+    *,
+    split: bool,
 ) -> list[_Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered: it would be
@@ -161,9 +162,10 @@ def _everything(
     finder: Finder,
     tokenizer: PreTrainedTokenizerBase,
     skipped: dict[int, str],
-    split: bool,
     max_length: int,
     counts: dict[str, int],
+    *,
+    split: bool,
 ) -> list[_Text]:
     """Return the documents of a conversation of which all is learned but marked answers; with `split`, answers whose
     reasoning the template leaves out of it end documents of their own before it."""
@@ -171,19 +173,19 @@ def _everything(
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(finder, tokenizer, apart, split, max_length, counts)
+    before = _answers(finder, tokenizer, apart, max_length, counts, split=split)
     encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
     is_target = ~_inside(sorted(spans), encoded)
     number = len(set(finder.answers) - hidden - apart)
-    learned = _ended(tokenizer, encoded, is_target, last not in skipped)
+    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped)
     return [*before, _Text(*learned, number, reasoned, None if encoded.whole else True)]
 
 
 def _ended(
-    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, learned: bool = True
+    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, *, learned: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Append eos to a document if the template writes no token that ends the turn."""
     ids = encoded.ids
@@ -229,14 +231,14 @@ def render_prompt(
     """
     checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
     text, _ = render(
-        tokenizer, template_of(tokenizer, bool(tools)), checked, tools, add_generation_prompt=True, args=args
+        tokenizer, template_of(tokenizer, with_tools=bool(tools)), checked, tools, add_generation_prompt=True, args=args
     )
     return encode(tokenizer, text).ids.tolist()
 
 
 def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
-    template = template_of(tokenizer, bool(row.tools))
+    template = template_of(tokenizer, with_tools=bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     messages = with_reasoning(messages, template, thinking)
     args = template_arguments(template, messages, k, row.template_args, thinking)

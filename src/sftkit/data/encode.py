@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, enough: int | None = None, split_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase, text: str, enough: int | None = None, *, split_special_tokens: bool = False
 ) -> Encoded:
     """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
     apply_chat_template and inference servers add none either, so a second BOS cannot happen.
@@ -48,18 +48,18 @@ def encode(
     if not tokenizer.is_fast:
         raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
     if len(text) <= CHUNK_CHARACTERS:
-        return _arrays(_call(tokenizer, text, split_special_tokens))
+        return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
     parts, begin, tokens, ended = [], 0, 0, False
     again: list[list[int]] = [[], [], []]
     while not ended and (enough is None or tokens < enough):
-        encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens)
+        encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens=split_special_tokens)
         ids, starts, ends, _ = _arrays(encoded)
         ended = begin + CHUNK_CHARACTERS >= len(text)
         borders = [0] * 2 * _MARGIN + _borders(encoded)
         kept = len(ids) if ended else borders[-2 * _MARGIN]
         found = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
         if found != again or not (ended or ends[:kept].any()):
-            return _arrays(_call(tokenizer, text, split_special_tokens))
+            return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
         again = [one[kept : borders[-_MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
         parts.append((ids[:kept], starts[:kept] + begin, ends[:kept] + begin))
         tokens += kept
@@ -68,7 +68,7 @@ def encode(
     return Encoded(ids, starts, ends, ended)
 
 
-def _call(tokenizer: PreTrainedTokenizerBase, text: str, split_special_tokens: bool) -> BatchEncoding:
+def _call(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens: bool) -> BatchEncoding:
     """Tokenize a text in one call, without special tokens of the tokenizer's own."""
     return tokenizer(
         text,

@@ -92,7 +92,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     def raw_rows(beginning: bool = False) -> Iterator[RawRow]:
-        return (row for file in files for row in readers.rows_of(file, beginning))
+        return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
     first = partial(readers.sliced_beginning, partial(raw_rows, beginning=True), source)
     return Origin(partial(readers.sliced, raw_rows, source), stats, first, sum(size for _, size, _ in stats))

@@ -145,6 +145,7 @@ def make_layout(
     world_size: int,
     lengths: np.ndarray,
     earlier: Sequence[Stretch] = (),
+    *,
     encoded: bool = False,
 ) -> Layout:
     """Return the layout of a run, from the recipe and the lengths of its training documents.
@@ -298,8 +299,9 @@ def plan_epoch(
     layout: Layout,
     seed: int,
     epoch: int,
-    shuffle: bool = True,
     documents: np.ndarray | None = None,
+    *,
+    shuffle: bool = True,
 ) -> list[GlobalBatch]:
     """Plan all global batches of an epoch. Each document appears exactly once; the last batch
     is filled with empty rows.

@@ -186,7 +186,7 @@ def _index(bound: str, total: int) -> int:
     return max(0, rows + total) if bound.startswith("-") else rows
 
 
-def rows_of(path: Path, beginning: bool = False) -> Iterator[RawRow]:
+def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     """Yield all rows of one file. A file that breaks off or is not what its name says is a DataError.
 
     Args:

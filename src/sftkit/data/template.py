@@ -70,7 +70,7 @@ class Template:
         return self.headers[0]
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> Template:
+def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
     """Return the tokenizer's chat template (some have a second one for tools), probed once."""
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -92,9 +92,10 @@ def render(
     template: Template | str,
     messages: list[Message],
     tools: list[dict[str, Any]] | None = None,
+    args: Mapping[str, Any] | None = None,
+    *,
     add_generation_prompt: bool = False,
     marks: bool = False,
-    args: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
     """Return the text of a conversation and, with `marks`, the spans inside {% generation %}.
     Raises jinja's TemplateError.
@@ -203,7 +204,9 @@ def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Messag
     """Return what add_generation_prompt adds: without arguments, with thinking requested, and with it turned off."""
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
-        question, prompt = (render(tokenizer, source, asked, None, add, args=args)[0] for add in (False, True))
+        question, prompt = (
+            render(tokenizer, source, asked, None, add_generation_prompt=add, args=args)[0] for add in (False, True)
+        )
         found.append(prompt[len(question) :] if prompt.startswith(question) else "")
     return found
 
@@ -213,7 +216,10 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: l
     of the same name does not."""
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
-            on, off = (render(tokenizer, source, asked, None, True, args={name: value})[0] for value in (True, False))
+            on, off = (
+                render(tokenizer, source, asked, None, add_generation_prompt=True, args={name: value})[0]
+                for value in (True, False)
+            )
             if on != off:
                 return name
     return None
@@ -290,7 +296,7 @@ def _find(text: str, part: str) -> Span:
     return start, start + len(part)
 
 
-def _first_special(text: str, special_tokens: Iterable[str], after_text: bool) -> str | None:
+def _first_special(text: str, special_tokens: Iterable[str], *, after_text: bool) -> str | None:
     """Return the special token that comes first; without `after_text` only if nothing but
     whitespace stands before it."""
     found = [(text.find(token), -len(token), token) for token in special_tokens if token and token in text]

@@ -98,9 +98,9 @@ def build(
         model = ModelWithLoss(
             orig_model, choice.backend, objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
         )
-        modules = compile_model(orig_model, cfg.compile, layout.dynamic, rt.topology.partial)
+        modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
-        stack.enter_context(compiler_switches(cfg.compile, budget, layout.dynamic, graphs))
+        stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
         wrapped = distribute(model, source, plan.sharding, rt, cfg.train)
         # Last, for its states belong to the parameters as they are now: DTensors where the model is sharded.
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
@@ -153,7 +153,7 @@ class Blocks:
         self._at_close.callback(watch.close)
         started = time.perf_counter()
         # Before anything is compiled: does the forward pass compute what the plain model does?
-        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), cfg.train.fp8 is not None)
+        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), fp8=cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
         with stagewise(orig_model):
             check = check_documents(self.model, eager, rt.device, layout.max_length)
@@ -165,7 +165,7 @@ class Blocks:
         with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = warm_up(
-                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, rt.topology.partial
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
                 )
             if not self.compiled:
                 self.model.backend = eager
@@ -175,7 +175,9 @@ class Blocks:
             watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             parameters = list(parameters_of(self.optimizer.param_groups))
-            same = check_gradients(self.model, self._wrapped, parameters, layout, rt, eager, self.compiled, allowed)
+            same = check_gradients(
+                self.model, self._wrapped, parameters, layout, rt, eager, allowed, compiled=self.compiled
+            )
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))

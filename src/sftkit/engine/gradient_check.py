@@ -62,8 +62,9 @@ def check_gradients(
     layout: Layout,
     rt: Runtime,
     eager: str,
-    compiled: bool,
     allowed: Limits,
+    *,
+    compiled: bool,
 ) -> GradientCheck:
     """Compare our gradients with the plain model's, after the warm-up; every rank calls it.
 
@@ -175,7 +176,7 @@ class _Sides:
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
         if topology.sharded:
-            gradient_sync(self.wrapped, True, self.rt)
+            gradient_sync(self.wrapped, self.rt, sync=True)
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
         gathered = topology.sharded and next(fsdp_modules(orig_model), None) is None
         exchanged = gathered or same_rows(self.rt)
@@ -278,4 +279,4 @@ class _Sides:
 def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
     """Return a context in which replicas do not exchange gradients: DDP lays out its buckets by the first exchange,
     which must be one of training."""
-    return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, False, rt)
+    return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, rt, sync=False)

@@ -34,7 +34,7 @@ def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
 
 
 def short_rows(
-    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, alone: bool
+    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool
 ) -> tuple[list[Batch], list[Batch]]:
     """Return (whole micro-batches, this rank's parts of them): one row with two documents and padding, or two rows with
     one document each if `alone`."""

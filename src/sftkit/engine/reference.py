@@ -112,7 +112,7 @@ class Reference:
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
-        grad_norm, flags = exchange(squared / self._rt.world_size, totals, stop, self._rt, spikes, batches.divisor)
+        grad_norm, flags = exchange(squared / self._rt.world_size, totals, self._rt, spikes, batches.divisor, stop=stop)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))

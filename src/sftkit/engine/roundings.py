@@ -54,7 +54,7 @@ class Limits(NamedTuple):
         return Limits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MOST_OF_SCALE)))
 
 
-def limits(dtype: torch.dtype, blocks: int, fp8: bool = False) -> Limits:
+def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> Limits:
     """Return what rounding may do, by the dtype of the weights.
 
     fp32: 1e-4.

@@ -87,7 +87,7 @@ def gradients(
     for i, batch in enumerate(micro_batches):
         if i == last:
             earlier.put_back()
-        with gradient_sync(model, i == last, rt):
+        with gradient_sync(model, rt, sync=i == last):
             sums = forward_backward(model, batch, divisor, rt)
         totals.add_(sums)
         losses.append(sums[LOSS])
@@ -125,14 +125,14 @@ def optimizer_step(
     copies = model.copies() if isinstance(model, Pipelined) else None
     # Norm and flags of all ranks stay on the device: a coefficient of nan makes the update change nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
-    grad_norm, flags = exchange(squared, totals, stop, rt, spikes, step_batches.divisor)
+    grad_norm, flags = exchange(squared, totals, rt, spikes, step_batches.divisor, stop=stop)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 
 
 def exchange(
-    squared: torch.Tensor, totals: Totals, stop: bool, rt: Runtime, spikes: Spikes | None = None, divisor: int = 1
+    squared: torch.Tensor, totals: Totals, rt: Runtime, spikes: Spikes | None = None, divisor: int = 1, *, stop: bool
 ) -> tuple[torch.Tensor, Flags]:
     """Return the global gradient norm (fp32 0-d) and the flags of a step.
 

@@ -82,7 +82,7 @@ def shape_runner(
             return
         syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
         for sync in syncs:
-            with gradient_sync(model, sync, rt):
+            with gradient_sync(model, rt, sync=sync):
                 total = float(forward_backward(model, batch, objective.count(batch), rt)[LOSS])
                 losses[rows, row_length] = total / max(objective.count(batch), 1)
 

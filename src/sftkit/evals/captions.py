@@ -28,6 +28,7 @@ def describe(
     max_new_tokens: int,
     batch_size: int,
     rt: Runtime | None = None,
+    *,
     replay: bool | None = None,
 ) -> list[Answer]:
     """Write a text for the encoder's input of each of the first `count` documents: greedily, without first token and

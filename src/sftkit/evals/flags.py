@@ -105,7 +105,8 @@ def check_arguments(args: Namespace) -> None:
 def _check_tasks(config: EvalConfig) -> None:
     """Refuse unknown tasks and a data folder that does not exist."""
     problems = [
-        f"{key}: {what}" for key, what in eval_problems(config.tasks, config.backend, config.allow_code_execution)
+        f"{key}: {what}"
+        for key, what in eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
     ]
     if problems:
         raise ConfigError(in_flags("\n".join(problems)))

@@ -37,7 +37,7 @@ VALIDATION_ROWS = 4
 
 def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
-    orig_model = load_model(source, tokenizer, 0, rt.precision, rt.topology.sharded)
+    orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     check_causal(orig_model.config, "scripts/evaluate.py")
     config = orig_model.config.get_text_config()
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank

@@ -203,7 +203,7 @@ def score(
     prefix = SharedPrefix(orig_model)
     with plain_forward(orig_model):
         for batch, new_prefix in turns(batches, rt):
-            prefix.move_to(batch.prefix if batch else (), in_step and new_prefix)
+            prefix.move_to(batch.prefix if batch else (), in_step=in_step and new_prefix)
             if batch is not None:
                 for i, values in zip(batch.rows, _score_batch(orig_model, batch, rows, prefix), strict=True):
                     found[i] = values

@@ -47,7 +47,8 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
     """
     problems = [
-        f"{key}: {what}" for key, what in eval_problems(config.tasks, config.backend, config.allow_code_execution)
+        f"{key}: {what}"
+        for key, what in eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
     ]
     if problems:
         raise ConfigError("\n".join(problems))

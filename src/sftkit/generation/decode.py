@@ -84,13 +84,15 @@ def generate(
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
         for batch, new_prefix in turns(batches, rt):
-            prefix.move_to(batch.prefix if batch else (), together is not None and new_prefix)
+            prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
             rows = [DecodedSequence(i, most[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(encoder_inputs, rows, orig_model.device)
             continuation = kind.continuation(orig_model, inputs) if rows else Continuation(orig_model, {})
             steps = max((row.most for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
-            decoding = Decoding(orig_model, continuation, rows, [ids[row.index] for row in rows], prefix, replayed)
+            decoding = Decoding(
+                orig_model, continuation, rows, [ids[row.index] for row in rows], prefix, replay=replayed
+            )
             while decoding.goes_on(together):
                 for row, token in decoding.step():
                     row.take(token, stop_ids, tokenizer)

@@ -15,7 +15,7 @@ _SHOWN = ("arithmetic", "calendar", "pick")
 "Families of which a question is shown."
 
 
-def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, newest: bool) -> str:
+def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, newest: bool) -> str:
     """Return the lines that are printed before a conversation.
 
     Args:

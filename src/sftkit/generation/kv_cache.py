@@ -112,7 +112,7 @@ class SharedPrefix:
         self.ids: tuple[int, ...] = ()
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def move_to(self, ids: tuple[int, ...], in_step: bool) -> None:
+    def move_to(self, ids: tuple[int, ...], *, in_step: bool) -> None:
         """Compute the keys and values of the prefix, unless they are those at hand.
 
         Args:

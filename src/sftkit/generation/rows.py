@@ -77,6 +77,7 @@ class Decoding:
         rows: list[DecodedSequence],
         prompts: Sequence[np.ndarray],
         prefix: SharedPrefix,
+        *,
         replay: bool,
     ) -> None:
         self.rows = rows

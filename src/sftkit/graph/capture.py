@@ -94,12 +94,14 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         stack.enter_context(loss_as_operator())
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
-        joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), passes.for_inductor)
+        joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
         num_sums = 1 + len(traced.measured)
         halves = _half("forward", passes, num_sums), _half("backward", passes, num_sums)
-        run = compat.compile_joint(joint, compat.partition(passes.for_inductor, passes.saves_memory), *halves)
+        run = compat.compile_joint(
+            joint, compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory), *halves
+        )
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = {
         **dict(traced.named_parameters(remove_duplicate=False)),

@@ -50,7 +50,7 @@ def accepted(fn: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Tensor], for_inductor: bool) -> Any:
+def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Tensor], *, for_inductor: bool) -> Any:
     """Trace the module's forward pass and the backward pass of its outputs as one functional graph, with fake tensors.
 
     Args:
@@ -169,7 +169,7 @@ def in_place(graph: GraphModule, half: str) -> list[bool]:
 
 
 def overlap_collectives(
-    graph: GraphModule, estimate: Callable[[Node, int | None], float | None], for_inductor: bool
+    graph: GraphModule, estimate: Callable[[Node, int | None], float | None], *, for_inductor: bool
 ) -> None:
     """Merge and move the collectives of a graph, in place, so that compute hides them.
 
@@ -190,7 +190,7 @@ def overlap_collectives(
 
 
 def bucket_collectives(
-    graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None], for_inductor: bool
+    graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None], *, for_inductor: bool
 ) -> None:
     """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used.
 
@@ -241,7 +241,7 @@ def _without_gpu() -> Iterator[None]:
         yield
 
 
-def partition(for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
+def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     """Return the split of a joint graph: what eager execution would keep for the backward pass, or the least that torch's
     activation memory budget asks for.
 
@@ -267,7 +267,7 @@ def partition(for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     return split
 
 
-def by_inductor(graph: GraphModule, examples: Sequence[Any], is_backward: bool) -> Boxed:
+def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> Boxed:
     """Return the graph compiled by Inductor."""
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]

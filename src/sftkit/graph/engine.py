@@ -151,7 +151,9 @@ class GraphEngine:
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
         parameters = list(parameters_of(self.optimizer.param_groups))
-        same = check_gradients(self.model, self.captured, parameters, layout, rt, eager, self.compiled, allowed)
+        same = check_gradients(
+            self.model, self.captured, parameters, layout, rt, eager, allowed, compiled=self.compiled
+        )
         seconds = time.perf_counter() - started
         self._say(say, seconds)
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)

@@ -123,7 +123,7 @@ def make_plan(
     # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
-        name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much, rt.topology.sharded)
+        name = _automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, sharded=rt.topology.sharded)
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
@@ -134,7 +134,7 @@ def make_plan(
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
     # Shards and stages count 0: their warm-up makes such gradients itself.
     earlier = parameters * earlier_gradient_width(layout, rt.precision)
-    line = _line(cfg, name, budget, checkpointing, found, total_bytes)
+    line = _line(cfg, name, budget, found, total_bytes, checkpointing=checkpointing)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
     sharding = (sharding or Sharding()) if setup is None else setup.sharding
@@ -194,17 +194,17 @@ def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _automatic_optimizer(preset: str, precision: str, too_much: bool, sharded: bool) -> str:
+def _automatic_optimizer(preset: str, precision: str, *, too_much: bool, sharded: bool) -> str:
     """Return what optim.name=auto stands for; `too_much`: the default would not fit."""
     if precision != "bf16":
         return DEFAULT
     if preset == "low":
-        usable = [spec for spec in _smaller_optimizers(sharded) if _is_installed(spec)]
+        usable = [spec for spec in _smaller_optimizers(sharded=sharded) if _is_installed(spec)]
         return min(usable, key=lambda spec: spec.state_width(precision)).name
     return FALLBACK if too_much else DEFAULT
 
 
-def _smaller_optimizers(sharded: bool) -> list[OptimizerSpec]:
+def _smaller_optimizers(*, sharded: bool) -> list[OptimizerSpec]:
     """Return the optimizers that do what the default does in less memory."""
     return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (sharded and spec.unshardable)]
 
@@ -225,7 +225,7 @@ def fits(found: Estimate, total_bytes: int | None) -> bool:
 
 
 def _line(
-    cfg: Config, name: str, budget: float, checkpointing: bool, found: Estimate | None, total_bytes: int | None
+    cfg: Config, name: str, budget: float, found: Estimate | None, total_bytes: int | None, *, checkpointing: bool
 ) -> str:
     """Return the plan as a line for the console."""
     how = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
@@ -275,7 +275,7 @@ def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
-                width = spec.state_width(_precision_of(p), group.get("block_matrices", True))
+                width = spec.state_width(_precision_of(p), block_matrix=group.get("block_matrices", True))
                 missing += local(p).numel() * width
     return int(missing)
 
@@ -353,7 +353,11 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
     for preset, budget in BUDGETS.items():
         if budget < s.budget:
             named = cfg.optim.name != "auto" or preset != "low"
-            name = s.optimizer if named else _automatic_optimizer(preset, s.precision, False, s.topology.sharded)
+            name = (
+                s.optimizer
+                if named
+                else _automatic_optimizer(preset, s.precision, too_much=False, sharded=s.topology.sharded)
+            )
             options.append((f"train.memory={preset}", replace(s, budget=budget, optimizer=name)))
     return options
 
@@ -363,7 +367,7 @@ def _optimizer(s: EstimateInputs) -> list[Option]:
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
-    for spec in _smaller_optimizers(s.topology.sharded):
+    for spec in _smaller_optimizers(sharded=s.topology.sharded):
         if spec.state_width(s.precision) < width:
             needs = f" ({install(f'sftkit[{spec.extra.name}]')})" if spec.extra and not _is_installed(spec) else ""
             found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))

@@ -43,7 +43,7 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
                 f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
                 f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
             )
-        number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, cfg.compile.enabled)
+        number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, compile=cfg.compile.enabled)
         rt.say(f"{number} linear layers compute in float8, {cfg.train.fp8}")
 
 
@@ -52,6 +52,7 @@ def convert_to_fp8(
     recipe: Literal["tensorwise", "rowwise"],
     device: torch.device,
     precision: str,
+    *,
     compile: bool,
 ) -> int:
     """Replace the linear layers of the decoder blocks in place; weights, their names and what
@@ -65,7 +66,7 @@ def convert_to_fp8(
     Raises:
         ConfigError: it cannot run here or would be slower: what is missing and what to set.
     """
-    reason = why_not(orig_model, device, precision, compile)
+    reason = why_not(orig_model, device, precision, compile=compile)
     if reason is not None:
         raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
     try:
@@ -75,7 +76,7 @@ def convert_to_fp8(
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))
 
 
-def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, compile: bool) -> str | None:
+def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, *, compile: bool) -> str | None:
     """Return why float8 is not possible or would not pay here; None if nothing stands against it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{device.type} has no float8 products: it takes a GPU of compute capability 8.9 (Ada, Hopper) or newer"

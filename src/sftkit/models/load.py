@@ -184,6 +184,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     precision: str = "fp32",
+    *,
     empty: bool = False,
 ) -> PreTrainedModel:
     """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.

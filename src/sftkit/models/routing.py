@@ -78,13 +78,13 @@ def routing_of(orig_model: PreTrainedModel, given: float | None) -> Routing | No
             f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read here: set it to 0"
         )
     has_loss = hasattr(orig_model.config.get_text_config(), COEFFICIENT)
-    return Routing(routers, weight, has_loss) if routers else None
+    return Routing(routers, weight, has_loss=has_loss) if routers else None
 
 
 class Routing:
     """The routers of a model, watched in forward passes of training."""
 
-    def __init__(self, routers: list[torch.nn.Module], weight: float, has_loss: bool) -> None:
+    def __init__(self, routers: list[torch.nn.Module], weight: float, *, has_loss: bool) -> None:
         """Attach the hooks.
 
         Args:
@@ -159,16 +159,16 @@ class Routing:
 def _told(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave in the router how many positions of each row it gave each expert."""
     if _WATCHED.positions is not None and router.training:
-        _tell(router, output, _WATCHED.positions, False)
+        _tell(router, output, _WATCHED.positions, with_loss=False)
 
 
 def _told_with_loss(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave the same, and the sum of their probabilities."""
     if _WATCHED.positions is not None and router.training:
-        _tell(router, output, _WATCHED.positions, True)
+        _tell(router, output, _WATCHED.positions, with_loss=True)
 
 
-def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, with_loss: bool) -> None:
+def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, *, with_loss: bool) -> None:
     """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E],
     weights and choice [B C, k]."""
     first, _, last = output

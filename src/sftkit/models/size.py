@@ -77,7 +77,9 @@ def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
     # Whole bytes of each: this is a lower bound, and of 8-bit states the scales are a hundredth.
-    in_blocks, elsewhere = (int(spec.training_width(precision, block_matrix)) for block_matrix in (True, False))
+    in_blocks, elsewhere = (
+        int(spec.training_width(precision, block_matrix=block_matrix)) for block_matrix in (True, False)
+    )
     return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
 
 
@@ -160,7 +162,7 @@ def _of_folder(folder: Path) -> ModelSize | None:
     return of_fields(text)
 
 
-def _ends(fields: Mapping[str, Any], tied: bool) -> int:
+def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     """Return the parameters of embedding and head by the fields of a transformers config, 0 where it names no sizes.
 
     Args:

@@ -43,11 +43,15 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     """
     named, in_chunks = cfg.attention.backend, rt.topology.context > 1
     if named == "auto":
-        found = rt.from_main(lambda: fastest(orig_model, layout, rt.device, cfg.compile.enabled, in_chunks))
+        found = rt.from_main(
+            lambda: fastest(orig_model, layout, rt.device, compiled=cfg.compile.enabled, in_chunks=in_chunks)
+        )
         choice = AttentionChoice(*found)
     else:
         captured = cfg.train.engine == "graph"
-        problem = refusal(named, orig_model, layout, rt.device, cfg.compile.enabled, in_chunks, captured)
+        problem = refusal(
+            named, orig_model, layout, rt.device, compiled=cfg.compile.enabled, in_chunks=in_chunks, captured=captured
+        )
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
@@ -56,7 +60,7 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
 
 
 def fastest(
-    orig_model: PreTrainedModel, layout: Layout, device: torch.device, compiled: bool, in_chunks: bool = False
+    orig_model: PreTrainedModel, layout: Layout, device: torch.device, *, compiled: bool, in_chunks: bool = False
 ) -> tuple[str, str]:
     """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed.
 
@@ -66,7 +70,7 @@ def fastest(
     """
 
     def problem(backend: str) -> str | None:
-        return refusal(backend, orig_model, layout, device, compiled, in_chunks)
+        return refusal(backend, orig_model, layout, device, compiled=compiled, in_chunks=in_chunks)
 
     able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
@@ -90,6 +94,7 @@ def refusal(
     orig_model: PreTrainedModel,
     layout: Layout,
     device: torch.device,
+    *,
     compiled: bool,
     in_chunks: bool = False,
     captured: bool = False,

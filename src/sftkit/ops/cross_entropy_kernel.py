@@ -122,6 +122,7 @@ def cross_entropy_(
     sums: torch.Tensor,
     options: LossConfig,
     softcap: float | None,
+    *,
     gradients: bool,
 ) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.

@@ -274,6 +274,7 @@ def _pair_flops(
     starts_k: Sequence[int],
     max_length: int,
     window: int,
+    *,
     causal: bool,
 ) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
@@ -301,11 +302,12 @@ def _forward_flops(
     scale: float,
     window: int,
     kernel: str,
+    *,
     causal: bool = True,
     **kwargs: Any,
 ) -> int:
     """Count two products: scores and values."""
-    return 2 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)
+    return 2 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal=causal)
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
@@ -322,8 +324,9 @@ def _backward_flops(
     scale: float,
     window: int,
     kernel: str,
+    *,
     causal: bool = True,
     **kwargs: Any,
 ) -> int:
     """Count five products: the scores again, and those of the gradients."""
-    return 5 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal)
+    return 5 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal=causal)

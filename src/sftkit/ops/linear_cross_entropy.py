@@ -214,7 +214,7 @@ def _sums_and_gradients(
             torch.mm(hidden[rows], head.t(), out=logits)
         else:
             torch.addmm(bias, hidden[rows], head.t(), out=logits)
-        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, any(wanted))
+        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, gradients=any(wanted))
         logits[:, len(head) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
             torch.mm(logits, head, out=d_hidden[rows])
@@ -238,7 +238,7 @@ def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     return buffer[:, :vocab]
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Add left @ right to total (or set it if `first`, whatever total held), in total's precision
     however narrow the factors are."""
     beta = 0.0 if first else 1.0
@@ -251,19 +251,19 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> No
 
 
 def _cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
 ) -> None:
     """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
     if logits.is_cuda and sums.dtype == torch.float32:
         from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
 
-        cross_entropy_(logits, targets, sums, options, softcap, gradients)
+        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
     else:
-        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients)
+        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
 
 
 def _reference_cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, gradients: bool
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
 ) -> None:
     """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
     math in the dtype of `sums`."""

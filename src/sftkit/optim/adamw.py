@@ -82,8 +82,9 @@ class AdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        stochastic: bool = False,
         seed: int = 0,
+        *,
+        stochastic: bool = False,
     ) -> None:
         """Take parameter groups.
 
@@ -233,7 +234,11 @@ class AdamW(torch.optim.Optimizer):
                     param.grad = torch.zeros_like(param)
                 settings = {name: value for name, value in group.items() if name != "params"}
                 other = AdamW(
-                    [{**settings, "params": thrown}], group["lr"], group["betas"], group["eps"], self.stochastic
+                    [{**settings, "params": thrown}],
+                    group["lr"],
+                    group["betas"],
+                    group["eps"],
+                    stochastic=self.stochastic,
                 )
                 other.step()
 

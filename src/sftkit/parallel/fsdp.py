@@ -118,7 +118,7 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
     return (module for module in orig_model.modules() if isinstance(module, FSDPModule))
 
 
-def set_gradient_sync(model: torch.nn.Module, last: bool) -> None:
+def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
     """Before each micro-batch of a sharded model: whether it is the last of its step. Nothing for one whose weights are not
     FSDP2's: it gathers and exchanges in each."""
     orig_model = getattr(model, "orig_model", None)

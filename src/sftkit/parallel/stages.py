@@ -46,12 +46,12 @@ def cut_layers(
         for name, p in module._parameters.items():
             if p is not None:
                 if id(p) not in made:
-                    made[id(p)] = _placed(p, stages.holds(names[id(p)]), device, later)
+                    made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=later)
                 module._parameters[name] = made[id(p)]
     return stages
 
 
-def _placed(p: torch.nn.Parameter, held: bool, device: torch.device, later: bool) -> torch.nn.Parameter:
+def _placed(p: torch.nn.Parameter, device: torch.device, *, held: bool, later: bool) -> torch.nn.Parameter:
     if not held:
         return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
     if later and p.is_meta:
@@ -93,7 +93,7 @@ class StageModule(torch.nn.Module):
         super().__init__()
         orig_model = model.orig_model
         self.number, self.first, self.last = number, number == 0, number == len(layers) - 1
-        self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], self.last)
+        self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], last=self.last)
         self.head = output_projection(orig_model) if self.last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
         self.tied = embedding_module(orig_model) if tied and not self.first else None
@@ -134,7 +134,7 @@ class StageModule(torch.nn.Module):
         return torch.stack([sums.loss * self._scale])
 
 
-def _part(whole: torch.nn.Module, first: int, count: int, last: bool) -> torch.nn.Module:
+def _part(whole: torch.nn.Module, first: int, count: int, *, last: bool) -> torch.nn.Module:
     """A decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
     part = copy.copy(whole)
     part._modules = dict(whole._modules)

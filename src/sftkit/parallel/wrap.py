@@ -61,13 +61,13 @@ def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
     return prepared
 
 
-def gradient_sync(model: torch.nn.Module, sync: bool, rt: Runtime) -> AbstractContextManager[object]:
+def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> AbstractContextManager[object]:
     """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says. Of a pipeline
     around all micro-batches of a step: whether they are exchanged."""
     if isinstance(model, Pipelined):
         return model.exchanging(sync)
     if rt.topology.sharded:
-        set_gradient_sync(model, sync)
+        set_gradient_sync(model, last=sync)
         return nullcontext()
     return nullcontext() if sync else rt.accelerator.no_sync(model)
 

@@ -123,7 +123,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         yield from _told(f"{part}.{i}.path", _check_source, SourceConfig(**values), skips, require)
 
 
-def _check_source(source: SourceConfig, skips: bool, require: Callable[[Row], object] | None) -> None:
+def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
     """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there
     is, or where the columns of all of the first are wrong in the same way.
 

@@ -97,7 +97,7 @@ def preview_title(preview: Preview) -> str:
     return f"{preview.source}, document {preview.document:,}{given}: {size}"
 
 
-def preview_text(preview: Preview, marks: bool) -> Text:
+def preview_text(preview: Preview, *, marks: bool) -> Text:
     """Return a document with targets green and underlined, context dim, special tokens boxed.
 
     Args:
@@ -145,7 +145,7 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
         console.print(preview_text(sample, marks=plain), soft_wrap=True)
 
 
-def stage_text(stage: str, by_name: bool) -> str:
+def stage_text(stage: str, *, by_name: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
     why = "by the recipe's name" if by_name else "as asked"

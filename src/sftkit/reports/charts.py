@@ -91,7 +91,7 @@ def line_chart(
     values += [level] if level is not None else []
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
-    y = Axis(*_range(min(values), max(values), 0.06, zero, log), height - BOTTOM, TOP, log)
+    y = Axis(*_range(min(values), max(values), 0.06, zero=zero, log=log), height - BOTTOM, TOP, log)
     across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
     return _drawing(
         width,
@@ -104,7 +104,7 @@ def line_chart(
     )
 
 
-def _range(low: float, high: float, room: float, zero: bool = False, log: bool = False) -> tuple[float, float]:
+def _range(low: float, high: float, room: float, *, zero: bool = False, log: bool = False) -> tuple[float, float]:
     """Return the ends of an axis: the values and some room around them, never empty."""
     if log:
         return low / 1.08, high * 1.08

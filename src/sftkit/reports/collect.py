@@ -235,7 +235,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -
     if summary.get("compiled", bool(inside)) is not True:
         return None
     resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
-    return own_words(spent, windows, hits[-1] if hits else 0, resumed)
+    return own_words(spent, windows, hits[-1] if hits else 0, resumed=resumed)
 
 
 def _command(resume: Any) -> str | None:
@@ -275,7 +275,7 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def _headline(curves: dict[str, Curve], last: dict[str, float | None], cpu: bool = False) -> Rows:
+def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool = False) -> Rows:
     """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:

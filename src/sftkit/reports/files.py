@@ -48,7 +48,7 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
+def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
     """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file
     is `optional` and missing."""
     try:
@@ -61,7 +61,7 @@ def read_json(path: Path, notes: list[str], optional: bool = False) -> Any:
     return None
 
 
-def read_rows(path: Path, notes: list[str], optional: bool = False) -> Rows:
+def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
     """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last
     one) are counted in `notes`."""
     try:

@@ -63,7 +63,7 @@ def _header(report: dict[str, Any]) -> Html:
         "header",
         el(
             "div",
-            el("div", el("h1", report["run"]["name"]), badge(_GOOD.get(word), word), class_="title"),
+            el("div", el("h1", report["run"]["name"]), badge(word, ok=_GOOD.get(word)), class_="title"),
             el("ul", facts, class_="facts"),
             error,
             el("dl", tiles, class_="headline"),

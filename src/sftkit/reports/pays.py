@@ -57,7 +57,7 @@ def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_s
 
 
 def own_words(
-    compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, resumed: bool
+    compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, *, resumed: bool
 ) -> str | None:
     """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when it
     pays for two possible speeds of an eager step. None where seconds are not known.

@@ -17,7 +17,7 @@ _MOST_VALUES = 12
 _KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
 
 
-def badge(ok: bool | None, text: str | None = None) -> Html:
+def badge(text: str | None = None, *, ok: bool | None) -> Html:
     """Return a word with an icon: colour alone says nothing."""
     icon = el("svg", el("path", d=_ICONS[ok]), viewBox="0 0 12 12", aria_hidden="true")
     return el("span", icon, text or _WORDS[ok], class_=_KINDS[ok])

@@ -112,15 +112,15 @@ def _over_steps(report: Report) -> list[Html]:
         if len(rows) < 2 or is_part(rows[-1]):
             continue
         chance = next((row["chance"] for row in reversed(rows) if row["chance"] is not None), None)
-        series = [_eval_series(rows, report["run"]["name"] if report["against"] else metric, False)]
+        series = [_eval_series(rows, report["run"]["name"] if report["against"] else metric, other=False)]
         if report["against"]:
             its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
-            series.append(_eval_series(its, report["against"]["run"]["name"], True))
+            series.append(_eval_series(its, report["against"]["run"]["name"], other=True))
         charts.append(figure(_task(task), metric, series, level=chance))
     return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
 
 
-def _eval_series(rows: Rows, label: str, other: bool) -> Series:
+def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
     """Return the line of a task over the steps; intervals for this run only."""
     bars = [
         (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None

@@ -67,7 +67,7 @@ def proof(report: Report) -> Html:
         [el("th", title, scope="col", role="columnheader") for title in ("", "Check", "Found", "Expected")],
         role="row",
     )
-    body = [_proof_row(row, ok) for row, ok in zip(rows, states, strict=True)]
+    body = [_proof_row(row, ok=ok) for row, ok in zip(rows, states, strict=True)]
     return section(
         "proof",
         "Proof",
@@ -103,12 +103,12 @@ def _made_with(report: Report) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value}
 
 
-def _proof_row(row: dict[str, Any], ok: bool | None) -> Html:
+def _proof_row(row: dict[str, Any], *, ok: bool | None) -> Html:
     """Return the row of a check."""
     how = el("span", said(row["how"]), class_="how") if row.get("how") else None
     return el(
         "tr",
-        el("td", badge(ok), class_="state", role="cell"),
+        el("td", badge(ok=ok), class_="state", role="cell"),
         el("th", said(row.get("name")), how, scope="row", class_="name any", role="rowheader"),
         el("td", el("span", said(row.get("found"))), class_="any", data_label="Found", role="cell"),
         el("td", el("span", said(row.get("expected"))), class_="any", data_label="Expected", role="cell"),

@@ -51,7 +51,7 @@ def goes_on(folder: Path, resume: str | None) -> bool:
     return resume is not None and Path(resume).resolve().parent == folder.resolve()
 
 
-def place_of(folder: Path, resumes: bool) -> Path:
+def place_of(folder: Path, *, resumes: bool) -> Path:
     """Make and return the folder, inside the directory, that a start writes to until it takes its place. The caller
     holds the lock.
 
@@ -60,14 +60,14 @@ def place_of(folder: Path, resumes: bool) -> Path:
     """
     ours = folder / ATTEMPT
     shutil.rmtree(ours, ignore_errors=True)  # of a start that was killed
-    _check_room(folder, resumes)
+    _check_room(folder, resumes=resumes)
     ours.mkdir()
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
 
 
-def _check_room(folder: Path, resumes: bool) -> None:
+def _check_room(folder: Path, *, resumes: bool) -> None:
     """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
 
     Raises:

@@ -140,8 +140,8 @@ def take(run_dir: Path) -> RunLock:
             # Between open and flock the holder before may have removed or renamed the file: then this lock guards
             # nothing.
             if lock._is_at(path):
-                _check_earlier(read_holder(path), by_kernel, path)
-                _write(lock._descriptor, path, by_kernel)
+                _check_earlier(read_holder(path), path, by_kernel=by_kernel)
+                _write(lock._descriptor, path, by_kernel=by_kernel)
                 lock.made_folder = made
                 return lock
         except BaseException:
@@ -206,7 +206,7 @@ def _flock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _check_earlier(holder: Holder | None, by_kernel: bool, path: Path) -> None:
+def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> None:
     """Refuse a lock whose recorded holder may still be at work.
 
     Raises:
@@ -227,7 +227,7 @@ def _check_earlier(holder: Holder | None, by_kernel: bool, path: Path) -> None:
         raise ConfigError(_refusal(path, holder, sure=False))
 
 
-def _write(descriptor: int, path: Path, by_kernel: bool) -> None:
+def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
     now, started = time.time(), psutil.Process().create_time()
     text = json.dumps(asdict(Holder(*place(), os.getpid(), started, now))).encode()
     os.ftruncate(descriptor, 0)
@@ -249,7 +249,7 @@ def _is_local(path: Path) -> bool:
     return found[1] in _LOCAL
 
 
-def _refusal(path: Path, holder: Holder | None, sure: bool = True) -> str:
+def _refusal(path: Path, holder: Holder | None, *, sure: bool = True) -> str:
     who = "another process" if holder is None else str(holder)
     if sure:
         return (

@@ -48,7 +48,7 @@ def made_from(cfg: Config) -> MadeFrom:
     return MadeFrom(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
 
 
-def write_made_from(place: Path, cfg: Config, resumes: bool) -> str | None:
+def write_made_from(place: Path, cfg: Config, *, resumes: bool) -> str | None:
     """Write down what a start is made from. A resumed run keeps the record of the weights that it began with.
 
     Args:

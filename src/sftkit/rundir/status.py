@@ -184,7 +184,7 @@ class RunStatus:
         when this rank, too, has ended."""
         return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
-    def write_end(self, stopped: bool, number: int | None) -> None:
+    def write_end(self, number: int | None, *, stopped: bool) -> None:
         """Write that training has ended with its checkpoint. Main rank.
 
         Args:
@@ -196,7 +196,7 @@ class RunStatus:
         name = None if number is None else signal.Signals(number).name
         self.end("stopped" if number == signal.SIGINT else outcome, signal=name)
 
-    def failed(self, error: BaseException | str, symptom: bool = False) -> Failure:
+    def failed(self, error: BaseException | str, *, symptom: bool = False) -> Failure:
         """Write this rank's error, the first one only, for the others to find, and return it.
 
         Args:

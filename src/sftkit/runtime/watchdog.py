@@ -92,7 +92,7 @@ class Watchdog:
             if idle > self.limit():
                 self._bite(idle)
 
-    def _beat(self, flush: bool = False) -> None:
+    def _beat(self, *, flush: bool = False) -> None:
         """Say that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
         once."""
         if self._status.heartbeat is None:

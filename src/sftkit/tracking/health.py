@@ -134,7 +134,7 @@ class Health:
         """Take a step that has been launched; call `settle` after each."""
         self._flags.push(step, step_batches, outcome)
 
-    def settle(self, wait: bool) -> tuple[bool, int]:
+    def settle(self, *, wait: bool) -> tuple[bool, int]:
         """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
 
         Returns:

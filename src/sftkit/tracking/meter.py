@@ -211,7 +211,7 @@ class Meter:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
         self._earlier_seconds = window["seconds"]
         self._clock.go_on(window["step_seconds"])
-        *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks).tolist()
+        *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
         # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
         # the longest wait counts.
         self._wait_seconds = waited if same_ranks else max(row[-1] for row in window["by_rank"])

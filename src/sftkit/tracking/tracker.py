@@ -100,6 +100,7 @@ class Tracker:
         config: dict[str, Any],
         first_step: int = 0,
         run_id: str | None = None,
+        *,
         open_window: bool = False,
     ) -> None:
         """Keep what the files and the dashboard need.
@@ -142,7 +143,7 @@ class Tracker:
         if dashboard is not None:
             resumed = self.run_id is not None
             self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
-            self._mirror.summary(begun(resumed))
+            self._mirror.summary(begun(resumed=resumed))
             self._mirror.record(step, partial(preflight_of, run_dir))
             self._mirror.record(step, partial(proof_of, run_dir))
         return self

@@ -32,7 +32,7 @@ def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
     return [[value if math.isfinite(value) else None for value in row] for row in rt.sum(table).tolist()]
 
 
-def own_values(rt: Runtime, rows: list[list[float | None]], same_ranks: bool) -> torch.Tensor:
+def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool) -> torch.Tensor:
     """Return this rank's part of what `by_rank` returned, so that the parts add up to the same: fp64 [n], on the CPU.
 
     Args:

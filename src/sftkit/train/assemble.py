@@ -110,7 +110,7 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
-        if rt.is_main and (warning := write_made_from(folder, cfg, rt.resumes)):
+        if rt.is_main and (warning := write_made_from(folder, cfg, resumes=rt.resumes)):
             rt.say(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
@@ -129,9 +129,9 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
         from sftkit.graph.place import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, rt.topology.partial)
+    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
-        named_parts(orig_model, cfg.compile, rt.topology.partial)
+        named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     # saved with every checkpoint, so that whatever loads it stops at the end of a turn
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
@@ -179,7 +179,7 @@ def lay_out(
     resumed checkpoint has used."""
     earlier = resume.stretches
     lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded)
+    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded=encoded)
     part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
     place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
     return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
@@ -281,10 +281,10 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
-    # where the tracker goes on: step, the wandb run of a run that is resumed, whether a window was open
-    there = (resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
+    # where the tracker goes on: step, and the wandb run of a run that is resumed
+    there = (resumed["step"], resumed.get("tracker") if rt.resumes else None)
     about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, *there) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, *there, open_window=is_open(resumed)) as tracker:
         trained = train(
             cfg,
             rt,

@@ -222,7 +222,7 @@ def train(
         # Only one rank may have received the signal.
         number = rt.agreed_signal() if stopped else None
         if rt.is_main:
-            status.write_end(stopped, number)
+            status.write_end(number, stopped=stopped)
 
     return Trained(
         step=step,

@@ -33,7 +33,7 @@ class Saves(Protocol):
     def last_save(self) -> Mapping[str, float]:
         """Return seconds and bytes of the newest save, by the names of metrics after ckpt/."""
 
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:

@@ -320,14 +320,14 @@ def tasks(split: Split) -> Iterator[TaskConversation]:
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
     asked: set[str] = set()
     for i in range(total):
-        task = _conversation(FAMILIES[i % len(FAMILIES)], rng, heldout)
+        task = _conversation(FAMILIES[i % len(FAMILIES)], rng, heldout=heldout)
         while heldout and task.messages[-2]["content"] in asked:
-            task = _conversation(task.family, rng, heldout)
+            task = _conversation(task.family, rng, heldout=heldout)
         asked.add(task.messages[-2]["content"])
         yield task
 
 
-def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
+def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversation:
     """Draw a conversation of one or two problems, the last one of `family`."""
     families, messages, problems, answer = [family], [], [], ""
     capitals = family == CAPITALS_FAMILY and rng.random() < SYSTEM_MESSAGE
@@ -336,7 +336,7 @@ def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
     if rng.random() < TWO_TURNS:
         families.insert(0, CAPITALS_FAMILY if capitals else _choose(rng, FAMILIES))
     for name in families:
-        problem = _problem(name, rng, heldout)
+        problem = _problem(name, rng, heldout=heldout)
         answer = problem.answer.upper() if capitals else problem.answer
         messages.append({"role": "user", "content": problem.question})
         messages.append({"role": "assistant", "content": answer})
@@ -344,7 +344,7 @@ def _conversation(family: str, rng: Random, heldout: bool) -> TaskConversation:
     return TaskConversation(family, messages, answer, tuple(problems))
 
 
-def _problem(family: str, rng: Random, heldout: bool) -> TaskProblem:
+def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
     while True:
         problem = _makers[family](rng)

@@ -154,7 +154,9 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
             raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
     passed = said == STARTED + nonce
-    return ProgramVerdict(passed, "" if passed else explain(said[1:], in_time, process.returncode, limits), seconds)
+    return ProgramVerdict(
+        passed, "" if passed else explain(said[1:], process.returncode, limits, in_time=in_time), seconds
+    )
 
 
 def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
@@ -201,7 +203,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def explain(said: bytes, in_time: bool, code: int, limits: ProgramLimits) -> str:
+def explain(said: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
     """Return why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"

@@ -73,7 +73,7 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
         group = design.name if shots else ""
         examples = [lettered(design.name, row, design.item(row), shown, group) for row in chosen]
     else:
-        drawn = drawn_shots(pool, chosen, shots, design.one_more)
+        drawn = drawn_shots(pool, chosen, shots, one_more=design.one_more)
         group = "" if shots else design.group
         examples = [
             continued(design.name, row, design.item(row), [design.item(shot) for shot in of_row], group)
@@ -125,7 +125,7 @@ def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spa
 
 
 def drawn_shots(
-    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, one_more: bool = False
+    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, *, one_more: bool = False
 ) -> Iterator[Sequence[CheckedRow]]:
     """Yield the shots of each row, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
     rng = random.Random(SHOTS_SEED)

@@ -84,7 +84,7 @@ def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Ma
     return marks
 
 
-def _item(row: CheckedRow, multiple: bool, shuffled: bool) -> choices.Item:
+def _item(row: CheckedRow, *, multiple: bool, shuffled: bool) -> choices.Item:
     """Return a row as an item. `shuffled`: files list true choices first, which a letter must not give away; the order
     of a row is always the same."""
     question = row.text("question" if "question" in row else "Question")

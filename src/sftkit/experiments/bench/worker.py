@@ -53,7 +53,7 @@ class NoCheckpoints:
     def last_save(self) -> dict[str, float]:
         return {}
 
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         return self.run_dir
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:

@@ -200,7 +200,9 @@ def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
         yield
 
 
-def _compiled(part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, dynamic: bool) -> Heard:
+def _compiled(
+    part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, *, dynamic: bool
+) -> Heard:
     """Return what is heard while a module, compiled by itself, is called: of recompiles those of the second call. In
     the first, code that several modules share is compiled once for each of them.
 

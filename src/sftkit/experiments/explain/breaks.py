@@ -107,7 +107,7 @@ def _first_error(subject: Subject) -> Seen:
     return Seen("fullgraph", (), "passes: the whole module is one graph")
 
 
-def _row(found: list[tuple[str, Break]], first: bool) -> dict[str, Any]:
+def _row(found: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
     """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
     best = max((one for _, one in found), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     best = replace(best, given_up=any(one.given_up for _, one in found))

@@ -58,7 +58,7 @@ def _breaks(found: dict[str, Any]) -> Html:
         for row in found["rows"]
     ]
     seen = [[one["name"], one["said"], one["adds"]] for one in found["instruments"]]
-    verdict = badge(not rows, "one graph" if not rows else f"{len(rows)} place{'s' * (len(rows) > 1)}")
+    verdict = badge("one graph" if not rows else f"{len(rows)} place{'s' * (len(rows) > 1)}", ok=not rows)
     return section(
         "breaks",
         "Graph breaks",
@@ -93,7 +93,7 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         cells.append(
             [
                 row["title"],
-                badge(not there, "none" if not there else row["module"]),
+                badge("none" if not there else row["module"], ok=not there),
                 el("span", el("code", row["where"]), el("br"), row["said"], _others(row)) if there else "",
                 confirmed[row["confirmed"]] if there else "",
                 script if there else "",

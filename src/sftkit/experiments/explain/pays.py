@@ -100,7 +100,7 @@ def _product(sizes: Sizes, device: torch.device) -> Callable[..., object]:
     return lambda compiled: (lambda call: lambda: call(a, b))(compiled(torch.mm))
 
 
-def _block(training: bool, sizes: Sizes, device: torch.device) -> Callable[..., object]:
+def _block(sizes: Sizes, device: torch.device, *, training: bool) -> Callable[..., object]:
     block = Block(sizes.hidden).to(device, sizes.dtype).train(training)
     x = torch.randn(4, sizes.length, sizes.hidden, device=device, dtype=sizes.dtype)
 
@@ -126,8 +126,8 @@ CODE_KINDS = (
     CodeKind(
         "the chain with three graph breaks", "marginal", 0.9, 1.5, lambda s, d: _elementwise(chain_with_breaks, s, d)
     ),
-    CodeKind("a whole block, inference", "1.5-3x", 1.5, 3.0, lambda s, d: _block(False, s, d)),
-    CodeKind("a whole block, training", "1.2-2x", 1.2, 2.0, lambda s, d: _block(True, s, d)),
+    CodeKind("a whole block, inference", "1.5-3x", 1.5, 3.0, lambda s, d: _block(s, d, training=False)),
+    CodeKind("a whole block, training", "1.2-2x", 1.2, 2.0, lambda s, d: _block(s, d, training=True)),
 )
 
 

@@ -35,7 +35,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     name = dashboard_name(config)
     if name is None:
         return None
-    verdicts = [verdict | {"verdict": mark(verdict["ok"])} for verdict in result["verdicts"]]
+    verdicts = [verdict | {"verdict": mark(ok=verdict["ok"])} for verdict in result["verdicts"]]
     speeds = speeds_of(result)
     tables = [
         table("validate/verdicts", VERDICT_COLUMNS, sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)),

@@ -94,18 +94,19 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 def judge(trio: Trio) -> list[Verdict]:
     """Return the verdicts on all criteria; a run that did not finish fails those that need it."""
-    verdicts = [trio_verdict(trio, "runs finish on all ranks", *_finished(trio))]
+    ok, found, wanted = _finished(trio)
+    verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
     failed = [run.error for run in (trio.eager, trio.compiled, trio.other_seed) if run.error]
     for name, check, wanted in CRITERIA:
         if failed:
-            verdicts.append(trio_verdict(trio, name, False, "not measured: a run failed", wanted))
+            verdicts.append(trio_verdict(trio, name, "not measured: a run failed", wanted, ok=False))
             continue
         ok, found = check(trio)
-        verdicts.append(trio_verdict(trio, name, ok, found, wanted))
+        verdicts.append(trio_verdict(trio, name, found, wanted, ok=ok))
     return verdicts
 
 
-def trio_verdict(trio: Trio, criterion: str, ok: bool | None, found: str, wanted: str) -> Verdict:
+def trio_verdict(trio: Trio, criterion: str, found: str, wanted: str, *, ok: bool | None) -> Verdict:
     """Return a verdict on this trio."""
     return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
 
@@ -309,11 +310,11 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
     for trio in trios[1:]:
         wanted = f"{SCALING} of the ratio on {first.processes} or more"
         if any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
-            yield trio_verdict(trio, "ratio on several processes", False, "not measured: a run failed", wanted)
+            yield trio_verdict(trio, "ratio on several processes", "not measured: a run failed", wanted, ok=False)
             continue
         alone, several = speedup(first), speedup(trio)
         found = f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}"
-        yield trio_verdict(trio, "ratio on several processes", several >= SCALING * alone, found, wanted)
+        yield trio_verdict(trio, "ratio on several processes", found, wanted, ok=several >= SCALING * alone)
 
 
 def step_folder(run: Path) -> Path | None:

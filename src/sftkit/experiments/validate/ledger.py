@@ -73,7 +73,7 @@ class Ledger:
     "whether this validation is to be appended"
 
 
-def open_ledger(path: Path | None, records: bool) -> Ledger | None:
+def open_ledger(path: Path | None, *, records: bool) -> Ledger | None:
     """Read the ledger that was named, or the repository's; None: none was named and the repository has none.
 
     Raises:
@@ -142,18 +142,18 @@ def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdi
     """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked where there is
     none."""
     if trio.eager.error or trio.compiled.error or trio.other_seed.error:
-        return trio_verdict(trio, CRITERION, False, "not measured: a run failed", _WANTED)
+        return trio_verdict(trio, CRITERION, "not measured: a run failed", _WANTED, ok=False)
     key, started = key_of(trio, result), result.get("started")
     # Against itself, as runs that are judged again after they were recorded, everything would pass.
     known = [(number, entry) for number, entry in ledger.entries if same(entry, key) and entry["date"] != started]
     if not known:
         where, names = in_repository(str(ledger.path)), f"{', '.join(KEY[:-1])} and {KEY[-1]}"
         found = f"{where} has no other validation with the same {names}"
-        return trio_verdict(trio, CRITERION, None, found, _WANTED)
+        return trio_verdict(trio, CRITERION, found, _WANTED, ok=None)
     number, entry = max(known, key=lambda one: (one[1]["date"], one[0]))
     ok, found = compared(trio, entry)
     commit = f"commit {entry['commit']}{' with changes' if entry['dirty'] else ''}" if entry["commit"] else "no commit"
-    return trio_verdict(trio, CRITERION, ok, f"line {number}, {entry['date']}, {commit}: {found}", _WANTED)
+    return trio_verdict(trio, CRITERION, f"line {number}, {entry['date']}, {commit}: {found}", _WANTED, ok=ok)
 
 
 def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:

@@ -44,7 +44,7 @@ def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
         yield f"{layout} rows, {processes} process{'es' * (processes > 1)}", rows
 
 
-def mark(ok: bool | None) -> str:
+def mark(*, ok: bool | None) -> str:
     """Return the word for a verdict."""
     return {True: "PASS", False: "FAIL", None: "not checked"}[ok]
 
@@ -53,7 +53,7 @@ def headline(result: dict[str, Any]) -> str:
     """Return how many criteria passed."""
     states = [verdict["ok"] for verdict in result["verdicts"]]
     unknown = f", {states.count(None)} not checked" if None in states else ""
-    return f"{mark(result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
+    return f"{mark(ok=result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
 
 
 def _facts(result: dict[str, Any]) -> list[str]:
@@ -100,7 +100,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     lines = ["# Does compiling pay?", "", f"**{headline(result)}**", "", *(f"- {fact}" for fact in _facts(result))]
     for heading, rows in groups(result):
-        cells = ([mark(v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
+        cells = ([mark(ok=v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
         lines += ["", f"## {heading}", "", *_table(("", "criterion", "found", "wanted"), cells)]
     lines += ["", "## Runs", "", *_table(RUN_COLUMNS, _cells_of_runs(result)), "", "```"]
     return "\n".join([*lines, *(run["command"] for run in result["runs"]), "```", ""])
@@ -121,7 +121,7 @@ def html(result: dict[str, Any]) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>Validation: {escape(result['plan']['recipe'])}</title><style>{_STYLE}</style>",
-        f"<h1>Does compiling pay?</h1><p><span class='verdict {mark(result['passed'])}'>{escape(headline(result))}</span>",
+        f"<h1>Does compiling pay?</h1><p><span class='verdict {mark(ok=result['passed'])}'>{escape(headline(result))}</span>",
         *(f"<p class=soft>{escape(fact)}</p>" for fact in _facts(result)),
     ]
     for heading, rows in groups(result):
@@ -130,7 +130,7 @@ def html(result: dict[str, Any]) -> str:
         )
         parts.append("</thead><tbody>")
         parts += [
-            f"<tr><td><span class='verdict {mark(v['ok']).replace(' ', '-')}'>{mark(v['ok'])}</span><td><b>{escape(v['criterion'])}</b>"
+            f"<tr><td><span class='verdict {mark(ok=v['ok']).replace(' ', '-')}'>{mark(ok=v['ok'])}</span><td><b>{escape(v['criterion'])}</b>"
             f"<td>{escape(v['found'])}<td class=soft>{escape(v['wanted'])}"
             for v in rows
         ]

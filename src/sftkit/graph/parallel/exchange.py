@@ -39,7 +39,7 @@ def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     return _exchange_counts(sent, group.group_name)
 
 
-def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, back: bool = False) -> Tensor:
+def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: bool = False) -> Tensor:
     """Rows of all ranks for this one, [room, H], by rank; 0 behind the last.
 
     Args:

@@ -18,16 +18,16 @@ GPU_FLOPS = 5e14
 "Per second, of a matrix product in bf16 on an H100 or H200."
 
 
-def auto_bucketing(graph: GraphModule, _: Sequence[str], for_inductor: bool) -> None:
+def auto_bucketing(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
     """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
     if counts_of(graph).collectives:
-        compat.overlap_collectives(graph, _milliseconds, for_inductor)
+        compat.overlap_collectives(graph, _milliseconds, for_inductor=for_inductor)
 
 
-def block_bucketing(graph: GraphModule, buckets: Sequence[str], for_inductor: bool) -> None:
+def block_bucketing(graph: GraphModule, buckets: Sequence[str], *, for_inductor: bool) -> None:
     """Merge the collectives of each bucket, and gather a bucket while the one before it is used."""
     if counts_of(graph).collectives:
-        compat.bucket_collectives(graph, buckets, bucket_of, for_inductor)
+        compat.bucket_collectives(graph, buckets, bucket_of, for_inductor=for_inductor)
 
 
 def _milliseconds(node: Node, num_bytes: int | None) -> float | None:

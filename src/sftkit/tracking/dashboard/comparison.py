@@ -35,7 +35,7 @@ class Compared:
     machine: str | None = None
 
 
-def find(run: str, entity: str, project: str, offline: bool) -> Compared:
+def find(run: str, entity: str, project: str, *, offline: bool) -> Compared:
     """Return a run from its directory, or by its id or name from wandb; offline without its curves then.
 
     Raises:

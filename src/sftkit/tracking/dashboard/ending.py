@@ -29,7 +29,7 @@ class Ending:
     "run/*, for the table of runs"
 
 
-def begun(resumed: bool) -> dict[str, Any]:
+def begun(*, resumed: bool) -> dict[str, Any]:
     """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one
     without its earlier end."""
     return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
