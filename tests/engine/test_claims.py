@@ -323,7 +323,7 @@ def test_a_run_computes_the_same_bits_whether_its_gradients_were_checked_or_not(
     results, nothing = [], GradientCheck(GradientDifference(0.0, ""), None, "left out")
     for checked in (True, False):
         if not checked:
-            monkeypatch.setattr(blocks, "check_gradients", lambda *_: nothing)
+            monkeypatch.setattr(blocks, "check_gradients", lambda *_, **__: nothing)
         torch.manual_seed(7)
         orig_model = tiny_llama()
         engine, batches = engine_with(tmp_path, orig_model)
@@ -412,7 +412,7 @@ def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attent
 
     monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setattr(gradient_check, "gradients", gradients)
-    monkeypatch.setattr(blocks, "limits", lambda *_: Limits(0.05, 0.015, 0.002))
+    monkeypatch.setattr(blocks, "limits", lambda *_, **__: Limits(0.05, 0.015, 0.002))
     engine, _ = engine_with(tmp_path, sensitive_llama(), compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert "roundings alone" in check.found

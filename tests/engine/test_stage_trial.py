@@ -36,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, layers: int = 12) -> tuple[int, ..
 
 
 def test_what_was_timed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_trial, "_seconds", lambda *_: [3.0, 1.0, 5.0])  # embedding 2, layer 1, head 4
+    monkeypatch.setattr(stage_trial, "_seconds", lambda *_, **__: [3.0, 1.0, 5.0])  # embedding 2, layer 1, head 4
     assert measured(monkeypatch) == (7, 5)
 
 
@@ -53,7 +53,7 @@ def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind
 ) -> None:
     seen: list[list[float]] = []
     timed = stage_trial._seconds
-    monkeypatch.setattr(stage_trial, "_seconds", lambda *args: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(stage_trial, "_seconds", lambda *args, **_: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
     states: list[torch.Tensor] = []
     made = stage_trial.layers_of_stages
     monkeypatch.setattr(

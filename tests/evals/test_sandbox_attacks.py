@@ -413,7 +413,7 @@ def test_processes_that_are_small_each_and_large_together_are_ended_and_no_contr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, make = list[Path](), memory.make
-    monkeypatch.setattr(memory, "make", lambda *args: made.append(make(*args)) or made[-1])
+    monkeypatch.setattr(memory, "make", lambda *args, **_: made.append(make(*args)) or made[-1])
     assert run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=600)).why == ""
     assert not run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=160)).passed
     run("import time\ntime.sleep(60)", limits=AWAKE)

@@ -65,7 +65,7 @@ def resumed(recipe: Path, *words: str) -> Config:
 
 
 def test_a_finished_run_is_not_started_again(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(launch, "find_hardware", lambda: pytest.fail("looked for"))
     assert launch.run(__file__, str(recipe), ["train.resume=auto"]) == 0
     newest = recipe.parent / "run" / "step-000003"

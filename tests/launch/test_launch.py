@@ -153,7 +153,7 @@ def test_the_recipe_and_the_hardware_decide_together(
 
 
 def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         launch.run(__file__, str(recipe), ["optim.lr=x"])
     with pytest.raises(ConfigError, match=r'chat_stf\.py: no such script\. Did you mean "scripts/chat_sft\.py"\?$'):
@@ -295,7 +295,7 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
 def test_a_directory_in_which_a_run_is_at_work_is_refused_before_anything_is_started(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "call", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     (tmp_path / "run").mkdir()
     held = lock.take(tmp_path / "run")
     with pytest.raises(ConfigError, match=f"a run is at work there .*{os.getpid()}"):

@@ -61,7 +61,7 @@ def test_a_refusal_names_the_setting() -> None:
 
 def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    monkeypatch.setattr("sftkit.models.float8.why_not", lambda *args: None)
+    monkeypatch.setattr("sftkit.models.float8.why_not", lambda *args, **_: None)
     with pytest.raises(ConfigError, match=r"sftkit\[fp8\]"):
         convert_to_fp8(llama(), "rowwise", CUDA, "bf16", compile=True)
 

@@ -53,11 +53,11 @@ def test_a_save_that_fails_is_an_event_an_alert_and_a_field_of_the_status_until_
 
     def on_a_small_quota(self: Checkpoints, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         if step != 10:
-            return save(self, step, state, wait)
+            return save(self, step, state, wait=wait)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
         try:
-            folder = save(self, step, state, wait)
+            folder = save(self, step, state, wait=wait)
             self.finish()
             return folder
         finally:

@@ -302,7 +302,6 @@ def _forward_flops(
     scale: float,
     window: int,
     kernel: str,
-    *,
     causal: bool = True,
     **kwargs: Any,
 ) -> int:
@@ -324,7 +323,6 @@ def _backward_flops(
     scale: float,
     window: int,
     kernel: str,
-    *,
     causal: bool = True,
     **kwargs: Any,
 ) -> int:

@@ -61,7 +61,7 @@ class Passes:
         kept = bytes_of(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
         for spec in (*self._at("split"), *self._at("regions")):
-            _function(spec)(graph, self.buckets, self.for_inductor)
+            _function(spec)(graph, self.buckets, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph)
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):

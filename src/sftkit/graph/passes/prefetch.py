@@ -12,7 +12,7 @@ from sftkit.graph.buckets import bucket_of
 from sftkit.graph.graphs import collective
 
 
-def prefetching(graph: GraphModule, _: Sequence[str], *, __: bool) -> None:
+def prefetching(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
     """Change the order of a half in place, so that it computes the same to the last bit."""
     nodes = list(graph.graph.nodes)
     index = {node: number for number, node in enumerate(nodes)}
