@@ -10,6 +10,7 @@ import builtins
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -80,8 +81,8 @@ class Program:
             self.channel.send(request)
             answer = self.channel.receive()
         except (EOFError, OSError):
-            while True:  # until it has ended, or the time is over
-                signal.pause()
+            while True:  # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
+                time.sleep(0.01)
         except (ValueError, MemoryError) as error:
             self.end(f"its answer is too long: {error}")
         try:
