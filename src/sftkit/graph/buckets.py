@@ -46,7 +46,7 @@ def _mark(node: Node, bucket: str) -> None:
 
 
 def _gathers(weight: Node) -> list[Node]:
-    """The all-gathers that a weight's piece goes into, through nodes with no other input."""
+    """Return the all-gathers that a weight's local shard goes into, through nodes with no other input."""
     found, waiting = [], [weight]
     while waiting:
         for user in waiting.pop().users:
@@ -58,7 +58,7 @@ def _gathers(weight: Node) -> list[Node]:
 
 
 def _reductions(gradient: Node) -> list[Node]:
-    """The reduce-scatters that a gradient's piece comes from, through nodes with one input and sums of several."""
+    """Return the reduce-scatters that a gradient's local shard comes from, through nodes with one input and sums of several."""
     found, waiting = [], [gradient]
     while waiting:
         node = waiting.pop()

@@ -33,13 +33,13 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """What a graph takes of a batch. Which positions have targets is not among it: there would be a graph for every number of
+    """Return the tensors of a batch that a graph takes. Which positions have targets is not among it: there would be a graph for every number of
     them, so the loss looks at all, and those without one weigh nothing."""
     return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
 
 
 def signature_of(batch: Batch) -> Signature:
-    """What decides which graph a batch needs."""
+    """Return what decides which graph a batch needs: the shapes of its tensors."""
     return tuple((name, tuple(tensor.shape)) for name, tensor in tensors_of(batch).items())
 
 
@@ -57,7 +57,7 @@ class Graph:
     "what it took to capture and compile"
 
     def __call__(self, batch: Batch) -> Sums:
-        """The sums of a batch of this graph's signature."""
+        """Return the sums of a batch of this graph's signature."""
         loss, *measured = self.run(*self.state, *tensors_of(batch).values())
         return Sums(loss, dict(zip(self.measured, measured, strict=True)))
 

@@ -82,7 +82,7 @@ class CapturedModel(torch.nn.Module):
             self._on_other = before
 
     def forward(self, batch: Batch) -> Sums:
-        """The sums of a batch."""
+        """Return the sums of a batch."""
         graph = self._graphs.get(signature_of(batch))
         if graph is not None:
             return graph(batch)
@@ -108,7 +108,7 @@ class CapturedModel(torch.nn.Module):
         return self(batch)  # type: ignore[no-any-return]
 
     def _reason(self, batch: Batch) -> str:
-        """What of the batch no graph has."""
+        """Return what of the batch no graph has."""
         rows, length = _shape(batch)
         known = sorted(self.stages)
         declared = ", ".join(f"{r} x {t}" for r, t in known)

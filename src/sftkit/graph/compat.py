@@ -131,14 +131,14 @@ def all_gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's piece, along a dimension, of the sum over a group's ranks: an operator of a graph, without gradient."""
+    """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a graph, without gradient."""
     ranks = group.size()
     pieces = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return _collective("reduce_scatter_tensor", pieces.flatten(0, 1), group, "sum", ranks)
 
 
 def all_reduce(part: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over a group's ranks: an operator of a graph, without gradient."""
+    """Return the sum over a group's ranks: an operator of a graph, without gradient."""
     return _collective("all_reduce", part, group, "sum")
 
 

@@ -90,7 +90,7 @@ def build(
 
 
 def _planned(cfg: Config) -> Config:
-    """The recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
+    """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
     fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for more than is needed."""
     kept, passes = cfg.compile.activation_memory_budget, cfg.graph.passes
     if kept is None and cfg.train.memory == "speed" and ("full_inductor" not in passes or CHECKPOINTING & set(passes)):
@@ -198,7 +198,7 @@ class GraphEngine:
                 model.zero_grad(set_to_none=True)
 
     def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
-        """The warm-up's largest batch again, without the graph."""
+        """Run the warm-up's largest batch again, without the graph."""
         orig_model = self.model.orig_model
         if not self.compiled or has_dropout(orig_model):
             return compiled_check(None, None, orig_model.dtype)
@@ -207,7 +207,7 @@ class GraphEngine:
         return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _say(self, say: Callable[[str], None], seconds: float) -> None:
-        """What was captured and what each pass made of it, for the console."""
+        """Say what was captured and what each pass made of it, for the console."""
         layout = self._layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
@@ -236,7 +236,7 @@ class GraphEngine:
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """The captured forward and backward passes, whose gradients are exchanged in each; one update."""
+        """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
         max_norm, objective = self._cfg.optim.max_grad_norm, self.model.objective
         return optimizer_step(
             self.captured,
@@ -260,7 +260,7 @@ class GraphEngine:
         return self.watch.evaluating()
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """What was captured, and what ran without a graph, on all ranks."""
+        """Return what was captured, and what ran without a graph, on all ranks."""
         watch, captured = self.watch, self.captured
         assert self._hooks is not None, "warm_up comes first"
         own = records_of(watch, self._hooks.unheeded())

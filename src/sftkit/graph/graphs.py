@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 def collective(node: Node) -> str | None:
-    """The kind of a collective; None of any other node."""
+    """Return the kind of a collective; None for any other node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     namespace, _, name = node.target._schema.name.partition("::")
@@ -58,7 +58,7 @@ def bytes_of(nodes: Sequence[Node]) -> int:
 
 
 def gathered_from(graph: GraphModule) -> list[Node]:
-    """The nodes of a graph that lead from pieces of weights to whole ones: casts, all-gathers, their waits, and views of what
+    """Return the nodes of a graph that lead from shards of weights to whole ones: casts, all-gathers, their waits, and views of what
     they give, in order."""
     weights: set[Node] = set()
     whole: set[Node] = set()
@@ -76,7 +76,7 @@ def gathered_from(graph: GraphModule) -> list[Node]:
 
 
 def _leading_to(node: Node) -> list[Node]:
-    """A node and those before it up to an input, which is left out."""
+    """Return a node and those before it up to an input, which is left out."""
     found = []
     while node.op != "placeholder":
         found.append(node)

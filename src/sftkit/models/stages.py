@@ -82,7 +82,7 @@ def stages_of(orig_model: torch.nn.Module) -> Stages | None:
 
 
 def from_last(orig_model: torch.nn.Module, value: Tensor) -> Tensor:
-    """What the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them calls it. Of another
+    """Return what the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them calls it. Of another
     model what is given.
 
     Args:

@@ -77,7 +77,7 @@ def balanced(count: int, layer: float, head: float, stages: int, embedding: floa
 
 
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, places: int) -> str:
-    """A line about what each stage took for a micro-batch, forward and backward, and about a better split if there is one.
+    """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if there is one.
 
     Args:
         seconds: of each stage.

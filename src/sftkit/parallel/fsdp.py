@@ -114,7 +114,7 @@ def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> Non
 
 
 def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
-    """The modules that gather weights of their own."""
+    """Return the modules that gather weights of their own."""
     return (module for module in orig_model.modules() if isinstance(module, FSDPModule))
 
 

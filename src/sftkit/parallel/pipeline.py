@@ -60,7 +60,7 @@ class Pipelined(torch.nn.Module):
                 p.register_post_accumulate_grad_hook(self._take)
 
     def held(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that this rank has."""
+        """Return the parameters that this rank has."""
         return (p for p in self.model.orig_model.parameters() if not p.is_meta)
 
     def copies(self) -> dict[int, int]:
@@ -93,7 +93,7 @@ class Pipelined(torch.nn.Module):
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
-        """What each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
+        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
         times, on every rank; every rank calls it. Gradients are dropped."""
         found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
         for stage in self.stages:
@@ -162,7 +162,7 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """What a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
+    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
     weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
     for _ in range(TIMES):
@@ -183,7 +183,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _shards(rt: Runtime) -> DeviceMesh:
-    """What the weights of a stage are cut over; every rank calls it."""
+    """Return the mesh that the weights of a stage are sharded over; every rank calls it."""
     t = rt.topology
     whole = init_device_mesh(
         rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=("stages", "replicas", "shards")
@@ -194,7 +194,7 @@ def _shards(rt: Runtime) -> DeviceMesh:
 def into_stages(
     model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
-    """The model in place cut into stages, each on its rank; every rank calls it.
+    """Cut the model, in place, into stages, each on its rank; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).

@@ -63,7 +63,7 @@ STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] 
 
 
 def numbers(rank: int) -> torch.Tensor:
-    """What a rank begins with: fp32 [4]."""
+    """Return what a rank begins with: fp32 [4]."""
     return torch.arange(4.0) + 10 * rank
 
 
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _of_all(value: torch.Tensor) -> list[str]:
-    """What each rank has, as text, on every rank."""
+    """Return what each rank has, as text, on every rank."""
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, " ".join(f"{number:g}" for number in value.tolist()))
     return found

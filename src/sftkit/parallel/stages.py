@@ -73,7 +73,7 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], places: int) 
 
 
 def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
+    """Return the group of the first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
     found = None
     for ranks in mesh.mesh.T.tolist():
         group = dist.new_group([ranks[0], ranks[-1]])
@@ -115,7 +115,7 @@ class StageModule(torch.nn.Module):
         self._batches, self._scale, self.totals = batches[::-1], scale, []
 
     def forward(self, given: Tensor) -> Tensor:
-        """The next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
+        """Compute the next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
 
         Args:
             given: hidden states of the stage before; the first stage is given nothing that it reads.
@@ -135,7 +135,7 @@ class StageModule(torch.nn.Module):
 
 
 def _part(whole: torch.nn.Module, first: int, count: int, *, last: bool) -> torch.nn.Module:
-    """A decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
+    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
     part = copy.copy(whole)
     part._modules = dict(whole._modules)
     layers = whole.layers

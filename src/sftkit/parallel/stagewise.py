@@ -101,7 +101,7 @@ def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
 
 
 def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torch.nn.Module, Forward]]:
-    """What this rank's modules compute that differs from their own forward pass."""
+    """Yield each module whose forward pass is another one here than its own, and that forward pass."""
     stages = links.stages
     embedding, projection, norm = embedding_module(orig_model), output_projection(orig_model), decoder(orig_model).norm
     assert isinstance(norm, torch.nn.Module)
@@ -135,7 +135,7 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
-    """A layer of another rank. In a cache it has its length, which positions and masks are made of, and no keys and values."""
+    """Stand in for a layer of another rank. In a cache it has its length, which positions and masks are made of, and no keys and values."""
     cache = arguments.get("past_key_values")
     if cache is not None:
         nothing = hidden.new_empty(hidden.shape[0], 0, hidden.shape[1], 0)
@@ -146,7 +146,7 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
 def _received(
     passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any
 ) -> Tensor:
-    """The first layer of a stage."""
+    """Call the first layer of a stage with the hidden states that come from the stage before."""
     return forward(passed(hidden), *more, **arguments)
 
 
@@ -158,7 +158,7 @@ class _Links:
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def ends(self, stage: int) -> tuple[int, int]:
-        """The places of the stage before this one, and of this one."""
+        """Return the places of the stage before this one, and of this one."""
         places = self.stages.mesh.size(0)
         return (stage - 1) % places, stage % places
 

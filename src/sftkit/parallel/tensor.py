@@ -84,7 +84,7 @@ def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mes
 
 
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
-    """What `cut_matrices` raises."""
+    """Raise what `cut_matrices` raises."""
     config = orig_model.config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _cut(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
-    """A hook that says of what whole the input is this rank's piece."""
+    """Return a hook that says of what whole the input is this rank's piece."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])
@@ -153,7 +153,7 @@ def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -
 
 
 def _add_up(activations: Activations) -> Any:
-    """A hook that adds the ranks' parts of an output up, as activations lie between layers."""
+    """Return a hook that adds the ranks' parts of an output up, as activations lie between layers."""
 
     def hook(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
         return output.redistribute(placements=[activations.placement]).to_local()

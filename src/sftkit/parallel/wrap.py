@@ -53,7 +53,7 @@ def distribute(
 
 
 def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
-    """The model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
+    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
     with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         prepared = rt.accelerator.prepare(model)
@@ -73,5 +73,5 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
 
 
 def gradient_scale(rt: Runtime) -> float:
-    """What makes a sum over ranks of what the wrapper does with gradients: DDP averages, shards and stages add up."""
+    """Return the factor that makes a sum over ranks of what the wrapper does with gradients: DDP averages, shards and stages add up."""
     return 1.0 if rt.topology.partial else float(rt.world_size)

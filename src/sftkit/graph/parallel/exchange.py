@@ -18,17 +18,17 @@ from sftkit.parallel.tensor import Activations
 
 
 def gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The pieces of all ranks of a group, joined along a dimension."""
+    """Return the shards of all ranks of a group, joined along a dimension."""
     return _Gather.apply(piece, dim, group)  # type: ignore[no-any-return]
 
 
 def add_and_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's piece, along a dimension, of the sum over the ranks of a group."""
+    """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
     return _Scatter.apply(whole, dim, group)  # type: ignore[no-any-return]
 
 
 def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """What the ranks of a group are about to send each other.
+    """Exchange how many rows the ranks of a group are about to send each other.
 
     Args:
         sent: int64 [R, E], rows of this rank for each expert of each rank.
@@ -62,7 +62,7 @@ class Exchange(Activations):
         return gather(positions, 1, self.group) if self.cut_by_position else positions
 
     def add_up(self, parts: Tensor) -> Tensor:
-        """The sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
+        """Return the sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
         return add_and_scatter(parts, 1, self.group) if self.cut_by_position else _Sum.apply(parts, self.group)  # type: ignore[no-any-return]
 
 

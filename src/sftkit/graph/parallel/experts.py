@@ -54,7 +54,7 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 @cache
 def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A class of the same name whose experts are computed here."""
+    """Return a class of the same name whose experts are computed here."""
 
     def forward(self: torch.nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         group = self.__dict__[_GROUP]
@@ -66,7 +66,7 @@ def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
-    """What the experts of all ranks add to this rank's tokens, [N, H].
+    """Return what the experts of all ranks add to this rank's tokens, [N, H].
 
     Args:
         experts, hidden, chosen, weights: of added.
@@ -77,7 +77,7 @@ def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
 
 
 def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
-    """The same as by_all_gather. Rows travel in the order of experts, and so in that of ranks; weights stay.
+    """Return the same as by_all_gather. Rows travel in the order of experts, and so in that of ranks; weights stay.
 
     Args:
         chosen: as there, no expert twice for one token.
@@ -100,7 +100,7 @@ DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "al
 
 
 def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
-    """What a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
+    """Return what a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
 
     Args:
         experts: of grouped.computed.
@@ -114,7 +114,7 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first: 
 
 
 def _weighted(results: Tensor, weights: Tensor) -> Tensor:
-    """Sums of each token's rows, [N K, H], by its weights, [N, K]."""
+    """Sum each token's rows, [N K, H], by its weights, [N, K]."""
     return (results.unflatten(0, weights.shape) * weights[..., None]).sum(1)
 
 

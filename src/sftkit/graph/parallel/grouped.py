@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
-    """What a rank's experts give, [S, H], one row for each number; 0 where the number is E.
+    """Return what a rank's experts give, [S, H], one row for each number; 0 where the number is E.
 
     Args:
         experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].

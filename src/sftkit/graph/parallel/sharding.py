@@ -43,7 +43,7 @@ class Gather:
     "of the sum of gradients over the ranks; None: their own"
 
     def __call__(self, param: DTensor) -> Tensor:
-        """The weight, whole but for what stays cut: a plain tensor, whose gradient is the sum over all ranks that read it."""
+        """Return the weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it."""
         return _Gathered.apply(param, self.reduce_dtype)  # type: ignore[no-any-return]
 
 
@@ -90,7 +90,7 @@ def shard(model: ModelWithLoss, pieces_of: Callable[[torch.nn.Module, str], Piec
 
 
 def _gather_head(model: ModelWithLoss) -> None:
-    """The loss reads the head's weight without calling it."""
+    """Gather the head's weight for the loss, which reads it without calling the head."""
     inner: Callable[..., Any] = model.sums_of_chosen
 
     def sums_of_chosen(*args: Any) -> Any:
@@ -118,7 +118,7 @@ def reading(module: torch.nn.Module) -> Iterator[None]:
 
 @cache
 def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch.nn.Module]:
-    """A class of the same name whose forward pass reads these parameters gathered."""
+    """Return a class of the same name whose forward pass reads these parameters gathered."""
 
     @wraps(cls.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,7 @@ def check_plan(orig_model: PreTrainedModel, size: int) -> None:
 
 
 def plan_of(orig_model: PreTrainedModel) -> TensorPlan:
-    """The plan of a model that `check_plan` does not refuse."""
+    """Return the plan of a model that `check_plan` does not refuse."""
     return PLANS[orig_model.config.model_type]
 
 
@@ -163,7 +163,7 @@ _EXCHANGE = "_sftkit_exchange"
 
 @cache
 def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
-    """A class of the same name that adds the ranks' parts up before its bias, which is one."""
+    """Return a class of the same name that adds the ranks' parts up before its bias, which is one."""
 
     def forward(self: torch.nn.Linear, input: Tensor) -> Tensor:
         summed: Tensor = self.__dict__[_EXCHANGE].add_up(F.linear(input, self.weight))
@@ -188,7 +188,7 @@ def _cuts(
 
 
 def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn.Module]:
-    """The modules of these names that a block has."""
+    """Return the modules of these names that a block has."""
     return {name: module for name, module in block.named_modules() if name in names}
 
 

@@ -73,7 +73,7 @@ class Passes:
         return "full_inductor" in self.names
 
     def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any], num_sums: int) -> compat.Boxed:
-        """What runs the forward or the backward half.
+        """Return what runs the forward or the backward half.
 
         Args:
             num_sums: how many outputs a captured graph has before its gradients.

@@ -31,7 +31,7 @@ def block_bucketing(graph: GraphModule, buckets: Sequence[str], *, for_inductor:
 
 
 def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
-    """An estimate for a node; None: torch's own, of a collective between GPUs.
+    """Return an estimate for a node, in milliseconds; None: torch's own, of a collective between GPUs.
 
     Args:
         num_bytes: that a collective moves, instead of those that it does.

@@ -28,7 +28,7 @@ def prefetching(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> 
 
 
 def _buckets(nodes: Sequence[Node], kind: str) -> list[list[Node]]:
-    """The collectives of a kind by bucket, in the order of each bucket's first."""
+    """Return the collectives of a kind by bucket, in the order of each bucket's first."""
     found: dict[str, list[Node]] = {}
     for node in nodes:
         bucket = bucket_of(node)
@@ -49,7 +49,7 @@ def _started_early(nodes: Sequence[Node], index: dict[Node, int]) -> dict[Node, 
 
 
 def _ancestors(node: Node) -> list[Node]:
-    """What a collective of a weight depends on, inputs of the graph left out."""
+    """Return what a collective of a weight depends on, inputs of the graph left out."""
     found: list[Node] = []
     waiting = list(node.all_input_nodes)
     while waiting:

@@ -73,7 +73,7 @@ def _worth(run: NodeRun) -> bool:
 
 
 def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
-    """The longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
+    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
         node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
     runs: list[NodeRun] = [[]]
@@ -105,7 +105,7 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
 
 
 def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
-    """Views of a run that others read, which stay in the graph, as calling them is cheaper than handing them out; and what the
+    """Return the views of a run that others read, which stay in the graph, as calling them is cheaper than handing them out; and what the
     region has to hand out."""
     inside, left = set(run), set[Node]()
 
@@ -119,7 +119,7 @@ def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
 
 
 def _cut_out(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
-    """A copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
+    """Return a copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
     needed, inside = dict.fromkeys(outputs), set(run)
     for node in reversed(run):
         if node in needed:
@@ -143,7 +143,7 @@ def _cut_out(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
 
 
 def _text(region: GraphModule) -> str:
-    """The code of a graph and of the functions inside."""
+    """Return the code of a graph and of the functions inside."""
     return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
 
 
