@@ -76,6 +76,9 @@ class Watchdog:
         return self._run.step_timeout_seconds
 
     def _watch(self) -> None:
+        if self._status.world_size > 1:
+            with suppress(OSError):  # the directory may not be there yet, or be a disk that stumbles; later again
+                self._beat()  # at once: who is stopped within the first second has been somewhere, too
         looked = time.monotonic()
         while not self._stopped.wait(_LOOK_SECONDS):
             now = time.monotonic()
