@@ -81,7 +81,9 @@ class Program:
             self.channel.send(request)
             answer = self.channel.receive()
         except (EOFError, OSError):
-            while True:  # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
+            while (
+                True
+            ):  # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
                 time.sleep(0.01)
         except (ValueError, MemoryError) as error:
             self.end(f"its answer is too long: {error}")
