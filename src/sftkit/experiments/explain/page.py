@@ -207,9 +207,8 @@ def stages(found: dict[str, Any]) -> Html:
     )
 
 
-def _labs(found: dict[str, Any]) -> list[Html]:
-    # When compiling helps, beside what is claimed.
-    pays = found["pays"]
+def _pays(pays: dict[str, Any]) -> Html:
+    """Return when compiling helps, beside what is claimed."""
     compared = [
         Bar(
             row["name"],
@@ -232,7 +231,17 @@ def _labs(found: dict[str, Any]) -> list[Html]:
         for row in pays["rows"]
     ]
     heads = ["code", "claimed", "eager (ms)", "compiled (ms)", "times as fast", "first call (s)", "pays after calls"]
-    # One table for each of the other labs.
+    return section(
+        "pays",
+        "When does compiling help?",
+        bars(compared, "Times as fast as eager; the line across is what is claimed"),
+        el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
+        table(heads, cells),
+        lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
+    )
+
+
+def _labs(found: dict[str, Any]) -> list[Html]:
     kernels = [
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in found["softmax"]["kernels"]
     ]
@@ -240,14 +249,7 @@ def _labs(found: dict[str, Any]) -> list[Html]:
     broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in found["breaks"]]
     losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in found["loss"]]
     return [
-        section(
-            "pays",
-            "When does compiling help?",
-            bars(compared, "Times as fast as eager; the line across is what is claimed"),
-            el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
-            table(heads, cells),
-            lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
-        ),
+        _pays(found["pays"]),
         section(
             "softmax",
             "One softmax kernel",
