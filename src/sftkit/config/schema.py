@@ -362,6 +362,8 @@ class LogConfig:
 
     every: Positive = 10
     "Steps between logged lines."
+    trace_at: Annotated[int, Field(ge=2)] | None = None
+    "The first of three steps that torch.profiler records, in trace/; null: none."
     tracker: Literal["wandb", "trackio", "none"] | None = None
     "The dashboard: wandb, or trackio on this machine; null: wandb where it is installed."
     wandb: Literal["online", "offline", "off"] | None = None

@@ -46,6 +46,8 @@ COMPILE_SUMMARY = "summary.md"
 "In COMPILE, SUMMARY for reading."
 GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes/apply.py."
+TRACE = "trace"
+"Folder with what log.trace_at has recorded of each rank: tracking/trace.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 
@@ -109,6 +111,7 @@ WRITTEN_OVER = (
     REPORT_DATA,
     TOKENIZER,
     COMPILE,
+    TRACE,
     SAMPLES,
     EVENTS,
     BEST,

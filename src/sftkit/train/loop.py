@@ -29,6 +29,7 @@ from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.progress import PROGRESS
 from sftkit.tracking.rows import has_row
+from sftkit.tracking.trace import Trace
 from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import WINDOW, open_window, resume_window
 from sftkit.train import proof
@@ -128,6 +129,7 @@ def train(
             completed(checkpoints, tell),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
+            Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
         ):
             meter.start()
             if already_done:
@@ -158,6 +160,8 @@ def train(
                     started += pause
                 # What is due after this step.
                 tracker.advance(step)
+                if paused := trace.after(step):
+                    meter.paused(paused)
 
                 last = step == total_steps
                 logs = last or step % cfg.log.every == 0

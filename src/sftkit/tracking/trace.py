@@ -1,0 +1,148 @@
+"""A trace of three steps: what host and device did when, and how much of the communication ran beside computing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from sftkit.rundir.names import TRACE
+from sftkit.runtime.start import Runtime
+
+TRACED_STEPS = 3
+_COMMUNICATION = ("nccl", "multimem", "one_shot_all", "two_shot_all", "symm_mem")
+"Parts of the names of kernels that exchange data with other GPUs: NCCL's, and those of torch's symmetric memory."
+Span = tuple[float, float]
+"Start and end, in microseconds."
+
+
+class Trace:
+    """The steps from `log.trace_at` on, recorded by torch.profiler: trace/rankN.json.gz, and what follows from it.
+
+    Each rank writes its own. The device finishes its work before the first and after the last traced step, so their
+    time is theirs.
+    """
+
+    def __init__(self, first_step: int | None, run_dir: Path, rt: Runtime) -> None:
+        """Keep where to write.
+
+        Args:
+            first_step: the first step that is traced; None: none is.
+        """
+        self._first, self._folder, self._rt = first_step, run_dir / TRACE, rt
+        self._profile: profile | None = None
+        self._started, self._last = 0.0, 0
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._profile is not None and error is None:
+            self._write(self._profile)
+        elif self._profile is not None:
+            self._profile.stop()  # an error comes first: what it left on the device may be beyond recording
+
+    def after(self, step: int) -> float:
+        """Start or end the recording after a step, if it is time. Return the seconds that this took."""
+        if self._first is None or not self._first - 1 <= step < self._first + TRACED_STEPS:
+            return 0.0
+        self._last = step
+        if step == self._first - 1:
+            self._finish()  # those steps' time is training time: it counts before the pause begins
+            began = time.perf_counter()
+            self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
+            self._profile.start()
+            self._started = time.perf_counter()
+            return self._started - began
+        if step == self._first + TRACED_STEPS - 1 and self._profile is not None:  # None: resumed amid them
+            self._finish()
+            began = time.perf_counter()
+            self._write(self._profile)
+            self._profile = None
+            return time.perf_counter() - began
+        return 0.0
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._rt.device.type == "cuda"
+
+    def _finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._rt.device)
+
+    def _write(self, recorded: profile) -> None:
+        """End the recording and write both files."""
+        self._finish()
+        wall = 1e6 * (time.perf_counter() - self._started)
+        recorded.stop()
+        assert self._first is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank{self._rt.rank}"
+        recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+        steps = self._last - self._first + 1
+        found: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
+        if self._on_gpu:
+            found["device"] = shares(_kernels(recorded.events() or ()), wall)
+        (self._folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        self._rt.say(line(found) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return what a trace says, in a sentence."""
+    first, last = found["steps"]
+    text = f"trace of steps {first} to {last}: {found['seconds']:.3f} s a step"
+    if device := found.get("device"):
+        text += f", the GPU computes {device['computing']:.1%} of it, communicates {device['communicating']:.1%}"
+        text += f" ({device['exposed']:.1%} with nothing beside it), idles {device['idle']:.1%}"
+    return text
+
+
+def _kernels(events: Iterable[Any]) -> list[tuple[str, float, float]]:
+    """Return (name, start, end) of each kernel and copy of the GPU, in microseconds."""
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        # Annotations of the user are shown on the device too, around the kernels that they name.
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str, float]:
+    """Return the shares of a stretch of time, 0-1, in which a GPU works.
+
+    A kernel of communication runs until its peers have come too, so waiting for them counts as communicating.
+
+    Args:
+        kernels: (name, start, end) of each, on any stream.
+        wall: length of the stretch, in the same unit.
+
+    Returns:
+        computing: kernels other than communication, copies too; communicating; exposed: communicating with nothing
+        beside it; idle: neither. computing + exposed + idle is 1.
+    """
+    computing, communicating = [], []
+    for name, start, end in kernels:
+        (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
+    compute, either = covered(computing), covered(computing + communicating)
+    return {
+        "computing": compute / wall,
+        "communicating": covered(communicating) / wall,
+        "exposed": (either - compute) / wall,
+        "idle": max(0.0, 1 - either / wall),
+    }
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Return the length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
