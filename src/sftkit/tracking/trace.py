@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class Trace:
         if step == self._first - 1:
             self._finish()  # those steps' time is training time: it counts before the pause begins
             began = time.perf_counter()
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of a start and an end would be on the terminal
             self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
             self._profile.start()
             self._started = time.perf_counter()
