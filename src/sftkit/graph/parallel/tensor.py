@@ -115,7 +115,8 @@ def make_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     if t.tensor == 1:
         return GraphMeshes(every, None)
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
-    parts = DeviceMesh(device_type, ranks, mesh_dim_names=("replicas", "tensor", "shards"))
+    # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
+    parts = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
     return GraphMeshes(every, parts["tensor", "shards"] if t.replicas == 1 else parts)
 
 
