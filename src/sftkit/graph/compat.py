@@ -269,8 +269,22 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
 
 def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> Boxed:
     """Return the graph compiled by Inductor."""
+    _let_ordered_operators_pass_autograd()
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
+
+
+def _let_ordered_operators_pass_autograd() -> None:
+    """Let Inductor propagate fake tensors through operators that bucketing has put in an order.
+
+    torch 2.11 orders them by a higher-order operator without a kernel for tensors that know autograd; 2.13 has this one.
+    """
+    ordered = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
+    if torch.DispatchKey.Autograd not in ordered.py_kernels:
+
+        @ordered.py_impl(torch.DispatchKey.Autograd)  # type: ignore[untyped-decorator]
+        def run(_: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return operator(*args, **kwargs)
 
 
 def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
