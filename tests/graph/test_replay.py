@@ -17,7 +17,7 @@ from sftkit.errors import ConfigError
 from sftkit.graph import captured as captured_module
 from sftkit.graph import compat
 from sftkit.graph.captured import CapturedModel
-from sftkit.graph.passes.replay import Replayed
+from sftkit.graph.passes.replay import Recorder, Replayed
 from sftkit.graph.place import check_device
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -36,6 +36,19 @@ def again(work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequen
                 mine.copy_(new)
 
     return replay, outputs
+
+
+class RecorderOfCpu:
+    """In the place of Recorder."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+        return again(work)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_a_replay_reads_where_it_was_recorded_and_hands_out_copies() -> None:
@@ -102,9 +115,11 @@ def same_bits(passes: tuple[str, ...], device: str, attention: str = "reference"
 def test_a_model_whose_halves_are_replayed_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, list[bool]] = {}
     in_place = compat.in_place
-    monkeypatch.setattr(captured_module, "Recorder", lambda: again)
+    recorder = RecorderOfCpu()
+    monkeypatch.setattr(captured_module, "Recorder", lambda: recorder)
     monkeypatch.setattr(compat, "in_place", lambda graph, half: found.setdefault(half, in_place(graph, half)))
     same_bits((), "cpu")
+    assert recorder.closed, "the recorded graphs go, though what replays them lives on in reference cycles"
     model = tiny_llama(layers=1, head_dim=16)
     state = len([*model.parameters(), *model.buffers()])
     assert sum(found["forward"]) == state, "weights are read where they are"
@@ -121,6 +136,17 @@ def test_cuda_graphs_train_to_the_same_bits(passes: tuple[str, ...], attention: 
         same_bits(passes, "cuda", attention)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_a_closed_recorder_has_destroyed_its_graphs_whoever_still_holds_them() -> None:
+    recorder, count = Recorder(), torch.zeros((), device="cuda")
+    replay, _ = recorder(lambda: [count.add_(1)])
+    replay()
+    assert count.item() == 1, "recording alone runs nothing"
+    recorder.close()
+    with pytest.raises(RuntimeError):
+        replay()
 
 
 def test_what_a_cpu_cannot_run_is_refused_before_a_model_is_loaded() -> None:

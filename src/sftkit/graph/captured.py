@@ -57,6 +57,8 @@ class CapturedModel(torch.nn.Module):
 
     def forget(self) -> None:
         """Drop all graphs: every batch runs eagerly from here on."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._graphs, self.stages, self._recorder = {}, {}, None
 
     @property

@@ -74,11 +74,20 @@ class Recorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """See Record. Recording runs nothing on the device."""
+        """See RecordGraph. Recording runs nothing on the device."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and the loader call CUDA from threads of their own.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = work()
+        self._graphs.append(graph)
         return graph.replay, outputs
+
+    def close(self) -> None:
+        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator before it
+        ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in reference cycles."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
