@@ -293,6 +293,7 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
     Args:
         examples: fake tensors of the trace that is going on.
     """
+    _let_ordered_operators_pass_autograd()
     standalone = private("torch._inductor", "standalone_compile")
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
