@@ -269,22 +269,22 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
 
 def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> Boxed:
     """Return the graph compiled by Inductor."""
-    _let_ordered_operators_pass_autograd()
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
+    _let_dependencies_be_traced()
     return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
 
 
-def _let_ordered_operators_pass_autograd() -> None:
-    """Let Inductor propagate fake tensors through operators that bucketing has put in an order.
+def _let_dependencies_be_traced() -> None:
+    """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor runs a graph
+    on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients are wanted."""
+    operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
+    key = private("torch._C", "DispatchKey").Autograd
+    if not operator.has_kernel_for_dispatch_key(key):
+        operator.py_impl(key)(_run_ordered)
 
-    torch 2.11 orders them by a higher-order operator without a kernel for tensors that know autograd; 2.13 has this one.
-    """
-    ordered = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
-    if torch.DispatchKey.Autograd not in ordered.py_kernels:
 
-        @ordered.py_impl(torch.DispatchKey.Autograd)  # type: ignore[untyped-decorator]
-        def run(_: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return operator(*args, **kwargs)
+def _run_ordered(after: Sequence[Any], subgraph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return subgraph(*args, **kwargs)
 
 
 def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -293,7 +293,7 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
     Args:
         examples: fake tensors of the trace that is going on.
     """
-    _let_ordered_operators_pass_autograd()
+    _let_dependencies_be_traced()
     standalone = private("torch._inductor", "standalone_compile")
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
