@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of the tests."""
+"""What docs/reliability.md and tests/README.md say of the tests."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def test_programs_are_written_as_a_clone_has_them() -> None:
     bare = re.compile(r"`(?:wandb (?:sync|login)|trackio show|hf auth)\b[^`]*`")
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.yaml")]
     assert {file.name: found for file in files if (found := bare.findall(file.read_text()))} == {}
+
+
+def test_the_page_of_the_tests_has_a_line_for_each_folder_and_names_files_that_are_there() -> None:
+    tests = ROOT / "tests"
+    page = (tests / "README.md").read_text()
+    folders = {path.name for path in tests.iterdir() if any(path.glob("*.*"))} - {"__pycache__"}
+    assert set(re.findall(r"^\| `(\w+)/` \| ", page, re.MULTILINE)) == folders
+    files = {path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+    named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", page))
+    assert {name for name in named if not any(file.endswith(name) for file in files)} == set()
+    assert len(named) > 20

@@ -1,4 +1,4 @@
-"""Conversations to tokens, and the only place where it is decided which of them are targets.
+"""Turn conversations into tokens, and decide, here alone, which of them are targets: the loss mask.
 
 Targets are what the assistant says, and the end-of-turn token after it: without that token a model never stops.
 """
@@ -103,7 +103,7 @@ class _Text(NamedTuple):
     ids: np.ndarray
     is_target: np.ndarray
     answers: int
-    "that are learned in it"
+    "number of answers that are learned in it"
     reasoned: set[int]
     "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
     rest: bool | None = None
@@ -167,8 +167,11 @@ def _everything(
     *,
     split: bool,
 ) -> list[_Text]:
-    """Return the documents of a conversation of which all is learned but marked answers; with `split`, answers whose
-    reasoning the template leaves out of it end documents of their own before it."""
+    """Return the documents of a conversation of which every token is learned except answers that are marked as not to be.
+
+    With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its own;
+    these come first.
+    """
     last = finder.answers[-1]
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
@@ -274,8 +277,9 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
 def _encode_answers(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
 ) -> tuple[Encoded, set[int]]:
-    """Encode a text so that what stands before its last answer has the token ids of the prompt alone. Returns the
-    tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
+    """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a prompt.
+
+    Returns the tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """

@@ -24,7 +24,7 @@ class WarmUp:
     seconds: float
     "duration of the warm-up"
     checks: list[Check]
-    "made on the way"
+    "checks that the warm-up made, for proof.json"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Engine(Protocol):
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return a context for all steps: what may not happen inside ends training with an error that says why."""
+        """Return a context for all steps, in which what must not happen in a step, such as a recompile, is an error that says why."""
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for an evaluation: what the engine had to do for it is in the report."""
+        """Return a context for an evaluation; what was compiled within it, which should be nothing, is in the report."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what is known of the steps since the start, of all ranks; every rank calls it.
@@ -115,4 +115,4 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Put back what the engine changed in the process."""
+        """Put back the global settings that the engine changed in the process."""

@@ -92,13 +92,14 @@ class Data:
     samples: list[Row]
     "whose answers are shown"
     asked: AskedTargets | None
-    "whether small conversations are learned as a server asks for them; None: every token is learned"
+    "small conversations whose targets are compared with what a server samples; None: every token is learned"
 
 
 @contextmanager
 def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
-    """Join the ranks and open the run directory; at the end, however it comes, what was changed in the process is put
-    back, and an error is written down and told.
+    """Join the ranks and open the run directory, for the length of the context.
+
+    On leaving it, put back what was changed in the process; an error is printed and recorded.
 
     Raises:
         ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is
@@ -116,7 +117,7 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
-    """Load the model of the recipe, and find how long its documents may be.
+    """Load the model of the recipe, and find how long documents may be (max_length).
 
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
