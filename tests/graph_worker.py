@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny, tiny_llama
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import (
     AttentionConfig,
@@ -51,88 +44,16 @@ STEPS = 5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
 
-def tiny_qwen3() -> PreTrainedModel:
-    """One layer, norms of heads, embedding and head tied."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
-
-
-def uneven_llama() -> PreTrainedModel:
-    """No even number of channels in its feed-forward layers, nor of tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE + 1,
-        hidden_size=32,
-        intermediate_size=65,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
-
-
-def tiny_gemma2() -> PreTrainedModel:
-    """One layer with a window and one without, scores capped."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=6,
-        attn_logit_softcapping=2.0,
-        max_position_embeddings=256,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
-
-
 def bf16_llama() -> PreTrainedModel:
     return tiny_llama(layers=1).to(torch.bfloat16)
 
 
 def deepseek_v3() -> PreTrainedModel:
     """A dense block and one of eight experts, of which a token visits two."""
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+    experts = {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    groups = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    return tiny(DeepseekV3Config, num_key_value_heads=4, tie_word_embeddings=False, **experts, **groups, **ranks)
 
 
 def lopsided_deepseek_v3() -> PreTrainedModel:
@@ -145,9 +66,12 @@ def lopsided_deepseek_v3() -> PreTrainedModel:
 MODELS = {
     "llama": partial(tiny_llama, layers=1),
     "deep llama": tiny_llama,
-    "qwen3": tiny_qwen3,
-    "uneven llama": uneven_llama,
-    "gemma2": tiny_gemma2,
+    # norms of heads, embedding and head tied
+    "qwen3": partial(tiny, Qwen3Config, num_hidden_layers=1, tie_word_embeddings=True),
+    # no even number of channels in its feed-forward layers, nor of tokens
+    "uneven llama": partial(tiny, LlamaConfig, vocab_size=VOCAB_SIZE + 1, intermediate_size=65, num_hidden_layers=1),
+    # one layer with a window and one without, scores capped
+    "gemma2": partial(tiny, Gemma2Config, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0),
     "bf16 llama": bf16_llama,
     "deepseek_v3": deepseek_v3,
     "lopsided deepseek_v3": lopsided_deepseek_v3,

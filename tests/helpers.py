@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import preloaded
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
@@ -41,41 +42,30 @@ def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0
     return Examples(ids, is_target, offsets, zeros + 1, zeros.astype(np.int16), ("test",), {})
 
 
-def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0, head_dim: int = 8) -> PreTrainedModel:
+def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """A model of a config in fp32, two layers of width 32 unless `fields` says otherwise."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=head_dim,
-            max_position_embeddings=256,
-            attention_dropout=dropout,
-        )
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+    }
+    return AutoModelForCausalLM.from_config(config(**(sizes | fields)), dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0, head_dim: int = 8) -> PreTrainedModel:
+    return tiny(LlamaConfig, seed, num_hidden_layers=layers, attention_dropout=dropout, head_dim=head_dim)
 
 
 def tiny_qwen3_with_windows(seed: int = 0) -> PreTrainedModel:
     """Alternating full and sliding-window layers (window 5)."""
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=256,
-            use_sliding_window=True,
-            sliding_window=5,
-            max_window_layers=2,
-        )
-    )
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    return tiny(Qwen3Config, seed, num_hidden_layers=4, **windows)
 
 
 def make_layout_of(

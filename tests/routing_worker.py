@@ -87,7 +87,7 @@ def trained(
         for step in batches.steps(0, 3):
             outcome = engine.step(step, 1e-2)
             sums = replace(outcome.sums, vector=rt.sum(outcome.sums.vector))
-            means = sums.means(step.divisor)
+            means = sums.means_of(sums.vector.tolist(), step.divisor)
             rows.append({**engine.model.objective.metrics(means), "norm": float(outcome.grad_norm)})
     found = load.read(3, folder)
     counts = engine.report().metrics

@@ -41,7 +41,7 @@ ROOMS = {
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "compile"),
         *("generation",),
     ),
-    "preflight": ("config", "rundir", "runtime", "data", "models", "memory"),
+    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "preflight", "reports"),

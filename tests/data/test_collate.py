@@ -29,7 +29,6 @@ def test_targets_are_the_next_tokens_of_the_same_document() -> None:
         assert (batch.inputs["input_ids"][row, start:] == 0).all()
         assert (batch.inputs["position_ids"][row, start:] == 0).all()
     assert batch.num_tokens == 9
-    assert batch.attention_pairs == 15 + 6 + 1
     assert batch.num_targets == int((batch.targets != IGNORE).sum())
 
 

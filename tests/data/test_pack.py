@@ -274,7 +274,7 @@ def test_data_workers_give_the_same_batches_in_the_same_order() -> None:
 def test_step_counts_are_those_of_the_global_batch(kind: str, world_size: int) -> None:
     ranks = [steps_of(layout(kind, world_size), rank)[:4] for rank in range(world_size)]
     for steps in zip(*ranks, strict=True):
-        for name in ("num_targets", "num_tokens", "attention_pairs"):
+        for name in ("num_targets", "num_tokens"):
             summed = sum(getattr(batch, name) for step in steps for batch in step.micro_batches)
             assert {getattr(step, name) for step in steps} == {summed}
         positions = sum(batch.inputs["input_ids"].numel() for step in steps for batch in step.micro_batches)

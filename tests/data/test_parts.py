@@ -63,7 +63,7 @@ def test_the_parts_of_all_processes_make_the_whole_batch(kind: str, count: int) 
         for batch in local:
             shared = ("doc_ids", "cu_seqlens") if kind == "chunks" else ("doc_ids", "cu_seqlens", "position_ids")
             assert all(torch.equal(named(batch)[name], named(whole)[name]) for name in shared)
-            counts = ("max_doc_length", "num_tokens", "attention_pairs")
+            counts = ("max_doc_length", "num_tokens")
             assert all(getattr(batch, name) == getattr(whole, name) for name in counts)
 
 

@@ -76,7 +76,12 @@ def steps(
     with engine.guarded():
         for step in batches.steps(0, 4):
             outcome = engine.step(step, 1e-2)
-            rows.append({**outcome.sums.means(step.divisor), "grad_norm": float(outcome.grad_norm)})  # type: ignore[dict-item]
+            rows.append(
+                {
+                    **outcome.sums.means_of(outcome.sums.vector.tolist(), step.divisor),
+                    "grad_norm": float(outcome.grad_norm),
+                }
+            )  # type: ignore[dict-item]
             assert outcome.flags.vector[:2].tolist() == [0, 0]
     counts = engine.report().metrics
     engine.close()

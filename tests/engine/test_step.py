@@ -141,7 +141,7 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     empty = make_batch(make_examples([4]), ((), ()), 16)
-    step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32, attention_pairs=0)
+    step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     sums, grad_norm, *_ = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
     assert sums.vector.tolist() == [0.0] * 4

@@ -57,11 +57,11 @@ def test_what_batches_count_adds_up_to_what_the_plan_counts() -> None:
 
 def test_totals_add_up_by_name_and_refuse_others() -> None:
     total = Totals.zeros(("nll",), torch.device("cpu"))
-    assert total.means(0) == {"loss": None, "nll": None}
+    assert total.means_of(total.vector.tolist(), 0) == {"loss": None, "nll": None}
     for value in (1.0, 2.5):
         total.add_(Totals.of(Sums(torch.tensor(value, requires_grad=True), {"nll": torch.tensor(2 * value)})))
     assert (float(total["loss"]), float(total["nll"])) == (3.5, 7.0)
-    assert total.means(7) == {"loss": 0.5, "nll": 1.0}
+    assert total.means_of(total.vector.tolist(), 7) == {"loss": 0.5, "nll": 1.0}
     assert not total.vector.requires_grad
     with pytest.raises(AssertionError, match="other"):
         total.add_(Totals.of(Sums(torch.tensor(1.0), {"other": torch.tensor(1.0)})))

@@ -247,7 +247,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
-        text, meant = _explain(dict(e), keys, tree)
+        text, meant = _explain(dict(e), keys)
         problems.append(f"{place}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
@@ -261,7 +261,7 @@ def _is_item(keys: Keys) -> bool:
     return any(isinstance(key, int) for key in keys)
 
 
-def _explain(error: dict[str, Any], keys: Keys, tree: Node) -> tuple[str, list[Keys]]:
+def _explain(error: dict[str, Any], keys: Keys) -> tuple[str, list[Keys]]:
     """Return what is wrong in words, and the keys that were probably meant."""
     kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
     key = table().get(row_of(keys))

@@ -84,8 +84,6 @@ class Batch:
     "positions of the whole rows that hold a document"
     num_targets: int
     "local targets: those of all parts add up to the targets of the rows"
-    attention_pairs: int
-    "sum of L (L + 1) / 2 over documents of the whole rows: (query, key) pairs of causal, document-isolated attention"
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
@@ -179,7 +177,6 @@ def collate(
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
         num_targets=int(is_target.sum()),
-        attention_pairs=int((lengths * (lengths + 1) // 2).sum()),
     )
     return batch if part.kind == "whole" else _part_of(batch, part)
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
-from sftkit.data.balance import causal_pairs
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import WHOLE, Batch, RowShard, check_part, collate
 from sftkit.data.order import Order, with_stretch
@@ -42,8 +41,6 @@ class StepBatches:
     "document tokens of the global batch"
     num_positions: int
     "row positions of the global batch, padding included"
-    attention_pairs: int
-    "of the global batch, without windows"
     rank_skew: float = 1.0
     "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
     documents: tuple[int, ...] = ()
@@ -90,7 +87,6 @@ class _Steps(Dataset[StepBatches]):
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
-            attention_pairs=int(causal_pairs(lengths).sum()),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
             documents_in=tuple(sum(map(len, rows)) for rows in mine),

@@ -14,7 +14,7 @@ from sftkit.data import chat
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
-from sftkit.generation.batching import MOST_POSITIONS, gathered, plan, shared_prefixes, turns
+from sftkit.generation.batching import MOST_POSITIONS, PromptBatch, gathered, plan, shared_prefixes, turns
 from sftkit.generation.kv_cache import SharedPrefix, most_cached, plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_refusal
@@ -65,19 +65,8 @@ def generate(
     # one limit and one tuple of stop texts for each prompt
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in stop_texts] if stop_texts is not None else [()] * len(prompts)
-    # Padding lies between a prefix and its rows, and windows count it.
-    may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
-    names = list(groups) if groups is not None and may_share else [""] * len(prompts)
     ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
-    batches = plan(
-        [len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)],
-        prefixes,
-        batch_size,
-        new_tokens=most,
-        most_positions=MOST_POSITIONS,
-        most_cached=most_cached(orig_model),
-    )
+    batches = _batches(orig_model, ids, groups, most, batch_size)
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
@@ -98,6 +87,24 @@ def generate(
                     row.take(token, stop_ids, tokenizer)
             found |= {row.index: row.answer(tokenizer) for row in rows}
     return gathered(found, rt)
+
+
+def _batches(
+    orig_model: PreTrainedModel, ids: list[np.ndarray], groups: Sequence[str] | None, most: list[int], batch_size: int
+) -> list[PromptBatch]:
+    """Return which prompts are decoded together, after which prefix; `most`: new tokens of each prompt at most."""
+    # Padding lies between a prefix and its rows, and windows count it.
+    may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
+    names = list(groups) if groups is not None and may_share else [""] * len(ids)
+    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
+    return plan(
+        [len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)],
+        prefixes,
+        batch_size,
+        new_tokens=most,
+        most_positions=MOST_POSITIONS,
+        most_cached=most_cached(orig_model),
+    )
 
 
 def _inputs(

@@ -13,9 +13,8 @@ from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.parallel.sharding import shard
 from sftkit.graph.parallel.tensor import WeightPlacement, check_plan, exchange_activations, make_meshes
-from sftkit.models.weights import load_model_weights, make_room
+from sftkit.models.weights import place_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 
@@ -98,7 +97,6 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatc
         use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
-    empty = any(p.is_meta for p in model.parameters())
     meshes = make_meshes(rt.topology, rt.device.type)
     layout = WeightPlacement(model.orig_model, meshes)
     group = meshes.parts.get_group("tensor") if meshes.parts is not None else None
@@ -106,9 +104,5 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatc
     if meshes.parts is not None:
         exchange_activations(model.orig_model, meshes.parts)
     shard(model, layout, rt.precision)
-    make_room(model.orig_model, rt.device)
-    if empty:
-        assert source is not None
-        with working(f"reading the weights of {source.path}"):
-            load_model_weights(model.orig_model, source)
+    place_weights(model.orig_model, source, rt.device)
     rt.say(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -23,6 +23,7 @@ from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_region
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve
+from sftkit.runtime.progress import working
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -47,19 +48,29 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     orig_model.tie_weights()
 
 
+def place_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:
+    """Move a model to the device; of an empty one read the weights of the recipe's model.path."""
+    empty = any(p.is_meta for p in orig_model.parameters())
+    make_room(orig_model, device)
+    if empty:
+        assert source is not None
+        load_model_weights(orig_model, source)
+
+
 def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
     """Load the weights of the recipe's model.path into the live model; rows of tokens that were added are the mean."""
-    path = resolve(model.path or "")
-    check_loadable(path)
-    options = load_options(path, model)
-    if not options["local_files_only"] or not Path(path).is_dir():
-        path = snapshot_download(
-            path,
-            revision=str(options["revision"]),
-            local_files_only=bool(options["local_files_only"]),
-            allow_patterns=["*.json", "*.safetensors"],
-        )
-    load_weights(orig_model, Path(path), new_rows(orig_model))
+    with working(f"reading the weights of {model.path}"):
+        path = resolve(model.path or "")
+        check_loadable(path)
+        options = load_options(path, model)
+        if not options["local_files_only"] or not Path(path).is_dir():
+            path = snapshot_download(
+                path,
+                revision=str(options["revision"]),
+                local_files_only=bool(options["local_files_only"]),
+                allow_patterns=["*.json", "*.safetensors"],
+            )
+        load_weights(orig_model, Path(path), new_rows(orig_model))
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:

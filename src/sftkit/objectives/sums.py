@@ -50,10 +50,6 @@ class Totals:
         assert other.names == self.names, f"{other.names} to {self.names}"
         self.vector.add_(other.vector)
 
-    def means(self, divisor: float) -> dict[str, float | None]:
-        """Return each sum over the divisor, None where that is 0. Waits for the device."""
-        return self.means_of(self.vector.tolist(), divisor)
-
     def means_of(self, values: list[float], divisor: float) -> dict[str, float | None]:
-        """Return the same for values that were exchanged between the ranks, in the order of the vector."""
+        """Return each value over the divisor, None where that is 0; `values`: the vector, of all ranks together."""
         return {name: value / divisor if divisor else None for name, value in zip(self.names, values, strict=True)}

@@ -19,9 +19,6 @@ from torch.utils.flop_counter import register_flop_formula
 from sftkit.config.commands import install
 from sftkit.runtime.hardware import user_cache
 
-KERNELS = ("fa4", "varlen")
-"fa4: flash_attn.cute (extra attention-fa4); varlen: the FlashAttention-2 that torch ships."
-
 MOST_REPEATS = {"fa4": 4, "varlen": 2}
 "Maximum number of query heads per key head for which the backward pass repeats keys and values."
 
@@ -84,7 +81,7 @@ def document_attention(
             sees the first m - n + i + 1 of m keys.
         max_length: at least the length of the longest document.
         scale: factor of the scores. window: most keys that a query sees, itself included; 0: all.
-        kernel: one of KERNELS.
+        kernel: fa4, flash_attn.cute (extra attention-fa4), or varlen, the FlashAttention-2 that torch ships.
         causal: False: each query sees all keys of its document, and there is no window.
 
     Returns:

@@ -22,8 +22,6 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
     It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
 
-    Jordan 2024).
-
     Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon,
     whose functional form is private and has changed between releases.
     """
@@ -57,11 +55,10 @@ def update_muon(
         usable: bool 0-d; where False nothing changes.
     """
     momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
-    direction = grad.lerp(momentum, MOMENTUM)
-    update = _own_piece(orthogonalized(_whole(direction, param)), param)
+    update = _own_piece(orthogonalized(_whole(grad.lerp(momentum, MOMENTUM), param)), param)
     new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
-    momentum_buffer.copy_(torch.where(usable, momentum, momentum_buffer))
-    weight.copy_(torch.where(usable, new, weight))
+    torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
+    torch.where(usable, new, weight, out=weight)
 
 
 def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

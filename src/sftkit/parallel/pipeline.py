@@ -28,7 +28,6 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
 from sftkit.parallel.stages import StageModule, Stages, cut_layers, fill_with_memory, shard_stage
-from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -214,7 +213,6 @@ def into_stages(
         orig_model.tie_weights()
     if empty:
         assert source is not None
-        with working(f"reading the weights of {source.path}"):
-            load_model_weights(orig_model, source)
+        load_model_weights(orig_model, source)
     rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

@@ -9,12 +9,11 @@ from typing import TypeVar
 import torch
 
 from sftkit.config.schema import ModelConfig, TrainConfig
-from sftkit.models.weights import load_model_weights, make_room
+from sftkit.models.weights import place_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.parallel.pipeline import Pipelined, into_stages
-from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -38,16 +37,11 @@ def distribute(
         return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
         return replicate(model, rt)
-    empty = any(p.is_meta for p in model.parameters())
     meshes = make_meshes(rt.topology, rt.device.type)
     shard(model, meshes, sharding, rt.precision)
     if meshes.context is not None:
         model.context_group = str(meshes.context.get_group().group_name)  # a name is what compiled code may hold
-    make_room(model.orig_model, rt.device)
-    if empty:
-        assert source is not None
-        with working(f"reading the weights of {source.path}"):
-            load_model_weights(model.orig_model, source)
+    place_weights(model.orig_model, source, rt.device)
     rt.say(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
 

@@ -69,7 +69,17 @@ def data(report: Report) -> Html:
         return section(
             "data", "Data", _logged_data(report), lead="This run has no preflight.json: its data was not looked at."
         )
-    warnings = found["warnings"] if isinstance(found.get("warnings"), list) else []
+    return section("data", "Data", warnings(found), data_tables(found), _logged_data(report))
+
+
+def warnings(found: dict[str, Any]) -> list[Html]:
+    """Return the warnings of preflight.json."""
+    texts = found["warnings"] if isinstance(found.get("warnings"), list) else []
+    return [el("p", said(text), class_="warning") for text in texts]
+
+
+def data_tables(found: dict[str, Any]) -> list[Any]:
+    """Return the rest of preflight.json: lengths, masks, sources, answers, findings, layouts and costs."""
     roles = [f"{show(count)} {role}" for role, count in mapping(found.get("roles")).items()]
     masks = {
         "target tokens": _percent(found.get("target_pct")),
@@ -79,27 +89,22 @@ def data(report: Report) -> Html:
         "duplicate documents": _percent(found.get("duplicate_pct")),
         **{f"{name}: validation rows in training": n for name, n in mapping(found.get("validation_in_train")).items()},
     }
-    tables = [
-        _table(found.get(k), SOURCES, t) for k, t in (("sources", "Sources"), ("validation", "Validation sources"))
-    ]
-    tables.append(_answers([*dicts(found.get("sources")), *dicts(found.get("validation"))]))
-    tables.append(_findings([*dicts(found.get("sources")), *dicts(found.get("validation"))]))
-    tables.append(_layouts(found.get("layouts")))
+    sources = [*dicts(found.get("sources")), *dicts(found.get("validation"))]
     memory, disk, time = (facts(dict(_leaves(found.get(key))), key.capitalize()) for key in ("memory", "disk", "time"))
-    return section(
-        "data",
-        "Data",
-        [el("p", said(warning), class_="warning") for warning in warnings],
+    return [
         el(
             "div",
             _lengths(mapping(found.get("lengths"))),
             facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows"),
             class_="two",
         ),
-        tables,
+        _table(found.get("sources"), SOURCES, "Sources"),
+        _table(found.get("validation"), SOURCES, "Validation sources"),
+        _answers(sources),
+        _findings(sources),
+        _layouts(found.get("layouts")),
         el("div", memory, el("div", disk, time), class_="two"),
-        _logged_data(report),
-    )
+    ]
 
 
 def _percent(value: Any) -> str | None:

@@ -10,7 +10,7 @@ from sftkit.reports.compare import speed_words
 from sftkit.reports.files import number
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import duration, moment, parameters, show
-from sftkit.reports.pieces import badge, said, table
+from sftkit.reports.pieces import badge, headline, said, table
 from sftkit.reports.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -53,10 +53,6 @@ def _header(report: dict[str, Any]) -> Html:
     status = report["status"]
     word = status.get("status") if isinstance(status.get("status"), str) else "status not known"
     facts = [el("li", el("b", value), f" {name}") for name, value in _facts(report) if value]
-    tiles = [
-        el("div", el("dt", row["name"]), el("dd", row["text"], class_="value"), el("dd", row["how"], class_="how"))
-        for row in report["headline"]
-    ]
     error = el("div", said(status["error"]), class_="error", role="alert") if status.get("error") else None
     links = [el("a", title, href=f"#{name}") for name, title, _ in SECTIONS]
     return el(
@@ -66,7 +62,7 @@ def _header(report: dict[str, Any]) -> Html:
             el("div", el("h1", report["run"]["name"]), badge(word, ok=_GOOD.get(word)), class_="title"),
             el("ul", facts, class_="facts"),
             error,
-            el("dl", tiles, class_="headline"),
+            headline((row["name"], row["text"], row["how"]) for row in report["headline"]),
             _comparison(report),
             el("nav", links, aria_label="Sections"),
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sftkit.reports.charts import Series, is_log, line_chart, line_class
@@ -53,6 +54,62 @@ def table(
     body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
     return scroll(
         el("table", el("caption", caption) if caption else None, el("thead", el("tr", titles)), el("tbody", body))
+    )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of `check_table`; its values may be of any kind."""
+
+    name: Any
+    found: Any
+    expected: Any
+    how: Any = None
+    "how it was checked, below the name"
+    ok: bool | None = field(kw_only=True)
+
+
+def check_table(checks: Sequence[Check], titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
+    """Return a table of what passed and what did not; on a narrow screen a row is a block with labels.
+
+    Args:
+        titles: of the columns behind the badges.
+    """
+    head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
+    body = [_check_row(check, titles) for check in checks]
+    return scroll(
+        el(
+            "table",
+            el("thead", el("tr", head, role="row"), role="rowgroup"),
+            el("tbody", body, role="rowgroup"),
+            class_="proof",
+            role="table",
+        )
+    )
+
+
+def _check_row(check: Check, titles: tuple[str, str, str]) -> Html:
+    """Return the row of a check."""
+    how = el("span", said(check.how), class_="how") if check.how else None
+    return el(
+        "tr",
+        el("td", badge(ok=check.ok), class_="state", role="cell"),
+        el("th", said(check.name), how, scope="row", class_="name any", role="rowheader"),
+        el("td", el("span", said(check.found)), class_="any", data_label=titles[1], role="cell"),
+        el("td", el("span", said(check.expected)), class_="any", data_label=titles[2], role="cell"),
+        role="row",
+    )
+
+
+def headline(tiles: Iterable[tuple[str, str, str]]) -> Html:
+    """Return the tiles under a title, of (what it is, value, how it was found)."""
+    return el(
+        "dl",
+        [
+            el("div", el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how"))
+            for name, value, how in tiles
+        ],
+        class_="headline",
     )
 
 

@@ -10,7 +10,7 @@ from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
-from sftkit.reports.pieces import badge, facts, figure, points, said, scroll, section, table
+from sftkit.reports.pieces import Check, check_table, facts, figure, points, said, section, table
 
 CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
     ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
@@ -62,24 +62,14 @@ def proof(report: Report) -> Html:
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{unknown} not checked"] if unknown else []
-    head = el(
-        "tr",
-        [el("th", title, scope="col", role="columnheader") for title in ("", "Check", "Found", "Expected")],
-        role="row",
-    )
-    body = [_proof_row(row, ok=ok) for row, ok in zip(rows, states, strict=True)]
+    checks = [
+        Check(row.get("name"), row.get("found"), row.get("expected"), row.get("how") or None, ok=ok)
+        for row, ok in zip(rows, states, strict=True)
+    ]
     return section(
         "proof",
         "Proof",
-        scroll(
-            el(
-                "table",
-                el("thead", head, role="rowgroup"),
-                el("tbody", body, role="rowgroup"),
-                class_="proof",
-                role="table",
-            )
-        ),
+        check_table(checks),
         facts(_made_with(report), "Made with"),
         facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
         lead="; ".join(words) + ".",
@@ -101,19 +91,6 @@ def _made_with(report: Report) -> dict[str, Any]:
         "Python": found.get("python"),
     }
     return {name: value for name, value in made.items() if value}
-
-
-def _proof_row(row: dict[str, Any], *, ok: bool | None) -> Html:
-    """Return the row of a check."""
-    how = el("span", said(row["how"]), class_="how") if row.get("how") else None
-    return el(
-        "tr",
-        el("td", badge(ok=ok), class_="state", role="cell"),
-        el("th", said(row.get("name")), how, scope="row", class_="name any", role="rowheader"),
-        el("td", el("span", said(row.get("found"))), class_="any", data_label="Found", role="cell"),
-        el("td", el("span", said(row.get("expected"))), class_="any", data_label="Expected", role="cell"),
-        role="row",
-    )
 
 
 def curves(report: Report) -> Html:

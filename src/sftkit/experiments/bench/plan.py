@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sftkit.config.load import _explain
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
 from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.config.yaml_text import Keys, Node, dotted
+from sftkit.config.yaml_text import Keys, dotted
 from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_processes
@@ -157,13 +157,11 @@ def read_plan(path: Path) -> BenchPlan:
         return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    lines = [
-        f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(dict(e), k, tree)}" for e in found if (k := tuple(e["loc"]))
-    ]
+    lines = [f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(dict(e), k)}" for e in found if (k := tuple(e["loc"]))]
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
+def _wrong(error: dict[str, Any], keys: Keys) -> str:
     """Return what is wrong, in words."""
     if error["type"] in ("missing", "missing_argument"):
         return "is required"
@@ -171,7 +169,7 @@ def _wrong(error: dict[str, Any], keys: Keys, tree: Node) -> str:
         known = [f.name for f in fields(_class_at(keys[:-1]))]
         near = difflib.get_close_matches(str(keys[-1]), known, n=1)
         return "is not a known key. " + (f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(known)}")
-    return _explain(error, keys, tree)[0]
+    return _explain(error, keys)[0]
 
 
 def _class_at(keys: Keys) -> Any:

@@ -124,6 +124,16 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
     return command(launch, words[0], [*words[1:], str(job_file)]), kept
 
 
+def own_caches(folder: Path) -> dict[str, str]:
+    """Return the environment variables of a run whose compiler caches are in a folder of its own: empty, so that its
+    first compile is one."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "XDG_CACHE_HOME": str(folder),
+    }
+
+
 def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
     """Run a command, its output into `log`. Return how it ended and its last line; None: it ended well.
 

@@ -21,7 +21,7 @@ from sftkit.config.terminal import say
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.plan import slug
-from sftkit.experiments.bench.processes import bench_command, first_failure, run_logged
+from sftkit.experiments.bench.processes import bench_command, first_failure, own_caches, run_logged
 from sftkit.experiments.bench.report import line, markdown
 from sftkit.experiments.bench.rows import row_head
 from sftkit.runtime.signals import exit_on_signals
@@ -134,13 +134,7 @@ def _run_job(job: Job, caches: Path) -> dict[str, Any]:
     cache = caches / slug(job.name)
     cache.mkdir()
     command, needed = bench_command(job.processes, job.worker, path)
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "XDG_CACHE_HOME": str(cache),
-        **needed,
-        **job.environment,
-    }
+    environment = {**own_caches(cache), **needed, **job.environment}
     # A process may end badly after its row was written, or without one: then the row says how it ended.
     written, log = job.folder / "row.json", job.folder / "log.txt"
     written.unlink(missing_ok=True)

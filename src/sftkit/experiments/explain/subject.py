@@ -116,7 +116,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     batches = [
         batch_of(layout, orig_model, rows, row_length, seed=None),
         batch_of(layout, orig_model, rows, row_length, seed=1),
-        batch_of(layout, orig_model, rows, other_length(layout, row_length), seed=1),
+        batch_of(layout, orig_model, rows, other_length(row_length), seed=1),
     ]
     call, again, other = (_call(model, batch.to(rt.device)) for batch in batches)
     return Subject(
@@ -185,15 +185,14 @@ def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrained
     """Return the model of a config with random weights in the run's precision, on the device, in training."""
     torch.manual_seed(cfg.run.seed)
     orig_model = kind_of(config).auto_class.from_config(
-        config, trust_remote_code=cfg.model.trust_remote_code, **_options(config, cfg, rt.precision)
+        config,
+        trust_remote_code=cfg.model.trust_remote_code,
+        dtype=DTYPES[rt.precision],
+        attn_implementation=plain_implementation(config),
     )
     if cfg.model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return orig_model.to(rt.device).train()
-
-
-def _options(config: PretrainedConfig, cfg: Config, precision: str) -> dict[str, Any]:
-    return {"dtype": DTYPES[precision], "attn_implementation": plain_implementation(config)}
 
 
 def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length: int, seed: int | None) -> Batch:
@@ -216,7 +215,7 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
     return collate(examples, recipe, row_length, 0, slots, layout.max_doc_length, docs_per_row=places)
 
 
-def other_length(layout: Layout, row_length: int) -> int:
+def other_length(row_length: int) -> int:
     """Return another length of rows: three quarters, a multiple of 8 where there is room."""
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
 

@@ -22,8 +22,6 @@ MODEL: dict[str, Any] = {
 ROWS, ROW_LENGTH = 4, 128
 "Rows of an optimizer step, over all ranks, and their positions; a micro-batch is one row."
 TRAINED_STEPS = 2
-_WIDTH = 4
-"Bytes of an element: weights, gradients and activations are fp32."
 
 
 @dataclass(frozen=True)

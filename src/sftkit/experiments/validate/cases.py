@@ -12,6 +12,7 @@ from sftkit.config.commands import typed
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
+from sftkit.experiments.bench.processes import own_caches
 from sftkit.launch.hardware import Hardware
 from sftkit.launch.launch import CONFIGS, USABLE, Launch, choose, command
 from sftkit.models.size import Replica
@@ -138,14 +139,12 @@ def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | No
 
 
 def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
-    """Return the environment variables of a run: compiler caches of its own, empty, so that the first compile is one,
-    but the user's cache of the hub; and the first GPUs of those that are visible."""
+    """Return the environment variables of a run: compiler caches of its own, but the user's cache of the hub; and the
+    first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
     return {
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "XDG_CACHE_HOME": str(caches),
+        **own_caches(caches),
         "HF_HOME": os.environ.get(
             "HF_HOME", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface")
         ),

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
 from sftkit.config.terminal import visible
 from sftkit.experiments.validate.measure import Measured, spread
+from sftkit.reports.markup import el, join
+from sftkit.reports.page import html_document
+from sftkit.reports.pieces import Check, badge, check_table, section, table
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --soft: #5d636b; --line: #dfe2e6; --paper: #fff; --good: #176b3a;
-  --good-back: #e3f4e9; --bad: #a11919; --bad-back: #fbe6e6; --card: #f6f7f9; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7e9ec; --soft: #a2a9b2; --line: #353a41; --paper: #14171a;
-  --good: #7ddc9e; --good-back: #12301d; --bad: #ff9a93; --bad-back: #3b1616; --card: #1c2025; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1080px; padding: 28px 20px 60px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 10px; }
-p { margin: 6px 0; } .soft { color: var(--soft); }
-.not-checked { color: var(--soft); background: var(--card); }
-.verdict { display: inline-block; white-space: nowrap; font-weight: 650; padding: 2px 10px; border-radius: 5px; }
-.PASS { color: var(--good); background: var(--good-back); } .FAIL { color: var(--bad); background: var(--bad-back); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
-th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-.criteria td:nth-child(2) { min-width: 170px; } .criteria td:nth-child(3) { overflow-wrap: anywhere; }
-.criteria td:nth-child(4) { min-width: 190px; }
-td.number { text-align: right; white-space: nowrap; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 10px 12px; white-space: pre-wrap;
-  overflow-wrap: anywhere; font-size: 12.5px; }
-@media (max-width: 640px) { .criteria thead { display: none; } .criteria tr { display: block; padding: 8px 0;
-  border-bottom: 1px solid var(--line); } .criteria td { display: block; border: 0; padding: 2px 0; } .criteria td:nth-child(4)::before { content: "wanted: "; } }
-@media print { body { max-width: none; padding: 0; font-size: 11px; } h2, tr { break-inside: avoid; } }
-"""
+_CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"
+"What was found takes more room than the names of criteria."
 
 
 def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -117,29 +96,16 @@ def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
 
 def html(result: dict[str, Any]) -> str:
     """Return the page; nothing in it is loaded from anywhere."""
+    title = el("div", el("h1", "Does compiling pay?"), badge(headline(result), ok=result["passed"]), class_="title")
+    header = el("header", el("div", title, [el("p", fact, class_="soft") for fact in _facts(result)]))
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>Validation: {escape(result['plan']['recipe'])}</title><style>{_STYLE}</style>",
-        f"<h1>Does compiling pay?</h1><p><span class='verdict {mark(ok=result['passed'])}'>{escape(headline(result))}</span>",
-        *(f"<p class=soft>{escape(fact)}</p>" for fact in _facts(result)),
+        section(f"criteria-{number}", heading, check_table(list(map(_check, rows)), ("Criterion", "Found", "Wanted")))
+        for number, (heading, rows) in enumerate(groups(result), 1)
     ]
-    for heading, rows in groups(result):
-        parts.append(
-            f"<h2>{escape(heading)}</h2><table class=criteria><thead><tr><th>result<th>criterion<th>found<th>wanted"
-        )
-        parts.append("</thead><tbody>")
-        parts += [
-            f"<tr><td><span class='verdict {mark(ok=v['ok']).replace(' ', '-')}'>{mark(ok=v['ok'])}</span><td><b>{escape(v['criterion'])}</b>"
-            f"<td>{escape(v['found'])}<td class=soft>{escape(v['wanted'])}"
-            for v in rows
-        ]
-        parts.append("</tbody></table>")
-    parts.append("<h2>Runs</h2><div class=wide><table><thead><tr>")
-    parts += [f"<th>{escape(column)}" for column in RUN_COLUMNS]
-    parts.append("</thead><tbody>")
-    for name, *cells in _cells_of_runs(result):
-        parts.append(f"<tr><td>{escape(name)}" + "".join(f"<td class=number>{escape(cell)}" for cell in cells))
-    parts.append("</tbody></table></div><h2>Commands</h2><pre>")
-    parts.append(escape("\n".join(run["command"] for run in result["runs"])))
-    return visible("".join([*parts, "</pre></html>\n"]))
+    parts.append(section("runs", "Runs", table(RUN_COLUMNS, list(_cells_of_runs(result)))))
+    parts.append(section("commands", "Commands", el("pre", "\n".join(run["command"] for run in result["runs"]))))
+    return visible(html_document(f"Validation: {result['plan']['recipe']}", join(header, el("main", parts)), _CSS))
+
+
+def _check(verdict: dict[str, Any]) -> Check:
+    return Check(verdict["criterion"], verdict["found"], verdict["wanted"], ok=verdict["ok"])
