@@ -34,7 +34,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, dense_kernels, documents_of
 from sftkit.ops.gather_rows import gather_rows
-from sftkit.ops.linear_cross_entropy import linear_nll
+from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.tracking.health import LateFlags
@@ -172,11 +172,11 @@ def loss_and_gradients(
     targets[torch.rand(rows, generator=generator, device=device) < 0.3] = IGNORE
     targets[max(rows - 70, 0) :] = IGNORE
     hidden, head, bias = leaves
-    sums = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
-    without_bias = linear_nll(hidden, head, targets, options, softcap=softcap).loss
+    sums = linear_nll(hidden, Head(head, bias, softcap), targets, options)
+    without_bias = linear_nll(hidden, Head(head, softcap=softcap), targets, options).loss
     gradients = [*torch.autograd.grad(sums.loss / 3, leaves), *torch.autograd.grad(without_bias / 3, leaves[:2])]
     with torch.no_grad():
-        measured = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
+        measured = linear_nll(hidden, Head(head, bias, softcap), targets, options)
     return [value.detach() for value in (*sums, *measured, *gradients)]
 
 

@@ -24,10 +24,10 @@ from sftkit.config.schema import (
 from sftkit.data.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.models.causal import CausalLM
-from sftkit.models.kind import Head
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums, Totals
+from sftkit.ops.linear_cross_entropy import Head
 from sftkit.tracking.meter import Meter
 from sftkit.train.assemble import engine_of, lay_out
 
