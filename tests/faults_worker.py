@@ -34,7 +34,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train
 from sftkit.train.summary import write_summary
@@ -218,7 +218,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
             generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, rt=rt)
         return {}, []
 
-    with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:
+    with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
         trained = train(
             cfg, rt, engine, batches,
             evaluate=evaluate, checkpoints=checkpoints, tracker=tracker, resumed=resumed,

@@ -40,7 +40,7 @@ from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.assemble import engine_of, lay_out
 from sftkit.train.loop import train
@@ -110,7 +110,7 @@ def run(
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
-        with Tracker(folder, cfg.log, rt, {}, resumed["step"], None, open_window=is_open(resumed)) as tracker:
+        with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
             train(
                 cfg, rt, engine, batches,
                 evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,

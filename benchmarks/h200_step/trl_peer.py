@@ -30,7 +30,7 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, run_job
 from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import Work, train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
 
@@ -174,7 +174,7 @@ def window_lines(
     for step, now, gib in clock.ends:
         tokens, targets, pairs = (sum(values) for values in zip(*counts[done:step], strict=True))
         seconds = now - before
-        flops = train_flops(model, tokens, targets, pairs)
+        flops = train_flops(model, Work(tokens, targets, pairs))
         lines.append(
             {
                 "step": step,

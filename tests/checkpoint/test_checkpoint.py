@@ -37,7 +37,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.rng import random_state, restore_random_state
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
 from sftkit.train.loop import train
 from sftkit.train.summary import Trained, write_summary
@@ -79,7 +79,7 @@ def run(
     engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
-    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
+    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
         return train(
             cfg, rt, engine, batches,
             evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,

@@ -439,9 +439,9 @@ def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank
 
 def test_captured_graphs_are_told_where_a_pass_has_changed_them(tmp_path: Path) -> None:
     sizes = {"captured": "9 operators, 2 all-gather", "reshard": "9 operators, 2 all-gather", "merged": "7 operators"}
-    for shape, more in (("2x128", ""), ("10x64", " of the largest")):
+    for shape, more in (((2, 128), ""), ((10, 64), " of the largest")):
         for number, (after, size) in enumerate(sizes.items()):
-            path = graph_file(tmp_path, *map(int, shape.split("x")), number, "joint", after)
+            path = graph_file(tmp_path, shape, number, "joint", after)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"# {size}{more}\nclass GraphModule\n")
     assert graphs_of(tmp_path / "none") == []

@@ -34,7 +34,7 @@ from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
@@ -91,7 +91,7 @@ def build(
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
             layers = measured_layers(cfg, orig_model, objective, layout, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
-        plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
+        plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
         planned(plan)
         # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
         # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.

@@ -34,7 +34,7 @@ from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
 from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
@@ -78,7 +78,7 @@ def build(
         choice = choose_backend(cfg, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(_planned(cfg), orig_model, layout, rt, backend=choice.backend, sharding=sharding)
+        plan = make_plan(_planned(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding))
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile

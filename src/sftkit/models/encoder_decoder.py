@@ -73,7 +73,7 @@ class EncoderDecoder(ABC):
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
-            pooler.requires_grad_(False)
+            pooler.requires_grad_(requires_grad=False)
             pooler.forward = (
                 _nothing  # and not pooler = None: checkpoints keep its weights, as transformers expects them
             )

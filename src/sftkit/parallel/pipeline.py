@@ -102,7 +102,7 @@ class Pipelined(torch.nn.Module):
         return found.tolist()
 
     @contextmanager
-    def exchanging(self, exchanges: bool) -> Iterator[None]:
+    def exchanging(self, *, exchanges: bool) -> Iterator[None]:
         """Inside, ranks that hold the same layers add their gradients up, or keep them to themselves."""
         before, self.exchanges = self.exchanges, exchanges
         try:

@@ -165,7 +165,7 @@ class Runtime:
         torch.distributed.all_reduce(total)
         return total
 
-    def any_rank(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - the flag is all there is to it
         """Return whether the flag is set on any rank; every rank must ask."""
         if self.world_size == 1:
             return flag

@@ -50,7 +50,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
 from sftkit.train.loop import train
@@ -281,10 +281,10 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
-    # where the tracker goes on: step, and the wandb run of a run that is resumed
-    there = (resumed["step"], resumed.get("tracker") if rt.resumes else None)
+    # a new run that starts from another's checkpoint is another run on the dashboard
+    point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, *there, open_window=is_open(resumed)) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
         trained = train(
             cfg,
             rt,

@@ -25,7 +25,7 @@ from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.experts import ExpertLoad
-from sftkit.tracking.health import Health
+from sftkit.tracking.health import Health, Reports
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.progress import PROGRESS
 from sftkit.tracking.rows import has_row
@@ -112,7 +112,7 @@ def train(
         orig_model.train()
         # What is measured and watched; a resumed run takes over counts and the window of steps not yet logged.
         meter = Meter(orig_model, objective, batches, rt)
-        health = Health(cfg.numerics, rt, status, batches, tracker, objective)
+        health = Health(cfg.numerics, rt, batches, objective, Reports(tracker, status))
         if line := resume_window(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
         load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()

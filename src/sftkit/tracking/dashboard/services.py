@@ -45,7 +45,7 @@ class Dashboard(Protocol):
     def abandon(self) -> None:
         """Give up a service that does not finish, so that the process can end."""
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
         """Return what the person must do to see the run, if anything."""
 
 
@@ -95,7 +95,7 @@ class Wandb:
             with suppress(psutil.Error):
                 process.kill()
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
         if complete and self._mode == "online":
             return None
         return f"the run is kept on disk; to upload it:\n  {program('wandb')} sync {self.folder}"
@@ -160,5 +160,5 @@ class Trackio:
     def abandon(self) -> None:
         """Do nothing: its threads are daemons, so nothing keeps the process alive."""
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
         return f"see the run with `{program('trackio')} show --project {self._project}`"
