@@ -91,7 +91,7 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
     """All parts, each kept as soon as it is there: a call may be cut short."""
     began = time.perf_counter()
     results: dict[str, Any] = {"environment": environment(DEVICE, 1), "compile": COMPILE, **asdict(sizes), "runs": []}
-    built = cache(lambda name, exact: build(name, exact, tokenizer, questions, sizes))
+    built = cache(lambda name, exact: build(name, tokenizer, questions, sizes, exact=exact))
     eager: dict[tuple[str, int], dict[str, Any]] = {}
     texts: dict[tuple[str, int, bool], Texts] = {}
     for name, rows, way, exact in jobs(sizes):

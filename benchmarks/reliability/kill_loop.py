@@ -186,7 +186,7 @@ def moment(life: Life, left: set[str]) -> str:
     return "between two saves" if life.saves else "before its first save"
 
 
-def kill_once(life: Life, longest_seconds: float, aimed: bool, rng: random.Random) -> bool:
+def kill_once(life: Life, longest_seconds: float, rng: random.Random, *, aimed: bool) -> bool:
     """Kill at a random moment of so many seconds, from the start on or from one of the first two saves on; False: the run came
     to its end before."""
     if aimed:
@@ -206,7 +206,7 @@ def killed(run_dir: Path, steps: int, kills: int, rng: random.Random, save_secon
     for number in range(kills):
         life, aimed = Life(run_dir, steps), number % 3 != 2
         longest_seconds = 1.2 * save_seconds if aimed else 1.5 * start_seconds
-        if not kill_once(life, longest_seconds, aimed, rng):
+        if not kill_once(life, longest_seconds, rng, aimed=aimed):
             return
         seconds, left = life.seconds, unfinished(run_dir)
         start_seconds = min(start_seconds, life.first_save_seconds or start_seconds)

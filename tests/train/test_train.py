@@ -31,7 +31,8 @@ from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
 from sftkit.evals.validation import validate
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of
@@ -105,7 +106,7 @@ def run(
         if not evaluates:
             return {}, []
         values = validate(engine.model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
-        answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], stop_ids=[2], max_new_tokens=3, batch_size=2)
+        answers = generate(orig_model, tokenizer, Prompts([[5, 6, 7], [8]], [2], 3), Batching(2))
         pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
         score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
         return values, [{"answer": answer.text} for answer in answers]
