@@ -44,7 +44,8 @@ def main() -> None:
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 
-    found = preflight.look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan)
+    data = preflight.DataOfRun(examples, validation, layout, epoch)
+    found = preflight.look(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
     samples = inspection.previews(examples, tokenizer, flags.preview)
     inspection.show(console, found, samples)
     if flags.html:
