@@ -18,13 +18,14 @@ import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, load_examples
 from sftkit.data.types import Row, Tokenized
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
@@ -203,7 +204,9 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():
         engine.warm_up = fail_in_warm_up
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
+    checkpoints = Checkpoints(
+        folder, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg))
+    )
     resumed = checkpoints.resume(resume)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
@@ -215,7 +218,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
         if fault == "generating":
             Path(f"{run_dir}.generating{rt.rank}").touch()
             many, stop = [[5, 6, 7]] * 100_000, [10**6]
-            generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, rt=rt)
+            generate(orig_model, tokenizer, Prompts(many, stop, 8), Batching(1, rt))
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:

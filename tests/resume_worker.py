@@ -13,7 +13,7 @@ import torch
 from helpers import make_examples, tiny_llama
 from transformers import AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import find
 from sftkit.config.load import to_yaml
@@ -91,8 +91,8 @@ def run(
     orig_model = tiny_llama()
     engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)
-    kept = (orig_model, tokenizer, engine.optimizer, to_yaml(cfg), identity)
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, *kept)
+    state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)
     resumed = checkpoints.resume(found, changes)
     at, steps, forward = [0], batches.steps, ModelWithLoss.forward
     taken: dict[int, StepBatches] = {}

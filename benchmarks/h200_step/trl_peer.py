@@ -29,7 +29,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, run_job
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.structure import Work, train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
@@ -96,7 +96,7 @@ def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTr
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:
-            model = new_model(job.model, job.config.run.seed, precision, device, name)
+            model = new_model(ModelSpec(job.model, job.config.run.seed, precision, name), device)
             try_packed_row(model, device)
             return model, name, refused
         except (ImportError, ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:

@@ -14,7 +14,7 @@ import torch
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.found import find
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
@@ -77,7 +77,9 @@ def run(
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
     engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
+    checkpoints = Checkpoints(
+        run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")
+    )
     resumed = checkpoints.resume(resume)
     with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
         return train(
@@ -136,10 +138,8 @@ def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp
         tmp_path,
         CheckpointConfig(),
         rt,
-        orig_model,
-        tokenizer,
-        build_optimizer(orig_model, OptimConfig(name="adamw")),
-        "x: 1\n",
+        TrainState(orig_model, tokenizer, build_optimizer(orig_model, OptimConfig(name="adamw"))),
+        RunSetup("x: 1\n"),
     )
     orig_model.generation_config.eos_token_id = [5, 6]
     folder = checkpoints.save(3, {"tokens": 10}, wait=True)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import compile_model, step_contract, warm_up
+from sftkit.compile.contract import Ranks, compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
@@ -164,9 +164,8 @@ class Blocks:
         key = compile_cache.key(cfg, orig_model, layout, rt)
         with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                self.compiled = warm_up(
-                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
-                )
+                ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
+                self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(self.compiled)

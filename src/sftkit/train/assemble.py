@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import ANEW, Found, find
 from sftkit.compile.modules import check_options, named_parts
@@ -41,6 +41,7 @@ from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
+from sftkit.preflight.look import PlannedModel
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.made_from import write_made_from
@@ -191,16 +192,14 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     Raises:
         ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
     """
-    record = partial(
-        preflight.record,
-        run.dir,
-        run.cfg,
-        run.rt,
-        start.tokenizer,
-        data.batches,
-        data.validation,
-        start.orig_model,
-    )
+
+    def record(plan: MemoryPlan | None) -> None:
+        if not run.rt.is_main:
+            return
+        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
+        found = preflight.look(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        preflight.record(run.dir, run.rt, found)
+
     layout, source = data.batches.layout, run.cfg.model
     run_dir = Path(run.cfg.run.dir)
     cfg = with_layers(run.cfg, earlier_layers(run))
@@ -322,15 +321,7 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     """
     identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
-    checkpoints = Checkpoints(
-        Path(run.cfg.run.dir),
-        run.cfg.checkpoint,
-        run.rt,
-        start.orig_model,
-        start.tokenizer,
-        engine.optimizer,
-        recipe,
-        identity,
-    )
+    state = TrainState(start.orig_model, start.tokenizer, engine.optimizer)
+    checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, state, RunSetup(recipe, identity))
     checkpoints.check_space(engine.setup.checkpoint_bytes, anew=not run.rt.resumes)
     return checkpoints

@@ -21,7 +21,7 @@ from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import base_tokenizer
 from sftkit.models.padding import pad_vocabulary
@@ -168,7 +168,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     cfg, stage = job.config, job.data.stage
     # As train.assemble makes a model, but with random weights and the same ones in every run.
     tokenizer = _tokenizer_of(job, rt)
-    orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device, tokenizer=tokenizer)
+    orig_model = new_model(ModelSpec(job.model, cfg.run.seed, rt.precision), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
