@@ -24,6 +24,7 @@ from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, load_examples
 from sftkit.data.types import Row, Tokenized
+from sftkit.engine.engine import Training
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -37,7 +38,7 @@ from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
@@ -198,7 +199,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     orig_model = tiny_llama()
     if fault == "flipped bit":
         flip_bit(orig_model, rt.rank, batches)
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(cfg.loss), layout))
     if fault == "warming up":
         engine.warm_up = partial(stay_in_warm_up, run_dir, rt.rank)
     if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():
@@ -222,10 +223,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
-        trained = train(
-            cfg, rt, engine, batches,
-            evaluate=evaluate, checkpoints=checkpoints, tracker=tracker, resumed=resumed,
-        )  # fmt: skip
+        trained = train(cfg, rt, engine, batches, Bookkeeping(evaluate, checkpoints, tracker, resumed))
     write_summary(folder, trained, rt)
     weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}
     Path(f"{run_dir}.weights{rt.rank}").write_text(json.dumps(weights))

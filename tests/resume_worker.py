@@ -33,6 +33,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import StepBatches
+from sftkit.engine.engine import Training
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
@@ -44,6 +45,7 @@ from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.assemble import engine_of, lay_out
 from sftkit.train.loop import train
+from sftkit.train.parts import Documents
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
@@ -87,9 +89,9 @@ def run(
     folder.mkdir(exist_ok=True)
     examples = make_examples(LENGTHS, target_share=0.4)
     found, objective = find(folder, resume, rt), NextToken(cfg.loss)
-    batches = lay_out(cfg, rt, examples, 32, 0, objective, found)
+    batches = lay_out(cfg, rt, Documents(examples, 32), objective, found)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)
     state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)

@@ -31,6 +31,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
+from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
@@ -39,7 +40,7 @@ from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dir
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import Trained, write_summary
 
 
@@ -76,16 +77,13 @@ def run(
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
+    engine = engine_of(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
     checkpoints = Checkpoints(
         run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")
     )
     resumed = checkpoints.resume(resume)
     with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
-        return train(
-            cfg, rt, engine, batches,
-            evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
-        )  # fmt: skip
+        return train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:

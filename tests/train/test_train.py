@@ -27,6 +27,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
+from sftkit.engine.engine import Training
 from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
@@ -36,7 +37,7 @@ from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import evaluates_first, train
+from sftkit.train.loop import Bookkeeping, evaluates_first, train
 from sftkit.train.summary import Trained
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -96,7 +97,7 @@ def run(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout))
     if disturb:
         other = Batches(examples, make_layout_of(kind, examples.lengths, row_length=48), seed=0, rank=0, pad_id=0)
         declared = batches.steps
@@ -113,9 +114,8 @@ def run(
 
     with closing(engine), Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
-            cfg, rt, engine, batches,
-            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},
-        )  # fmt: skip
+            cfg, rt, engine, batches, Bookkeeping(evaluate, NoCheckpoints(folder), tracker, {"step": from_step})
+        )
 
 
 def proof_rows(folder: Path) -> dict[str, dict[str, Any]]:

@@ -84,7 +84,8 @@ def flex_operator(call: flex.Call) -> Tensor:
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     query, key, value = call.query, call.key, call.value
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
-    known = options(query, key, value, True, None)  # with the log-sum-exp, which the backward pass wants
+    # with the log-sum-exp, which the backward pass wants
+    known = options(query, key, value, True, None)  # noqa: FBT003 - private, so by place
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
     out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
     return out  # type: ignore[no-any-return]

@@ -40,7 +40,8 @@ class Item:
     "indices of the right ones"
 
 
-class Shots(NamedTuple):
+@dataclass(frozen=True)
+class Shots:
     """The worked examples before each question."""
 
     count: int

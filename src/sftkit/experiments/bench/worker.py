@@ -34,8 +34,9 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import Run, Start, engine_of, lay_out, load_data
-from sftkit.train.loop import train
+from sftkit.train.assemble import Training, engine_of, lay_out, load_data
+from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.parts import Documents, Run, Start
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
 "Stage -> its objective, where its script names another one than NextToken."
@@ -154,9 +155,8 @@ def batches_of(
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
-        return lay_out(
-            cfg, rt, synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length, 0, objective
-        )
+        documents = Documents(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
+        return lay_out(cfg, rt, documents, objective)
     _, of_stage = DATA_OF_STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
     start = Start(orig_model, tokenizer, stage.max_length)
@@ -179,20 +179,12 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
     # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
     started = time.perf_counter()
-    engine = engine_of(cfg, rt, job.folder, orig_model, objective, batches.layout)
+    engine = engine_of(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:
-        trained = train(
-            cfg,
-            rt,
-            engine,
-            batches,
-            evaluate=lambda _: ({}, []),
-            checkpoints=NoCheckpoints(job.folder),
-            tracker=probe,
-            resumed={"step": 0},
-        )
+        books = Bookkeeping(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
+        trained = train(cfg, rt, engine, batches, books)
     waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ from sftkit.graph import compat
 from sftkit.graph.tags import block_of
 
 NodeRun = list[Node]
+
+
+class Region(NamedTuple):
+    """A run of nodes that compiled code takes the place of."""
+
+    run: NodeRun
+    left: set[Node]
+    "its views that stay in the graph"
+    inputs: NodeRun
+    outputs: NodeRun
 
 
 def regional_inductor(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
@@ -94,12 +104,12 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
         left, outputs = _left(run)
-        region, inputs = _cut_out(graph, run, outputs)
+        code, inputs = _cut_out(graph, run, outputs)
         examples = [node.meta["val"] for node in inputs]
-        key = (_text(region), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
+        key = (_text(code), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
         if key not in known:
-            known[key] = compat.compiled_region(region, examples)
-        _replace(graph.graph, run, left, known[key], inputs, outputs)
+            known[key] = compat.compiled_region(code, examples)
+        _replace(graph.graph, Region(run, left, inputs, outputs), known[key])
     graph.graph.lint()
     graph.recompile()
 
@@ -147,10 +157,9 @@ def _text(region: GraphModule) -> str:
     return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
 
 
-def _replace(
-    graph: Graph, run: NodeRun, left: set[Node], call: Callable[..., Any], inputs: NodeRun, outputs: NodeRun
-) -> None:
+def _replace(graph: Graph, region: Region, call: Callable[..., Any]) -> None:
     """Call the compiled code where a run is; views that stay come behind it."""
+    run, left, inputs, outputs = region
     with graph.inserting_after(run[-1]):
         last = called = graph.call_function(call, tuple(inputs))
     for number, node in enumerate(outputs):
