@@ -13,6 +13,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Look at the data, print what was found, and write the files that are asked for."""
     from sftkit.preflight.flags import parse
 
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported

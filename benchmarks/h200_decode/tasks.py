@@ -57,7 +57,7 @@ class Task:
     encoder_inputs: EncoderInputs | None
 
     def ours(self, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-        """(the texts, the times at the start and after each step)."""
+        """Return (the texts, the times at the start and after each step)."""
         times, step = [now()], Decoding.step
 
         def timed(decoding: Decoding) -> Any:
@@ -80,7 +80,7 @@ class Task:
         return [answer.ids for answer in answers], times
 
     def theirs(self, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-        """The same by transformers' own generate, prompts padded on the left."""
+        """Return the same by transformers' own generate, prompts padded on the left."""
         times = [now()]
 
         def timed(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ def now() -> float:
 
 
 def fields(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
-    """The config of a model."""
+    """Return the fields of the config of a model."""
     if name == "answers":
         sizes = (32, 64, 2, 16) if tiny else (1024, 3072, 16, 128)
         hidden, inner, heads, head = sizes
@@ -132,7 +132,7 @@ def fields(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
 
 
 def build(name: str, tokenizer: Any, questions: Path, sizes: Sizes, *, exact: bool) -> Task:
-    """A model with new weights, large enough that its texts differ, and what it is asked."""
+    """Build a model with new weights, large enough that its texts differ, and what it is asked."""
     layers = sizes.exact_layers if exact or sizes.tiny else {"answers": 28, "captions": 12}[name]
     model = from_scratch(fields(name, layers, tiny=sizes.tiny), tokenizer, 0)
     kind_of(model.config).prepare(model, tokenizer)

@@ -48,6 +48,7 @@ class Clock(TrainerCallback):
         "(step, when, peak memory in GiB)"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the time and the memory at the end of a window."""
         step = state.global_step
         if step == 1 or step % self.window == 0:
             if self.device.type == "cuda":
@@ -59,7 +60,7 @@ class Clock(TrainerCallback):
 
 
 def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
-    """The rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
+    """Return the rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
     cfg = job.config
     if cfg.data.layout != "packed" or cfg.data.max_length is None:
         raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
@@ -92,7 +93,7 @@ def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
 
 
 def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTrainedModel, str, list[str]]:
-    """The model with the first attention implementation that trains a packed row here, its name, why others do not."""
+    """Return the model with the first attention implementation that trains a packed row here, its name, why not others."""
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:

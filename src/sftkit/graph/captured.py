@@ -61,6 +61,7 @@ class CapturedModel(torch.nn.Module):
 
     @property
     def num_graphs(self) -> int:
+        """Return how many shapes have a graph."""
         return len(self._graphs)
 
     @property

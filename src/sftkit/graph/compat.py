@@ -97,7 +97,7 @@ def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 def is_flex(node: Node) -> bool:
-    """Whether a node is FlexAttention or its gradient."""
+    """Return whether a node is FlexAttention or its gradient."""
     names = ("flex_attention", "flex_attention_backward")
     return any(node.target is private("torch._higher_order_ops.flex_attention", name) for name in names)
 
@@ -150,7 +150,7 @@ def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -
 
 
 def is_backward(node: Node) -> bool:
-    """Whether a node of a captured graph belongs to the backward pass."""
+    """Return whether a node of a captured graph belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 

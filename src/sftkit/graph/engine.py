@@ -156,7 +156,7 @@ class GraphEngine:
         return WarmUp(self.compiled, seconds, checks)
 
     def _capture(self) -> bool:
-        """Whether every rank has all graphs; if not, none keeps any, or it is an error, as compile.on_failure says."""
+        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an error, as compile.on_failure says."""
         error: Exception | None = None
         try:
             for rows, row_length in self._layout.shapes:
@@ -247,6 +247,7 @@ class GraphEngine:
 
     @property
     def watch(self) -> CompileWatch:
+        """Return the watch of the compiler, which the warm-up begins."""
         assert self._watch is not None, "warm_up comes first"
         return self._watch
 

@@ -35,6 +35,7 @@ class Activations:
 
     @property
     def placement(self) -> Placement:
+        """Return how a row lies between its ranks."""
         return Shard(1) if self.cut_by_position else Replicate()
 
 

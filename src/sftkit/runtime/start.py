@@ -45,7 +45,7 @@ PATIENCE_SECONDS = 10.0
 
 @dataclass
 class Runtime:
-    """This process's place in the run.
+    """The place of this process in the run.
 
     As a context it puts back, at its end, what the run has changed in the process. An error inside is written down and
     printed, and ends the process.

@@ -52,21 +52,27 @@ class NoCheckpoints:
 
     @property
     def last_save(self) -> dict[str, float]:
+        """Return nothing: no save has taken time."""
         return {}
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
+        """Save nothing; return the folder of the run."""
         return self.run_dir
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Ignore the values of an evaluation."""
         return
 
     def set_later_aside(self, step: int) -> None:
+        """Do nothing: there are no later checkpoints."""
         return
 
     def finish(self) -> None:
+        """Do nothing: no save is under way."""
         return
 
     def ended_saves(self) -> tuple[()]:
+        """Return nothing: no save has ended."""
         return ()
 
 

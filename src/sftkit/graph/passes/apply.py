@@ -69,7 +69,7 @@ class Passes:
 
     @property
     def for_inductor(self) -> bool:
-        """Whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
+        """Return whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
         return "full_inductor" in self.names
 
     def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any], num_sums: int) -> compat.Boxed:

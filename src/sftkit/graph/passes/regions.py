@@ -49,7 +49,7 @@ def flex_attention(graph: GraphModule) -> bool:
 
 
 def _fusible(node: Node) -> bool:
-    """Whether a node may be part of a region."""
+    """Return whether a node may be part of a region."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _fusible(node.args[0])
     if compat.is_flex(node):
@@ -77,7 +77,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _worth(run: NodeRun) -> bool:
-    """Whether there is something to fuse, or FlexAttention."""
+    """Return whether there is something to fuse, or FlexAttention."""
     computing = [node for node in run if not _is_view(node) and node.target is not operator.getitem]
     return len(computing) > 1 or any(compat.is_flex(node) for node in computing)
 
