@@ -93,7 +93,7 @@ def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
 
 
 def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTrainedModel, str, list[str]]:
-    """Return the model with the first attention implementation that trains a packed row here, its name, why not others."""
+    """Return a model with the first attention that trains a packed row here, its name, and why not the others."""
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:
