@@ -38,6 +38,7 @@ TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
+    """Run the labs, or take in their results, and rebuild their tables."""
     words = Parser((__doc__ or "").partition("\n")[0], prog=running("make lab"))
     words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(labs())}; all that this machine can")
     words.add_argument("--only", nargs="+", metavar="RUN", help="these runs of one lab")
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def labs() -> list[str]:
-    """The folders that hold a plan."""
+    """Return the folders that hold a plan."""
     return sorted(plan.parent.name for plan in FOLDER.glob("lab_*/plan.yaml"))
 
 
@@ -103,7 +104,7 @@ def keep(lab: Path, results: dict[str, Any]) -> None:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The rows of both, of a run that is in both the newer one; with the commits of both.
+    """Return the rows of both, of a run that is in both the newer one; with the commits of both.
 
     Raises:
         ConfigError: they are of other devices or versions, so that one table of them would compare what cannot be compared.
@@ -122,7 +123,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def rebuilt(page: str, folder: Path) -> str:
-    """The page, with each table made of the results that are there."""
+    """Return the page, with each table made of the results that are there."""
     return TABLE.sub(lambda found: f"{found[1]}{tables(folder / found[2])}\n{found[3]}", page)
 
 

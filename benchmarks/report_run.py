@@ -14,10 +14,12 @@ RAW = ("config.yaml", "environment.json", "metrics.jsonl", "evals.jsonl", "sampl
 
 
 def rows(path: Path) -> list[dict]:
+    """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def draw(metrics: list[dict], evals: list[dict], out: Path) -> None:
+    """Draw the training and the validation loss."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     left.plot([r["step"] for r in metrics], [r["train/loss"] for r in metrics], color="tab:blue")
     left.set(title="training loss", xlabel="step", ylabel="nats per target token")
@@ -33,10 +35,12 @@ def draw(metrics: list[dict], evals: list[dict], out: Path) -> None:
 
 
 def median(values: list[float]) -> float:
+    """Return the middle one of some values; of two, the higher."""
     return sorted(values)[len(values) // 2]
 
 
 def table(metrics: list[dict], evals: list[dict], summary: dict, environment: dict) -> str:
+    """Return machine, speeds and losses of a run as Markdown."""
     steady = metrics[2:-1]  # the first two lines hold first-launch costs, the last a partial window
     packages = environment["packages"]
     lines = [
@@ -61,6 +65,7 @@ def table(metrics: list[dict], evals: list[dict], summary: dict, environment: di
 
 
 def answers(samples: list[dict]) -> str:
+    """Return the answers of the first and of the last evaluation, one above the other."""
     first, last = min(s["step"] for s in samples), max(s["step"] for s in samples)
     before = {s["prompt"]: s for s in samples if s["step"] == first}
     after = {s["prompt"]: s for s in samples if s["step"] == last}
@@ -74,10 +79,12 @@ def answers(samples: list[dict]) -> str:
 
 
 def quoted(text: str) -> str:
+    """Return a text as a quotation in Markdown."""
     return "\n".join(f"> {line}" for line in text.splitlines()) or "> (nothing)"
 
 
 def main() -> None:
+    """Copy the raw files of a run, and write the page about it."""
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     raw = out / "raw"
     raw.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Train as the recipe says."""
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import inputs_of
 

@@ -11,6 +11,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Evaluate a model on every rank."""
     from sftkit.evals.flags import check_arguments, flags_named, parse
 
     args = parse(__doc__)
@@ -24,6 +25,7 @@ def main() -> None:
 
 
 def evaluate(args, rt) -> None:
+    """Load the model, measure it, and print and write the results."""
     from pathlib import Path
 
     from sftkit.config.schema import ModelConfig

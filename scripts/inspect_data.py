@@ -13,6 +13,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Look at the data, print what was found, and write the files that are asked for."""
     from sftkit.preflight.flags import parse
 
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
@@ -44,7 +45,8 @@ def main() -> None:
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 
-    found = preflight.look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan)
+    data = preflight.DataOfRun(examples, validation, layout, epoch)
+    found = preflight.look(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
     samples = inspection.previews(examples, tokenizer, flags.preview)
     inspection.show(console, found, samples)
     if flags.html:

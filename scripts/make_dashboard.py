@@ -13,6 +13,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Make the workspace of a project on wandb."""
     from sftkit.config.command_line import Parser, path
     from sftkit.config.terminal import say
 

@@ -9,6 +9,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Write report.html, or compare runs."""
     from pathlib import Path
 
     from sftkit.config.command_line import Parser, path

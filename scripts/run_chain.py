@@ -12,6 +12,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
+    """Run the stages one after the other, and return the exit code."""
     from pathlib import Path
 
     from sftkit.config.commands import invocation, running, typed

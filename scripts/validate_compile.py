@@ -13,6 +13,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
+    """Run the cases of a plan, judge them, and return the exit code."""
     from sftkit.experiments.validate.flags import folder_of, parse, plan_of
 
     args = parse(__doc__)

@@ -25,6 +25,7 @@ from sftkit.config.schema import (
 )
 from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches
+from sftkit.engine.engine import Training
 from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -70,7 +71,7 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of("packed", examples.lengths, world_size=2)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(LossConfig()), layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(LossConfig()), layout))
     engine.warm_up(rt.say)
     before = engine.report()
     if rt.rank == 1:

@@ -18,13 +18,15 @@ import torch
 from helpers import make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, load_examples
 from sftkit.data.types import Row, Tokenized
-from sftkit.generation.decode import generate
+from sftkit.engine.engine import Training
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
@@ -34,9 +36,9 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
@@ -197,13 +199,15 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     orig_model = tiny_llama()
     if fault == "flipped bit":
         flip_bit(orig_model, rt.rank, batches)
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(cfg.loss), layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(cfg.loss), layout))
     if fault == "warming up":
         engine.warm_up = partial(stay_in_warm_up, run_dir, rt.rank)
     if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():
         engine.warm_up = fail_in_warm_up
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
+    checkpoints = Checkpoints(
+        folder, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg))
+    )
     resumed = checkpoints.resume(resume)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
@@ -215,14 +219,11 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
         if fault == "generating":
             Path(f"{run_dir}.generating{rt.rank}").touch()
             many, stop = [[5, 6, 7]] * 100_000, [10**6]
-            generate(orig_model, tokenizer, many, stop_ids=stop, max_new_tokens=8, batch_size=1, rt=rt)
+            generate(orig_model, tokenizer, Prompts(many, stop, 8), Batching(1, rt))
         return {}, []
 
-    with Tracker(folder, cfg.log, rt, {}, resumed["step"]) as tracker:
-        trained = train(
-            cfg, rt, engine, batches,
-            evaluate=evaluate, checkpoints=checkpoints, tracker=tracker, resumed=resumed,
-        )  # fmt: skip
+    with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
+        trained = train(cfg, rt, engine, batches, Bookkeeping(evaluate, checkpoints, tracker, resumed))
     write_summary(folder, trained, rt)
     weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}
     Path(f"{run_dir}.weights{rt.rank}").write_text(json.dumps(weights))

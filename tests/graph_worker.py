@@ -30,7 +30,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
-from sftkit.engine.engine import Engine
+from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import gradients
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
@@ -115,7 +115,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt)
-    return engine_of(cfg, rt, Path(), MODELS[model](), NextToken(cfg.loss), layout), batches
+    return engine_of(cfg, rt, Path(), Training(MODELS[model](), NextToken(cfg.loss), layout)), batches
 
 
 def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:

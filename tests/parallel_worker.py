@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.contract import Ranks, compile_model, warm_up
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
@@ -144,7 +144,7 @@ def train(
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
         run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
-        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
+        warm_up(wrapped, run_shape, layout.shapes, compile, Ranks(rt.any_rank))
         watch.warm_up_done()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         same = check_gradients(

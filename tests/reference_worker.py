@@ -11,10 +11,12 @@ from typing import Any
 from helpers import make_examples, tiny_llama
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.parts import Documents
 
 
 def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
@@ -27,8 +29,8 @@ def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
         train=TrainConfig(max_steps=4, global_batch_size=4, micro_batch_size=2, engine="reference", precision="fp32"),
     )
     objective, orig_model = NextToken(cfg.loss), tiny_llama()
-    batches = lay_out(cfg, rt, make_examples([30, 4, 25, 8, 16]), 32, 0, objective)
-    engine = engine_of(cfg, rt, Path("unused"), orig_model, objective, batches.layout)
+    batches = lay_out(cfg, rt, Documents(make_examples([30, 4, 25, 8, 16]), 32), objective)
+    engine = engine_of(cfg, rt, Path("unused"), Training(orig_model, objective, batches.layout))
     rows = []
     for step in batches.steps(0, 4):
         outcome = engine.step(step, 1e-2)

@@ -13,7 +13,7 @@ import torch
 from helpers import make_examples, tiny_llama
 from transformers import AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import find
 from sftkit.config.load import to_yaml
@@ -33,6 +33,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import StepBatches
+from sftkit.engine.engine import Training
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums
@@ -40,10 +41,11 @@ from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.assemble import engine_of, lay_out
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.parts import Documents
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
@@ -87,12 +89,12 @@ def run(
     folder.mkdir(exist_ok=True)
     examples = make_examples(LENGTHS, target_share=0.4)
     found, objective = find(folder, resume, rt), NextToken(cfg.loss)
-    batches = lay_out(cfg, rt, examples, 32, 0, objective, found)
+    batches = lay_out(cfg, rt, Documents(examples, 32), objective, found)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)
-    kept = (orig_model, tokenizer, engine.optimizer, to_yaml(cfg), identity)
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, *kept)
+    state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)
     resumed = checkpoints.resume(found, changes)
     at, steps, forward = [0], batches.steps, ModelWithLoss.forward
     taken: dict[int, StepBatches] = {}
@@ -110,11 +112,8 @@ def run(
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
-        with Tracker(folder, cfg.log, rt, {}, resumed["step"], None, open_window=is_open(resumed)) as tracker:
-            train(
-                cfg, rt, engine, batches,
-                evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
-            )  # fmt: skip
+        with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
+            train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))
     finally:
         ModelWithLoss.forward = forward  # type: ignore[method-assign]
     return taken

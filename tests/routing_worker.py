@@ -25,6 +25,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
+from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.dtensor import local
 from sftkit.runtime import start as runtime
@@ -32,6 +33,7 @@ from sftkit.runtime.script import script
 from sftkit.tracking.checks import Check
 from sftkit.tracking.experts import ExpertLoad
 from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.parts import Documents
 
 WEIGHT = 0.5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 2
@@ -79,8 +81,8 @@ def trained(
     """Three steps: what is logged of each, the load of the experts, checks, counts of graphs and a sum of each weight."""
     torch._dynamo.reset()
     objective, orig_model = NextToken(cfg.loss), orig_model or experts()
-    batches = lay_out(cfg, rt, make_examples(LENGTHS, target_share=0.4), 32, 0, objective)
-    engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+    batches = lay_out(cfg, rt, Documents(make_examples(LENGTHS, target_share=0.4), 32), objective)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     checks: list[Check] = engine.warm_up(lambda _: None).checks
     load, rows = ExpertLoad(engine.model.routing, rt), []
     with engine.guarded():

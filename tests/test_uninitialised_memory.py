@@ -25,7 +25,8 @@ from sftkit.data.loader import Batches
 from sftkit.engine.step import optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
 from sftkit.models.weights import load_model_weights, make_room
@@ -34,7 +35,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, dense_kernels, documents_of
 from sftkit.ops.gather_rows import gather_rows
-from sftkit.ops.linear_cross_entropy import linear_nll
+from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.tracking.health import LateFlags
@@ -172,11 +173,11 @@ def loss_and_gradients(
     targets[torch.rand(rows, generator=generator, device=device) < 0.3] = IGNORE
     targets[max(rows - 70, 0) :] = IGNORE
     hidden, head, bias = leaves
-    sums = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
-    without_bias = linear_nll(hidden, head, targets, options, softcap=softcap).loss
+    sums = linear_nll(hidden, Head(head, bias, softcap), targets, options)
+    without_bias = linear_nll(hidden, Head(head, softcap=softcap), targets, options).loss
     gradients = [*torch.autograd.grad(sums.loss / 3, leaves), *torch.autograd.grad(without_bias / 3, leaves[:2])]
     with torch.no_grad():
-        measured = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
+        measured = linear_nll(hidden, Head(head, bias, softcap), targets, options)
     return [value.detach() for value in (*sums, *measured, *gradients)]
 
 
@@ -358,13 +359,11 @@ def test_answers_and_their_logits(tokenizer, groups: list[str] | None, dtype: to
         model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output.clone()))
         most = [12, 3, 7, 12, 1, 9, 12, 5, 2]  # rows leave their batch one after the other
         for batch_size in (1, 4, 9):
-            answers = generate(
-                model, tokenizer, prompts, stop_ids=[10**6], max_new_tokens=most, batch_size=batch_size, groups=groups
-            )
+            answers = generate(model, tokenizer, Prompts(prompts, [10**6], most, groups=groups), Batching(batch_size))
             logits += [(answer.text, answer.tokens) for answer in answers]
         asked = [Choices(str(i), "", ("", ""), (0,), (1, 1), groups[i] if groups else "") for i in range(9)]
         pairs = [[(np.array(p, np.int32), np.array(c, np.int32)) for c in ([5, 6], [7])] for p in prompts]
-        logits += [vars(found) for found in score(model, tokenizer, asked, batch_size=4, encoded=pairs)]
+        logits += [vars(found) for found in score(model, tokenizer, asked, Batching(4), pairs)]
         return logits
 
     same_when_planted(answered)

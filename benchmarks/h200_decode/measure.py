@@ -45,11 +45,12 @@ MOST_RUNS, RUN_SECONDS = 3, 2.0
 
 
 def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
+    """Write texts in this way; return (the texts, the times at the start and after each step)."""
     return task.theirs(rows, new_tokens) if way.transformers else task.ours(way, rows, new_tokens)
 
 
 def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict[str, Any]]:
-    """(the texts, what was measured) of a first call and of later ones, the first of which may still record."""
+    """Return (the texts, what was measured) of a first call and of later ones, the first of which may still record."""
     (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
     began = time.perf_counter()
     while len(later) < MOST_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
@@ -68,7 +69,7 @@ def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict
 
 
 def pays(eager: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """What a way needs to win back what it costs at first; None: it never does."""
+    """Return what a way needs to win back what it costs at first; None: it never does."""
     step, token = eager["step_seconds"] - run["step_seconds"], 1 / eager["tok_per_sec"] - 1 / run["tok_per_sec"]
     return {
         "pays_from_steps": run["recording_seconds"] / step if step > 0 else None,
@@ -91,7 +92,7 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
     """All parts, each kept as soon as it is there: a call may be cut short."""
     began = time.perf_counter()
     results: dict[str, Any] = {"environment": environment(DEVICE, 1), "compile": COMPILE, **asdict(sizes), "runs": []}
-    built = cache(lambda name, exact: build(name, exact, tokenizer, questions, sizes))
+    built = cache(lambda name, exact: build(name, tokenizer, questions, sizes, exact=exact))
     eager: dict[tuple[str, int], dict[str, Any]] = {}
     texts: dict[tuple[str, int, bool], Texts] = {}
     for name, rows, way, exact in jobs(sizes):
@@ -125,10 +126,12 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
 
 
 def break_off(*_: Any) -> None:
+    """End a job that takes too long."""
     raise TimeoutError(f"broken off: {ENDS_WITHIN} s were over")
 
 
 def main() -> None:
+    """Measure every job of every task, and write results.json."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("tokenizer")
     words.add_argument("questions", type=Path)

@@ -19,10 +19,12 @@ COLUMNS = (
 
 
 def lines(columns: tuple[str, ...], rows: list[list[str]]) -> str:
+    """Return a table as Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [list(columns), ["---"] * len(columns), *rows])
 
 
 def cells(run: dict[str, Any]) -> list[str]:
+    """Return the cells of a run in the table of speeds."""
     first = [str(run["rows"]), run["way"]]
     if run["error"]:
         return [*first, failed(run), *[""] * (len(COLUMNS) - 3)]
@@ -41,14 +43,17 @@ def cells(run: dict[str, Any]) -> list[str]:
 
 
 def won(number: float | None) -> str:
+    """Return a number of steps or tokens; never, where nothing is won."""
     return "never" if number is None else f"{number:,.0f}"
 
 
 def failed(run: dict[str, Any]) -> str:
+    """Return why a run failed, in a cell."""
     return f"failed: {' '.join(run['error'].split())[:200]}".replace("|", "\\|")
 
 
 def exact(run: dict[str, Any]) -> list[str]:
+    """Return the cells of a run in the table of texts."""
     same = run["error"] or f"{run['same_texts']:.0%} of {run['rows']}, {run['different_texts']} different"
     return [TITLES[run["task"]], run["way"], failed(run) if run["error"] else same]
 
@@ -71,6 +76,7 @@ def table(results: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
+    """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = table(json.loads(RESULTS.read_text()) if RESULTS.exists() else None)
     readme.write_text(MARKS.sub(lambda found: f"{found[1]}{made}{found[2]}", readme.read_text()))

@@ -21,7 +21,8 @@ from sftkit.data import chat
 from sftkit.data.demo.pictures import PREFIX, picture
 from sftkit.data.types import EncoderInputs
 from sftkit.generation import rows as rows_of_batches
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.generation.rows import Decoding
 from sftkit.generation.static_step import StaticStep
 from sftkit.models.kinds import kind_of
@@ -56,7 +57,7 @@ class Task:
     encoder_inputs: EncoderInputs | None
 
     def ours(self, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-        """(the texts, the times at the start and after each step)."""
+        """Return (the texts, the times at the start and after each step)."""
         times, step = [now()], Decoding.step
 
         def timed(decoding: Decoding) -> Any:
@@ -70,13 +71,16 @@ class Task:
             if way.encoder_compiled:
                 patched.enter_context(mock.patch.object(VisionToText, "encode", encode_compiled))
             answers = generate(
-                self.model, self.tokenizer, self.prompts[:rows], stop_ids=[-1], max_new_tokens=new_tokens, batch_size=rows,
-                encoder_inputs=self.encoder_inputs, replay=way.step is not None,
-            )  # fmt: skip
+                self.model,
+                self.tokenizer,
+                Prompts(self.prompts[:rows], [-1], new_tokens, encoder_inputs=self.encoder_inputs),
+                Batching(rows),
+                replay=way.step is not None,
+            )
         return [answer.ids for answer in answers], times
 
     def theirs(self, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-        """The same by transformers' own generate, prompts padded on the left."""
+        """Return the same by transformers' own generate, prompts padded on the left."""
         times = [now()]
 
         def timed(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -108,8 +112,8 @@ def now() -> float:
     return time.perf_counter()
 
 
-def fields(name: str, layers: int, tiny: bool) -> dict[str, Any]:
-    """The config of a model."""
+def fields(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
+    """Return the fields of the config of a model."""
     if name == "answers":
         sizes = (32, 64, 2, 16) if tiny else (1024, 3072, 16, 128)
         hidden, inner, heads, head = sizes
@@ -127,10 +131,10 @@ def fields(name: str, layers: int, tiny: bool) -> dict[str, Any]:
     return {"model_type": "vision-encoder-decoder", "encoder": encoder, "decoder": decoder}
 
 
-def build(name: str, exact: bool, tokenizer: Any, questions: Path, sizes: Sizes) -> Task:
-    """A model with new weights, large enough that its texts differ, and what it is asked."""
+def build(name: str, tokenizer: Any, questions: Path, sizes: Sizes, *, exact: bool) -> Task:
+    """Build a model with new weights, large enough that its texts differ, and what it is asked."""
     layers = sizes.exact_layers if exact or sizes.tiny else {"answers": 28, "captions": 12}[name]
-    model = from_scratch(fields(name, layers, sizes.tiny), tokenizer, 0)
+    model = from_scratch(fields(name, layers, tiny=sizes.tiny), tokenizer, 0)
     kind_of(model.config).prepare(model, tokenizer)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -49,6 +49,7 @@ class CompiledStep(StaticStep):
         self._attending.__enter__()  # until this is let go with its batch: to set it for each step takes milliseconds
 
     def __call__(self) -> torch.Tensor:
+        """Return the tokens after the present ones, int64 [B, 1]."""
         torch.compiler.cudagraph_mark_step_begin()
         with torch.compiler.set_stance("default"):
             self._compiled()
@@ -60,6 +61,7 @@ _compiled_encode = torch.compile(_eager_encode, fullgraph=True, **COMPILE)
 
 
 def encode_compiled(self: VisionToText, orig_model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Any:
+    """Encode with compiled code."""
     with torch.compiler.set_stance("default"):
         return _compiled_encode(self, orig_model, inputs)[0].clone(), None  # memory that the next batch reuses
 

@@ -29,8 +29,8 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import measured, run_job
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
-from sftkit.models.structure import train_flops
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
+from sftkit.models.structure import Work, train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
 
@@ -48,6 +48,7 @@ class Clock(TrainerCallback):
         "(step, when, peak memory in GiB)"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the time and the memory at the end of a window."""
         step = state.global_step
         if step == 1 or step % self.window == 0:
             if self.device.type == "cuda":
@@ -59,7 +60,7 @@ class Clock(TrainerCallback):
 
 
 def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
-    """The rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
+    """Return the rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
     cfg = job.config
     if cfg.data.layout != "packed" or cfg.data.max_length is None:
         raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
@@ -92,11 +93,11 @@ def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
 
 
 def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTrainedModel, str, list[str]]:
-    """The model with the first attention implementation that trains a packed row here, its name, why others do not."""
+    """Return a model with the first attention that trains a packed row here, its name, and why not the others."""
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:
-            model = new_model(job.model, job.config.run.seed, precision, device, name)
+            model = new_model(ModelSpec(job.model, job.config.run.seed, precision, name), device)
             try_packed_row(model, device)
             return model, name, refused
         except (ImportError, ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
@@ -174,7 +175,7 @@ def window_lines(
     for step, now, gib in clock.ends:
         tokens, targets, pairs = (sum(values) for values in zip(*counts[done:step], strict=True))
         seconds = now - before
-        flops = train_flops(model, tokens, targets, pairs)
+        flops = train_flops(model, Work(tokens, targets, pairs))
         lines.append(
             {
                 "step": step,

@@ -52,6 +52,7 @@ MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
 def cells(name: str, rows: dict[str, dict]) -> list[str]:
+    """Return the cells of a run in the table of speeds."""
     row = rows.get(name)
     begin = [name, PUBLISHED.get(name, "-")]
     if row is None:
@@ -76,6 +77,7 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
 
 
 def warm_up(kind: str, rows: dict[str, dict]) -> list[str]:
+    """Return the cells of a warm-up, beside the published one."""
     name, published = WARM_UPS[kind]
     row = rows.get(name)
     return [kind, name, published, UNKNOWN if row is None or row["error"] else f"{row['first_steps_seconds']:.0f}"]
@@ -94,6 +96,7 @@ def tables(folder: Path) -> str:
 
 
 def main() -> None:
+    """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = tables(HERE)
     readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))

@@ -20,12 +20,13 @@ MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
 def results(folder: Path) -> dict[str, dict]:
-    """The newest row of each run."""
+    """Return the newest row of each run."""
     files = sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["started"])
     return {row["name"]: row for found in files for row in found["runs"]}
 
 
 def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
+    """Return the cells of a layout that is run in this way."""
     name, width = f"{layout} {how}", len(COLUMNS) - 1
     row = rows.get(name)
     if layout in REFUSED and (row is None or row["error"]):
@@ -61,6 +62,7 @@ def tables(rows: dict[str, dict]) -> str:
 
 
 def main() -> None:
+    """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = tables(results(HERE / "results"))
     readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))

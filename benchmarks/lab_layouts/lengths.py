@@ -21,6 +21,7 @@ from sftkit.preflight.prepare import tokenizer_of
 
 
 def main(recipe: Path, out: Path, count: int = 8000) -> None:
+    """Write the lengths of `count` documents of a recipe, drawn at random."""
     cfg = read_config(recipe, [], world_size=1)
     tokenizer = tokenizer_of(cfg)
     assert cfg.data.max_length is not None

@@ -32,11 +32,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def rebuilt(page: str, results: dict[str, Any]) -> str:
-    """The page, with each table made of the raw numbers."""
+    """Return the page, with each table made of the raw numbers."""
     return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", page)
 
 
 def main() -> None:
+    """Rebuild the tables of the page."""
     PAGE.write_text(rebuilt(PAGE.read_text(), json.loads((HERE / "results" / "results.json").read_text())))
     print(f"tables: {PAGE}")
 

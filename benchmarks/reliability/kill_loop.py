@@ -89,6 +89,7 @@ class Life:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds since its start."""
         return time.monotonic() - self.began
 
     def until(self, ready: Callable[[], bool]) -> bool:
@@ -119,6 +120,7 @@ class Life:
             self.first_save_seconds = self.seconds
 
     def kill(self) -> None:
+        """Kill all of its processes at once."""
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
@@ -162,7 +164,7 @@ def latest_step(run_dir: Path) -> int:
 
 
 def faults_in(run_dir: Path, before: int) -> list[str]:
-    """What a kill must not have done; `before`: the step of LATEST at the kill before."""
+    """Return what a kill must not have done; `before`: the step of LATEST at the kill before."""
     now = latest_step(run_dir)
     found = [problem for folder in step_dirs(run_dir) if (problem := verify(folder))]
     if now < before:
@@ -186,7 +188,7 @@ def moment(life: Life, left: set[str]) -> str:
     return "between two saves" if life.saves else "before its first save"
 
 
-def kill_once(life: Life, longest_seconds: float, aimed: bool, rng: random.Random) -> bool:
+def kill_once(life: Life, longest_seconds: float, rng: random.Random, *, aimed: bool) -> bool:
     """Kill at a random moment of so many seconds, from the start on or from one of the first two saves on; False: the run came
     to its end before."""
     if aimed:
@@ -206,7 +208,7 @@ def killed(run_dir: Path, steps: int, kills: int, rng: random.Random, save_secon
     for number in range(kills):
         life, aimed = Life(run_dir, steps), number % 3 != 2
         longest_seconds = 1.2 * save_seconds if aimed else 1.5 * start_seconds
-        if not kill_once(life, longest_seconds, aimed, rng):
+        if not kill_once(life, longest_seconds, rng, aimed=aimed):
             return
         seconds, left = life.seconds, unfinished(run_dir)
         start_seconds = min(start_seconds, life.first_save_seconds or start_seconds)
@@ -226,15 +228,17 @@ def alone(run_dir: Path, steps: int) -> float:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def unmeasured(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file without what a clock has measured."""
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows(path)]
 
 
 def differences(whole: Path, other: Path, steps: int) -> list[str]:
-    """What of the ends of two runs is not the same."""
+    """Return what of the ends of two runs is not the same."""
     there, here = (step_dir(run_dir, steps) for run_dir in (whole, other))
     hashes = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (there, here)]
     found = [
@@ -260,6 +264,7 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
 
 
 def main() -> None:
+    """Kill a run again and again, and compare its end with that of one that was left alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="how many")
     parser.add_argument("--steps", type=int, default=1000, help="length of the run; some 40 for each of a few kills")

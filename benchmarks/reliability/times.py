@@ -32,7 +32,7 @@ def seconds_of(files: list[Path]) -> Counter[str]:
 
 
 def with_times(page: str, seconds: Mapping[str, float]) -> str:
-    """The page, with the last cell of each row of a table whose last column is named `s`."""
+    """Return the page, with the last cell of each row of a table whose last column is named `s`."""
     lines, timed = [], False
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]

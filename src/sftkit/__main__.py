@@ -4,6 +4,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
+    """Run a command as a script: what a user did wrong ends with a line, not a traceback."""
     script(_main)
 
 

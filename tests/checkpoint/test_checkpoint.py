@@ -14,7 +14,7 @@ import torch
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.found import find
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
@@ -31,15 +31,16 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
+from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.rng import random_state, restore_random_state
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import Trained, write_summary
 
 
@@ -76,14 +77,13 @@ def run(
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    engine = engine_of(cfg, rt, run_dir, orig_model, NextToken(cfg.loss), layout)
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
+    engine = engine_of(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
+    checkpoints = Checkpoints(
+        run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")
+    )
     resumed = checkpoints.resume(resume)
-    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, resumed["step"]) as tracker:
-        return train(
-            cfg, rt, engine, batches,
-            evaluate=lambda _: ({}, []), checkpoints=checkpoints, tracker=tracker, resumed=resumed,
-        )  # fmt: skip
+    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
+        return train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
@@ -136,10 +136,8 @@ def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp
         tmp_path,
         CheckpointConfig(),
         rt,
-        orig_model,
-        tokenizer,
-        build_optimizer(orig_model, OptimConfig(name="adamw")),
-        "x: 1\n",
+        TrainState(orig_model, tokenizer, build_optimizer(orig_model, OptimConfig(name="adamw"))),
+        RunSetup("x: 1\n"),
     )
     orig_model.generation_config.eos_token_id = [5, 6]
     folder = checkpoints.save(3, {"tokens": 10}, wait=True)

@@ -22,7 +22,7 @@ WORKER = """
 import sys, torch, torch._inductor.config
 from helpers import tiny_llama
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import compile_model, warm_up
+from sftkit.compile.contract import Ranks, compile_model, warm_up
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
@@ -39,7 +39,7 @@ orig_model, compile, watch = tiny_llama().to(device), CompileConfig(), CompileWa
 print(compile_cache.load(where, "a" * 64))
 modules = compile_model(orig_model, compile)
 with compiler_switches(compile, graphs=modules):
-    assert warm_up(orig_model, run_shape, [(2, 16)], compile, bool)
+    assert warm_up(orig_model, run_shape, [(2, 16)], compile, Ranks(bool))
 counts, misses = watch.counts(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
 print(compile_cache.save(where, "a" * 64, writes=True))
 print(int(counts["compile/graphs"]), int(counts["compile/cache_hits"]), misses)

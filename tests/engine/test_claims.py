@@ -30,7 +30,7 @@ from sftkit.data.collate import Batch
 from sftkit.data.loader import Batches
 from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_samples, step
 from sftkit.engine.checks import gradients_check
-from sftkit.engine.engine import Engine
+from sftkit.engine.engine import Engine, Training
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference, largest
 from sftkit.engine.roundings import Limits, Roundings, limits, rounded_at_random
@@ -85,7 +85,7 @@ def engine_with(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=micro)
     rt = cpu_runtime()
-    BUILT.append(engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout))
+    BUILT.append(engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout)))
     return BUILT[-1], Batches(examples, layout, seed=0, rank=0, pad_id=0)
 
 

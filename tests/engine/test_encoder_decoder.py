@@ -34,12 +34,12 @@ from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
 from sftkit.memory.shapes import encoder_shape_of, shape_of
 from sftkit.models import vision
 from sftkit.models.causal import CausalLM
-from sftkit.models.structure import called, count_parameters, encoder, train_flops
+from sftkit.models.structure import Work, called, count_parameters, encoder, train_flops
 from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText, pixels_of
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import refusal
+from sftkit.ops.attention_choice import Execution, refusal
 from sftkit.optim.build import build_optimizer, parameter_groups
 
 MODELS: dict[str, dict[str, Any]] = {"ViT and GPT-2": CAPTIONER, "T5": TRANSLATOR}
@@ -222,7 +222,7 @@ def test_what_the_encoder_computes_is_counted_by_its_own_positions() -> None:
     everything = gpt2.transformer.wpe.weight.numel() + tables + pooler
     assert counted.encoder + counted.body + counted.head == counted.total - everything
     length = 10
-    flops = train_flops(orig_model, 7, 5, 100, encoded=3, length=length) - train_flops(orig_model, 7, 5, 100)
+    flops = train_flops(orig_model, Work(7, 5, 100, 3, length)) - train_flops(orig_model, Work(7, 5, 100))
     assert flops == 6 * counted.encoder * 3 * length + 12 * 32 * 2 * 7 * length + 12 * 24 * 2 * 3 * length**2
 
 
@@ -236,7 +236,7 @@ def test_an_embedding_that_a_translator_shares_counts_as_its_head_alone_and_head
     assert counted.head == orig_model.shared.weight.numel()
     assert counted.encoder == looked + sum(size for n, size in sizes.items() if n.startswith("encoder."))
     assert counted.body + counted.encoder + counted.head == sum(sizes.values())
-    more = train_flops(orig_model, 0, 0, 0, encoded=3, length=10)
+    more = train_flops(orig_model, Work(0, 0, 0, 3, 10))
     assert more == 6 * counted.encoder * 3 * 10 + 12 * 2 * 24 * 2 * 3 * 10**2
 
 
@@ -278,10 +278,10 @@ def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
 def test_kernels_without_relative_positions_are_refused_for_t5() -> None:
     orig_model, layout = made(TRANSLATOR), make_layout_of("packed", LENGTHS)
     for backend in ("varlen", "sdpa", "flex"):
-        found = refusal(backend, orig_model, layout, torch.device("cpu"), compiled=True)
+        found = refusal(backend, orig_model, layout, torch.device("cpu"), Execution(compiled=True))
         assert found is not None
         assert "no relative positions" in found
-    assert refusal("reference", orig_model, layout, torch.device("cpu"), compiled=True) is None
+    assert refusal("reference", orig_model, layout, torch.device("cpu"), Execution(compiled=True)) is None
 
 
 def test_an_input_that_several_documents_share_is_kept_once() -> None:

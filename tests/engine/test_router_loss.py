@@ -12,6 +12,7 @@ from helpers import cpu_runtime, torchrun
 from routing_worker import TOPOLOGIES, WEIGHT, experts, recipe, trained
 
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig
+from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import engine_of
@@ -100,4 +101,4 @@ def test_a_config_that_asks_for_it_is_followed_and_the_recipe_can_turn_it_off(tm
 def test_the_graph_engine_says_that_it_has_none(tmp_path: Path) -> None:
     cfg = recipe(engine="graph")
     with pytest.raises(ConfigError, match=r"loss\.router_aux_loss_coef=0"):
-        engine_of(cfg, cpu_runtime(), tmp_path, experts(), NextToken(cfg.loss), None)  # type: ignore[arg-type]
+        engine_of(cfg, cpu_runtime(), tmp_path, Training(experts(), NextToken(cfg.loss), None))  # type: ignore[arg-type]

@@ -325,10 +325,11 @@ def test_log_likelihoods_predictions_and_scores_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import score
+    from sftkit.generation.batching import Batching
 
     ours, _ = both(name, shots)
     theirs = their_samples(their_results, name, shots)
-    given = score(*model, ours.examples, batch_size=16)
+    given = score(*model, ours.examples, Batching(16))
     marks = ours.judge(ours.examples, given)
     for likelihoods, mark, (sample,) in zip(given, marks, theirs, strict=True):
         nats, greedy = zip(*((float(nats), bool(greedy)) for nats, greedy in sample["filtered_resps"]), strict=True)
@@ -347,7 +348,8 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import encode_texts
-    from sftkit.generation.decode import generate
+    from sftkit.generation.batching import Batching
+    from sftkit.generation.decode import Prompts, generate
 
     orig_model, tokenizer = model
     ours, _ = both(name, shots)
@@ -357,11 +359,8 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
     answers = generate(
         orig_model,
         tokenizer,
-        prompts,
-        stop_ids=[tokenizer.eos_token_id],
-        stop_texts=[question.stop for question in ours.examples],
-        max_new_tokens=NEW_TOKENS,
-        batch_size=8,
+        Prompts(prompts, [tokenizer.eos_token_id], NEW_TOKENS, [question.stop for question in ours.examples]),
+        Batching(8),
     )
     marks = ours.judge(ours.examples, answers)
     for answer, mark, samples in zip(answers, marks, theirs, strict=True):

@@ -13,6 +13,7 @@ from sftkit.errors import DataError
 from sftkit.evals import scoring
 from sftkit.evals.scoring import encode_continuation, score
 from sftkit.evals.task import Choices
+from sftkit.generation.batching import Batching
 from sftkit.models.structure import output_projection
 
 
@@ -65,7 +66,7 @@ def test_scores_equal_those_one_by_one_whatever_the_batch(tokenizer, model, name
     asked = examples()
     expected = [[one_by_one(model, *pair) for pair in pairs] for pairs in encode_continuation(asked, tokenizer)]
     for batch_size in (1, 3, 8, 64):
-        found = score(model, tokenizer, asked, batch_size=batch_size)
+        found = score(model, tokenizer, asked, Batching(batch_size))
         for given, wanted in zip(found, expected, strict=True):
             assert given.sums == pytest.approx([value for value, _ in wanted], abs=1e-4)
             assert list(given.greedy) == [greedy for _, greedy in wanted]
@@ -79,7 +80,7 @@ def test_the_text_of_a_group_is_computed_once_and_logits_exist_only_where_they_a
         lambda _, __, logits: projected.append(logits.numel() // len(tokenizer))
     )
     with passes(model) as seen:
-        score(model, tokenizer, asked, batch_size=64)
+        score(model, tokenizer, asked, Batching(64))
     hook.remove()
     assert [rows for rows, _ in seen][::2] == [1, 1]
     assert all(positions >= len(tokenizer(SHOTS[20:])["input_ids"]) for _, positions in seen[::2])

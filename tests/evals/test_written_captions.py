@@ -14,13 +14,15 @@ from helpers import cpu_runtime
 from made_captioners import CAPTIONER, TRANSLATOR, captions, made
 from transformers import GenerationConfig, PreTrainedModel
 
+from sftkit.config.schema import EvalConfig
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as scored
-from sftkit.evals.captions import describe, evaluate, token_f1
+from sftkit.evals.captions import evaluate, prompts_of, token_f1
 from sftkit.evals.results import interval, values_of
 from sftkit.generation import decode, static_step
 from sftkit.generation.answer import Answer
+from sftkit.generation.batching import Batching
 from sftkit.generation.rows import Decoding
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import plain_attention
@@ -69,6 +71,20 @@ def lively(fields: dict[str, Any], documents: int) -> tuple[PreTrainedModel, Exa
             if parameter.ndim == 2:
                 parameter.mul_(8.0)
     return orig_model, with_ends(captions(orig_model, [5] * documents))
+
+
+def describe(
+    orig_model: PreTrainedModel,
+    tokenizer: Any,
+    examples: Examples,
+    count: int,
+    most: int,
+    batch_size: int,
+    replay: bool | None = None,
+) -> list[Answer]:
+    """Texts of at most so many tokens for the first documents."""
+    prompts = prompts_of(orig_model, tokenizer, examples, count, most)
+    return decode.generate(orig_model, tokenizer, prompts, Batching(batch_size), replay=replay)
 
 
 def ending(end: int) -> Any:
@@ -179,15 +195,15 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
     examples = with_ends(captions(orig_model, [5, 7, 4, 6]))
     asked = []
 
-    def known(_: Any, __: Any, of: Examples, count: int, *rest: Any) -> list[Answer]:
-        asked.append(count)
-        right = [tuple(of[i].ids[1:-1].tolist()) for i in range(count)]
+    def known(_: Any, __: Any, prompts: decode.Prompts, *rest: Any) -> list[Answer]:
+        asked.append(len(prompts.ids))
+        right = [tuple(examples[i].ids[1:-1].tolist()) for i in range(len(prompts.ids))]
         said = [ids if i else ids[:1] for i, ids in enumerate(right)]
         return [Answer(TOKENIZER.decode(ids), "end_of_turn", len(ids), ids) for ids in said]
 
-    monkeypatch.setattr(scored, "describe", known)
-    limits: dict[str, Any] = {"max_examples": 3, "samples": 2, "max_new_tokens": 8, "batch_size": 4}
-    judged, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, cpu_runtime(), **limits)
+    monkeypatch.setattr(scored, "generate", known)
+    config = EvalConfig(max_examples=3, samples=2, max_new_tokens=8, batch_size=4)
+    judged, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, config, cpu_runtime())
     assert asked == [3]
     f1 = (2 * 1 / (1 + 4) + 2) / 3
     values = values_of([one.result for one in judged])

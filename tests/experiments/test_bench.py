@@ -24,7 +24,7 @@ from sftkit.experiments.bench.processes import Parallelism, Processes, bench_com
 from sftkit.experiments.bench.report import graph_table, loss_table, markdown, speed_table
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, spread
 from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_bench_results
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.rundir.names import graph_file
 
 ROOT = Path(__file__).parents[2]
@@ -360,7 +360,7 @@ def test_tokens_follow_zipfs_law() -> None:
 
 
 def test_weights_in_bf16_are_those_in_fp32_rounded_and_buffers_stay() -> None:
-    full, rounded = (new_model(TINY, 3, precision, torch.device("cpu")) for precision in ("fp32", "bf16"))
+    full, rounded = (new_model(ModelSpec(TINY, 3, precision), torch.device("cpu")) for precision in ("fp32", "bf16"))
     for a, b in zip(full.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
     assert all(b.dtype == torch.float32 for b in rounded.buffers() if b.is_floating_point())
@@ -439,9 +439,9 @@ def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank
 
 def test_captured_graphs_are_told_where_a_pass_has_changed_them(tmp_path: Path) -> None:
     sizes = {"captured": "9 operators, 2 all-gather", "reshard": "9 operators, 2 all-gather", "merged": "7 operators"}
-    for shape, more in (("2x128", ""), ("10x64", " of the largest")):
+    for shape, more in (((2, 128), ""), ((10, 64), " of the largest")):
         for number, (after, size) in enumerate(sizes.items()):
-            path = graph_file(tmp_path, *map(int, shape.split("x")), number, "joint", after)
+            path = graph_file(tmp_path, shape, number, "joint", after)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"# {size}{more}\nclass GraphModule\n")
     assert graphs_of(tmp_path / "none") == []

@@ -16,7 +16,7 @@ from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.rows import spread
-from sftkit.experiments.bench.synthetic import new_model
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model
 from sftkit.experiments.bench.worker import run
 
 FOLDER = ROOT / "benchmarks" / "lab_captioning"
@@ -126,4 +126,4 @@ def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Pa
 
 def test_a_model_with_an_encoder_is_refused_on_made_up_texts() -> None:
     with pytest.raises(ConfigError, match=r"name data\.stage"):
-        new_model(CAPTIONER, 0, "fp32", torch.device("cpu"))
+        new_model(ModelSpec(CAPTIONER, 0, "fp32"), torch.device("cpu"))

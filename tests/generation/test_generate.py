@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
-from sftkit.generation.decode import generate
+from sftkit.generation.answer import Answer
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 
 NOTHING = [10**6]
 "Stop ids that no model writes."
@@ -26,6 +29,12 @@ def lively(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.ndim == 2:
                 parameter.mul_(25.0)
     return model.eval()
+
+
+def answers(
+    model: PreTrainedModel, tokenizer: Any, prompts: Any, *, batch_size: int, replay: bool | None = None, **asked: Any
+) -> list[Answer]:
+    return generate(model, tokenizer, Prompts(prompts, **asked), Batching(batch_size), replay=replay)
 
 
 MODELS = {
@@ -61,7 +70,7 @@ def test_answers_equal_greedy_decoding_one_by_one_without_a_cache(tokenizer, nam
     assert len(set(map(tuple, expected))) > 3
     for batch_size, replay in product((1, 4, 9), (False, True)):
         for groups in (None, ["a"] * 9, ["a"] * 4 + ["b"] * 5):
-            found = generate(
+            found = answers(
                 model,
                 tokenizer,
                 prompts,
@@ -82,14 +91,14 @@ def test_a_batch_needs_a_fifth_of_the_passes_and_rows_that_have_ended_leave_it(t
     model, prompts = MODELS["llama"](), make_prompts(16)
     settings = {"stop_ids": NOTHING, "max_new_tokens": [20] * 2 + [2] * 14}
     with passes(model) as alone:
-        generate(model, tokenizer, prompts, batch_size=1, **settings)
+        answers(model, tokenizer, prompts, batch_size=1, **settings)
     with passes(model) as together:
-        generate(model, tokenizer, prompts, batch_size=16, **settings)
+        answers(model, tokenizer, prompts, batch_size=16, **settings)
     assert len(alone) == 2 * 20 + 14 * 2
     assert len(together) == 20
     settings["max_new_tokens"] = 20
     with passes(model) as alone:
-        generate(model, tokenizer, prompts, batch_size=1, **settings)
+        answers(model, tokenizer, prompts, batch_size=1, **settings)
     assert len(alone) >= 5 * len(together)
     assert [rows for rows, _ in together[:4]] == [16, 16, 2, 2]
 
@@ -97,7 +106,7 @@ def test_a_batch_needs_a_fifth_of_the_passes_and_rows_that_have_ended_leave_it(t
 def test_what_the_prompts_of_a_group_begin_with_is_computed_once(tokenizer) -> None:
     model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
     with passes(model) as seen:
-        generate(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=4, groups=["a"] * 8)
+        answers(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=4, groups=["a"] * 8)
     assert seen[0] == (1, 40)
     assert [rows for rows, _ in seen[1:]] == [4, 4]
     assert all(positions <= 17 for _, positions in seen[1:])
@@ -106,19 +115,19 @@ def test_what_the_prompts_of_a_group_begin_with_is_computed_once(tokenizer) -> N
 def test_the_keys_and_values_of_a_batch_have_a_bound_that_follows_from_the_model(tokenizer, monkeypatch) -> None:
     model, prompts = MODELS["llama"](), make_prompts(12)
     settings = {"stop_ids": NOTHING, "max_new_tokens": 20, "batch_size": 12}
-    free = generate(model, tokenizer, prompts, **settings)
+    free = answers(model, tokenizer, prompts, **settings)
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, their size, bytes
     assert kv_cache.most_cached(model) == kv_cache.MOST_BYTES // each
     monkeypatch.setattr(kv_cache, "MOST_BYTES", 150 * each)
     with passes(model) as seen:
-        bounded = generate(model, tokenizer, prompts, **settings)
+        bounded = answers(model, tokenizer, prompts, **settings)
     assert bounded == free
     firsts = [shape for shape in seen if shape[1] > 1]
     assert all(rows * (width + 20) <= 150 for rows, width in firsts)
     assert max(rows for rows, _ in seen) > 1
     monkeypatch.setattr(kv_cache, "MOST_BYTES", each)
     with passes(model) as seen:
-        assert generate(model, tokenizer, prompts, **settings) == free
+        assert answers(model, tokenizer, prompts, **settings) == free
     assert {rows for rows, _ in seen} == {1}
 
 
@@ -126,7 +135,7 @@ def test_a_shared_prefix_counts_for_each_row_that_copies_it(tokenizer, monkeypat
     model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
     monkeypatch.setattr(kv_cache, "MOST_BYTES", 120 * 256)
     with passes(model) as seen:
-        generate(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
+        answers(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
     assert seen[0] == (1, 40)
     assert {rows for rows, _ in seen[1:]} == {2}
 
@@ -134,11 +143,11 @@ def test_a_shared_prefix_counts_for_each_row_that_copies_it(tokenizer, monkeypat
 def test_an_answer_ends_before_the_first_stop_text_even_inside_a_token(tokenizer) -> None:
     model, prompts = MODELS["llama"](), make_prompts(6)
     settings = {"stop_ids": NOTHING, "max_new_tokens": 30, "batch_size": 3}
-    plain = generate(model, tokenizer, prompts, **settings)
+    plain = answers(model, tokenizer, prompts, **settings)
     assert {answer.stop for answer in plain} == {"length"}
     stops = [(answer.text[7:9], "never") for answer in plain]
     for found, whole, (stop, _) in zip(
-        generate(model, tokenizer, prompts, stop_texts=stops, **settings), plain, stops, strict=True
+        answers(model, tokenizer, prompts, stop_texts=stops, **settings), plain, stops, strict=True
     ):
         assert found.text == whole.text[: whole.text.index(stop)]
         assert found.stop == "stop_text"
@@ -148,17 +157,17 @@ def test_an_answer_ends_before_the_first_stop_text_even_inside_a_token(tokenizer
 def test_greedy_answers_ignore_the_penalties_in_a_models_generation_config(tokenizer) -> None:
     model = tiny_llama().eval()
     settings = {"stop_ids": [3], "max_new_tokens": 8, "batch_size": 1}
-    plain = generate(model, tokenizer, [[5, 6, 7]], **settings)
+    plain = answers(model, tokenizer, [[5, 6, 7]], **settings)
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.do_sample = True
-    assert generate(model, tokenizer, [[5, 6, 7]], **settings) == plain
+    assert answers(model, tokenizer, [[5, 6, 7]], **settings) == plain
     assert model.generation_config.repetition_penalty == 5.0
 
 
 def test_training_mode_comes_back_after_an_answer(tokenizer) -> None:
     model = tiny_llama(dropout=0.5).train()
     first, again = (
-        generate(model, tokenizer, [[5, 6, 7]], stop_ids=NOTHING, max_new_tokens=8, batch_size=1) for _ in range(2)
+        answers(model, tokenizer, [[5, 6, 7]], stop_ids=NOTHING, max_new_tokens=8, batch_size=1) for _ in range(2)
     )
     assert first == again
     assert model.training
@@ -169,7 +178,7 @@ def test_replayed_steps_read_no_memory_that_is_not_filled(tokenizer, name: str, 
     """What lies behind the filled positions is NaN when the steps begin, as memory that was taken and not written may be."""
     model, prompts = MODELS[name](), make_prompts(4)
     settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 4}
-    expected = generate(model, tokenizer, prompts, **settings)
+    expected = answers(model, tokenizer, prompts, **settings)
     written_at = kv_cache.FixedLayer.written_at
 
     def planted(layer: kv_cache.FixedLayer, at: torch.Tensor, seen: int) -> None:
@@ -177,14 +186,14 @@ def test_replayed_steps_read_no_memory_that_is_not_filled(tokenizer, name: str, 
         written_at(layer, at, seen)
 
     monkeypatch.setattr(kv_cache.FixedLayer, "written_at", planted)
-    assert generate(model, tokenizer, prompts, replay=True, **settings) == expected
+    assert answers(model, tokenizer, prompts, replay=True, **settings) == expected
 
 
 def test_a_prompt_of_one_token_is_read_before_steps_are_replayed(tokenizer) -> None:
     model = MODELS["llama"]()
     settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 1}
-    expected = generate(model, tokenizer, [[7]], **settings)
-    assert generate(model, tokenizer, [[7]], replay=True, **settings) == expected
+    expected = answers(model, tokenizer, [[7]], **settings)
+    assert answers(model, tokenizer, [[7]], replay=True, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -200,7 +209,7 @@ def test_a_model_whose_steps_the_host_decides_is_not_replayed(tokenizer, changes
     for name, value in changes.items():
         setattr(model.config, name, value)
     with pytest.raises(ConfigError, match=reason):
-        generate(model, tokenizer, [[7]], stop_ids=NOTHING, max_new_tokens=1, batch_size=1, replay=True)
+        answers(model, tokenizer, [[7]], stop_ids=NOTHING, max_new_tokens=1, batch_size=1, replay=True)
 
 
 @pytest.mark.gpu
@@ -209,5 +218,5 @@ def test_replayed_steps_answer_on_a_gpu_as_eager_ones_do(tokenizer, name: str) -
     """Also when rows end early and leave the batch, and the steps are recorded anew."""
     model, prompts = MODELS[name]().cuda(), make_prompts(16)
     settings = {"stop_ids": NOTHING, "max_new_tokens": [40] * 3 + [4] * 13, "batch_size": 16}
-    expected = generate(model, tokenizer, prompts, **settings)
-    assert generate(model, tokenizer, prompts, replay=True, **settings) == expected
+    expected = answers(model, tokenizer, prompts, **settings)
+    assert answers(model, tokenizer, prompts, replay=True, **settings) == expected

@@ -31,7 +31,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import against_measured, make_plan
+from sftkit.memory.plan import Fixed, against_measured, make_plan
 from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
 
@@ -85,7 +85,9 @@ def recipe(**parts: Any) -> Config:
 def setup(name: str, budget: float = 1.0, compiled: bool = True, **changes: Any) -> EstimateInputs:
     shape = shape_of(qwen3(name))
     assert shape is not None
-    return replace(EstimateInputs(shape, packed(), "adamw_sr", "bf16", 4096, budget, compiled, False), **changes)
+    return replace(
+        EstimateInputs(shape, packed(), "adamw_sr", "bf16", 4096, budget, compiled, checkpointing=False), **changes
+    )
 
 
 # KB that a compiled block of the model keeps per token at each activation memory budget, measured on its graph
@@ -169,7 +171,7 @@ def test_presets_set_budget_and_optimizer(
     cfg = recipe(train=TrainConfig(memory=memory_preset, max_steps=1))  # type: ignore[arg-type]
     for installed in (True, False):
         monkeypatch.setattr(memory, "package_installed", lambda name, there=installed: there)
-        plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), H200)
+        plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
         assert plan.activation_memory_budget == kept_share
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
 
@@ -180,7 +182,7 @@ def test_settings_that_are_named_win_over_the_preset() -> None:
         optim=OptimConfig(name="adamw", lr=1.0),
         compile=CompileConfig(activation_memory_budget=0.7),
     )
-    plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), H200)
+    plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
     assert (plan.optim, plan.activation_memory_budget) == (OptimConfig(name="adamw", lr=1.0), 0.7)
 
 
@@ -190,7 +192,7 @@ def test_auto_is_adamw_where_it_fits_else_stochastic_rounding_of_bf16_weights() 
     assert needed is not None
 
     def chosen(total_bytes: int | None, precision: str = "bf16") -> str:
-        return make_plan(recipe(), model, packed(), runtime(precision), total_bytes).optim.name
+        return make_plan(recipe(), model, packed(), runtime(precision), Fixed(total_bytes)).optim.name
 
     assert chosen(int(needed.total / 0.92) + 1) == "adamw"
     assert chosen(int(needed.total / 0.92) - GIB) == "adamw_sr"
@@ -201,15 +203,15 @@ def test_auto_is_adamw_where_it_fits_else_stochastic_rounding_of_bf16_weights() 
 def test_the_optimizer_is_one_that_fits_on_every_rank() -> None:
     rt = runtime()
     rt.any_rank = lambda flag: True
-    assert make_plan(recipe(), qwen3("0.6B"), packed(), rt, H200).optim.name == "adamw_sr"
+    assert make_plan(recipe(), qwen3("0.6B"), packed(), rt, Fixed(H200)).optim.name == "adamw_sr"
 
 
 @pytest.mark.parametrize("compile", [CompileConfig(enabled=False), CompileConfig(backend="eager")])
 def test_uncompiled_runs_save_memory_by_gradient_checkpointing(compile: CompileConfig) -> None:
     speed, balanced = qwen3("0.6B"), qwen3("0.6B")
-    first = make_plan(recipe(compile=compile), speed, packed(), runtime(), H200)
+    first = make_plan(recipe(compile=compile), speed, packed(), runtime(), Fixed(H200))
     train = TrainConfig(memory="balanced", max_steps=1)
-    second = make_plan(recipe(compile=compile, train=train), balanced, packed(), runtime(), H200)
+    second = make_plan(recipe(compile=compile, train=train), balanced, packed(), runtime(), Fixed(H200))
     assert (speed.is_gradient_checkpointing, balanced.is_gradient_checkpointing) == (False, True)
     assert first.estimate is not None
     assert second.estimate is not None
@@ -220,7 +222,7 @@ def test_uncompiled_runs_save_memory_by_gradient_checkpointing(compile: CompileC
 
 def test_compiled_runs_leave_gradient_checkpointing_alone() -> None:
     model = qwen3("0.6B")
-    make_plan(recipe(train=TrainConfig(memory="low", max_steps=1)), model, packed(), runtime(), H200)
+    make_plan(recipe(train=TrainConfig(memory="low", max_steps=1)), model, packed(), runtime(), Fixed(H200))
     assert not model.is_gradient_checkpointing
 
 
@@ -229,11 +231,11 @@ def test_an_uncompiled_model_without_gradient_checkpointing_is_refused() -> None
     model.supports_gradient_checkpointing = False
     cfg = recipe(compile=CompileConfig(enabled=False), train=TrainConfig(memory="low", max_steps=1))
     with pytest.raises(ConfigError, match=r"train.memory=low: .* compile.enabled=true or train.memory=speed"):
-        make_plan(cfg, model, packed(), runtime(), H200)
+        make_plan(cfg, model, packed(), runtime(), Fixed(H200))
 
 
 def test_the_line_names_preset_optimizer_and_the_parts_of_the_peak() -> None:
-    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("1.7B"), packed(), runtime(), H200)
+    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("1.7B"), packed(), runtime(), Fixed(H200))
     assert plan.line.startswith(
         "memory: speed, optimizer adamw_sr, 0.9 of the activations kept; estimated peak 35.1 GiB of 140.0 GiB"
     )
@@ -256,7 +258,7 @@ def test_the_line_names_preset_optimizer_and_the_parts_of_the_peak() -> None:
 )
 def test_every_architecture_gets_a_plan(model_type: str, sizes: dict[str, Any]) -> None:
     model = on_meta(model_type, vocab_size=128, **sizes)
-    plan = make_plan(recipe(), model, packed(128), runtime(), H200)
+    plan = make_plan(recipe(), model, packed(128), runtime(), Fixed(H200))
     assert plan.optim.name == "adamw"
     if model_type == "mamba":  # no attention heads, so no sizes that the formula knows
         assert (plan.setup, plan.estimate) == (None, None)
@@ -280,8 +282,8 @@ def test_what_cannot_fit_is_one_warning_with_the_three_settings_that_save_most(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        make_plan(recipe(), qwen3("8B"), packed(rows=4), runtime(), 80 * GIB)
-        make_plan(recipe(), qwen3("0.6B"), packed(), runtime(), H200)
+        make_plan(recipe(), qwen3("8B"), packed(rows=4), runtime(), Fixed(80 * GIB))
+        make_plan(recipe(), qwen3("0.6B"), packed(), runtime(), Fixed(H200))
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "of the device's 80.0 GiB and may run out" in warning
     settings = [s.partition(" ")[0].partition("=")[0] for s in warning.partition("most: ")[2].split("; ")]
@@ -296,7 +298,7 @@ def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it(
     rt.topology = Topology(replicas=world_size)
     layout = packed(accumulation=2 if world_size == 1 else 1, world_size=world_size)
     with caplog.at_level(logging.WARNING):
-        make_plan(recipe(), qwen3("8B"), layout, rt, 80 * GIB)
+        make_plan(recipe(), qwen3("8B"), layout, rt, Fixed(80 * GIB))
     (warning,) = [r.getMessage() for r in caplog.records]
     assert f"accelerate_configs/fsdp2.yaml on {gpus} GPUs saves " in warning
 
@@ -318,9 +320,9 @@ def test_a_model_that_no_rows_make_room_for_is_refused(
     rt.topology = topology
     layout = packed(row_length=2048, world_size=topology.world_size)
     with pytest.raises(ConfigError, match=rf"alone take .* on each GPU, which has {gpu_gib}\.0 GiB") as refused:
-        make_plan(cfg, qwen3("8B"), layout, rt, gpu_gib * GIB)
+        make_plan(cfg, qwen3("8B"), layout, rt, Fixed(gpu_gib * GIB))
     assert ways in str(refused.value)
-    make_plan(cfg, qwen3("8B"), layout, rt, H200)  # estimated, and perhaps warned of
+    make_plan(cfg, qwen3("8B"), layout, rt, Fixed(H200))  # estimated, and perhaps warned of
 
 
 def test_what_is_held_at_least_is_less_than_any_step_takes() -> None:
@@ -337,7 +339,7 @@ def oom(
 
 
 def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: str = "bf16") -> list[str]:
-    plan = make_plan(cfg, model, layout, runtime(precision), H200)
+    plan = make_plan(cfg, model, layout, runtime(precision), Fixed(H200))
     with pytest.raises(ConfigError) as raised, explained(plan, cfg, layout):
         raise oom()
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
@@ -415,7 +417,7 @@ def test_a_named_budget_is_lowered_itself() -> None:
 )
 def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, setting: str) -> None:
     cfg = recipe(optim=OptimConfig(name="adamw_sr"), train=TrainConfig(memory="low", max_steps=1))
-    plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), H200)
+    plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), Fixed(H200))
     assert plan.setup is not None
     ((text, after),) = memory._smaller_batch(plan.setup, cfg)
     assert text == setting
@@ -447,7 +449,7 @@ def test_other_errors_pass_through() -> None:
 
 
 def test_the_comparison_leaves_out_what_the_allocator_does_not_count() -> None:
-    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("0.6B"), packed(), runtime(), H200)
+    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("0.6B"), packed(), runtime(), Fixed(H200))
     assert against_measured(plan, 19.4) == "memory: peak 19.4 GiB measured in the warm-up, 20.4 GiB estimated, +5%"
 
 

@@ -14,7 +14,7 @@ from sftkit.errors import ConfigError
 from sftkit.generation.answer import Sampling
 from sftkit.generation.decode import stream
 from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
-from sftkit.models.structure import attention_windows, count_parameters, positions, train_flops
+from sftkit.models.structure import Work, attention_windows, count_parameters, positions, train_flops
 from sftkit.ops.attention import windows
 from sftkit.runtime.hardware import peak_flops_by_name
 
@@ -92,9 +92,9 @@ def test_model_flops_are_those_that_torch_counts_for_one_document() -> None:
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     # The counter sees the whole square of attention scores, of which we count the causal half, and no norms; beyond
     # that only the outer product of the rotary angles, 0.01 %.
-    counted = train_flops(model, length, length, 2 * length * length) - 6.0 * norms * length
+    counted = train_flops(model, Work(length, length, 2 * length * length)) - 6.0 * norms * length
     assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
-    assert train_flops(model, length, 5, 0) == counted_without(model, length, 5)
+    assert train_flops(model, Work(length, 5, 0)) == counted_without(model, length, 5)
 
 
 def test_learned_positions_are_read_and_not_multiplied_so_they_are_no_flops() -> None:
@@ -107,7 +107,7 @@ def test_learned_positions_are_read_and_not_multiplied_so_they_are_no_flops() ->
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)  # norms and biases
-    counted = train_flops(model, length, length, 2 * length * length) - 6.0 * vectors * length
+    counted = train_flops(model, Work(length, length, 2 * length * length)) - 6.0 * vectors * length
     assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3)
     table = model.transformer.wpe.weight.numel()
     counts = count_parameters(model)

@@ -25,7 +25,7 @@ from sftkit.models.vocabulary import vocabulary_of
 from sftkit.models.weights import load_model_weights, load_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.linear_cross_entropy import linear_nll
+from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
 
 ROWS, MULTIPLE, PADDED = 70, 32, 96
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_without_padding(
         for tensor in inputs:
             tensor.requires_grad_()
         own_bias = inputs[2] if bias else None
-        sums = linear_nll(*inputs[:2], targets, options, bias=own_bias, softcap=softcap, tokens=ROWS if rows else None)
+        sums = linear_nll(inputs[0], Head(inputs[1], own_bias, softcap, ROWS if rows else None), targets, options)
         sums.loss.backward()
         found.append((sums, [tensor.grad for tensor in inputs]))
     (plain, gradients), (padded, with_padding) = found

@@ -23,13 +23,15 @@ from sftkit.config.schema import (
 )
 from sftkit.data.collate import Batch
 from sftkit.data.types import Examples
+from sftkit.engine.engine import Training
 from sftkit.models.causal import CausalLM
-from sftkit.models.kind import Head
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Sums, Totals
+from sftkit.ops.linear_cross_entropy import Head
 from sftkit.tracking.meter import Meter
 from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.parts import Documents
 
 EVERYTHING = LossConfig(z_loss=1e-3, label_smoothing=0.1, token_metrics=True)
 
@@ -108,8 +110,8 @@ def test_another_objective_needs_no_change_elsewhere_and_its_own_divisor_divides
         compile=CompileConfig(enabled=False),
     )
     rt, objective, orig_model = cpu_runtime(), PerDocument(), tiny_llama()
-    batches = lay_out(cfg, rt, make_examples([30, 4, 25, 8, 16, 9]), 32, 0, objective)
-    built = engine_of(cfg, rt, tmp_path, orig_model, objective, batches.layout)
+    batches = lay_out(cfg, rt, Documents(make_examples([30, 4, 25, 8, 16, 9]), 32), objective)
+    built = engine_of(cfg, rt, tmp_path, Training(orig_model, objective, batches.layout))
     built.warm_up(lambda _: None)
     meter = Meter(orig_model, objective, batches, rt)
     (step,) = batches.steps(0, 1)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE
-from sftkit.ops.linear_cross_entropy import LossSums, linear_nll
+from sftkit.ops.linear_cross_entropy import Head, LossSums, RowLoss, linear_nll
 
 GIB = 1 << 30
 OPTIONS = {
@@ -73,7 +73,7 @@ def assert_equal_to_reference(
 ) -> None:
     """Sums to `rtol`, every gradient to `gradient_error` of its norm; no accuracy in bf16, where logits often tie."""
     hidden, head, bias, targets = leaves
-    got = linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap)
+    got = linear_nll(hidden, Head(head, bias, softcap), targets, options)
     exact = reference(hidden, head, targets, options, bias, softcap)
     for name, value, expected in zip(LossSums._fields, got, exact, strict=True):
         if name == "correct" and hidden.dtype == torch.bfloat16:
@@ -96,7 +96,7 @@ def test_loss_and_gradients_equal_autograd_over_full_logits(name: str, chunk: in
 def test_without_bias_and_with_fp32_inputs() -> None:
     hidden, head, _, targets = inputs(dtype=torch.float32)
     options = LossConfig(chunk_tokens=8)
-    got, exact = linear_nll(hidden, head, targets, options), reference(hidden, head, targets, options, None, None)
+    got, exact = linear_nll(hidden, Head(head), targets, options), reference(hidden, head, targets, options, None, None)
     assert {value.dtype for value in got} == {torch.float32}
     torch.testing.assert_close(got.loss.double(), exact.loss, rtol=1e-6, atol=0)
     pairs = zip(gradients(got.loss, hidden, head), gradients(exact.loss, hidden, head), strict=True)
@@ -110,7 +110,7 @@ def test_gradcheck_across_chunks_with_every_option() -> None:
 
     def loss(hidden: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         options = LossConfig(chunk_tokens=3, **settings)
-        return linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap).loss
+        return linear_nll(hidden, Head(head, bias, softcap), targets, options).loss
 
     assert torch.autograd.gradcheck(loss, (hidden, head, bias))
 
@@ -120,9 +120,9 @@ def test_ignored_rows_count_nothing_and_have_zero_gradients(chunk: int) -> None:
     hidden, head, _, targets = inputs()
     ignored = targets == IGNORE
     options = LossConfig(chunk_tokens=chunk, z_loss=0.1, label_smoothing=0.1, token_metrics=True)
-    clean = linear_nll(hidden, head, targets, options)
+    clean = linear_nll(hidden, Head(head), targets, options)
     with torch.no_grad():
-        dirty = linear_nll(hidden.masked_fill(ignored[:, None], torch.nan), head, targets, options)
+        dirty = linear_nll(hidden.masked_fill(ignored[:, None], torch.nan), Head(head), targets, options)
     assert dirty == clean
     (d_hidden,) = gradients(clean.loss, hidden)
     assert ignored.any()
@@ -133,7 +133,7 @@ def test_ignored_rows_count_nothing_and_have_zero_gradients(chunk: int) -> None:
 @pytest.mark.parametrize("settings", [{}, OPTIONS["all"][0]])
 def test_no_rows_or_no_target_at_all_is_zero_not_nan(rows: int, settings: dict[str, float]) -> None:
     hidden, head, bias, targets = inputs(rows=rows, dtype=torch.float32)
-    sums = linear_nll(hidden, head, targets.fill_(IGNORE), LossConfig(chunk_tokens=4, **settings), bias=bias)
+    sums = linear_nll(hidden, Head(head, bias), targets.fill_(IGNORE), LossConfig(chunk_tokens=4, **settings))
     assert [float(value.detach()) for value in sums] == [0.0] * 4
     for gradient in gradients(sums.loss, hidden, head, bias):
         assert torch.equal(gradient, torch.zeros_like(gradient))
@@ -141,13 +141,13 @@ def test_no_rows_or_no_target_at_all_is_zero_not_nan(rows: int, settings: dict[s
 
 def test_accuracy_and_entropy_are_measured_only_when_asked() -> None:
     hidden, head, _, targets = inputs(vocab=6)
-    asked = linear_nll(hidden, head, targets, LossConfig(chunk_tokens=8, token_metrics=True))
+    asked = linear_nll(hidden, Head(head), targets, LossConfig(chunk_tokens=8, token_metrics=True))
     logits, kept = hidden @ head.t(), targets != IGNORE
     assert 0 < asked.correct < kept.sum()
     assert asked.correct == (logits.argmax(1) == targets).sum()
     exact = torch.distributions.Categorical(logits=logits.detach()[kept]).entropy().sum()
     torch.testing.assert_close(asked.entropy, exact, rtol=1e-12, atol=0)
-    plain = linear_nll(hidden, head, targets, LossConfig(chunk_tokens=8))
+    plain = linear_nll(hidden, Head(head), targets, LossConfig(chunk_tokens=8))
     assert (plain.correct, plain.entropy) == (0.0, 0.0)
     assert plain.nll == asked.nll
 
@@ -156,14 +156,14 @@ def test_tied_head_adds_the_gradients_of_embedding_and_head() -> None:
     _, head, _, _ = inputs()
     ids, targets = torch.arange(1, 19), torch.arange(18)
     options = LossConfig(chunk_tokens=5)
-    (got,) = gradients(linear_nll(F.embedding(ids, head).tanh(), head, targets, options).loss, head)
+    (got,) = gradients(linear_nll(F.embedding(ids, head).tanh(), Head(head), targets, options).loss, head)
     (exact,) = gradients(reference(F.embedding(ids, head).tanh(), head, targets, options, None, None).loss, head)
     torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
 
 
 def test_gradients_scale_with_the_incoming_gradient() -> None:
     hidden, head, bias, targets = inputs()
-    loss = linear_nll(hidden, head, targets, LossConfig(chunk_tokens=8), bias=bias).loss
+    loss = linear_nll(hidden, Head(head, bias), targets, LossConfig(chunk_tokens=8)).loss
     once = torch.autograd.grad(loss, (hidden, head, bias), retain_graph=True)
     thrice = torch.autograd.grad(loss * 3, (hidden, head, bias))
     for a, b in zip(once, thrice, strict=True):
@@ -174,7 +174,7 @@ def test_gradients_scale_with_the_incoming_gradient() -> None:
 def test_scaling_does_not_round_the_scale_to_bf16(device: str) -> None:
     hidden, head, _, targets = inputs(dtype=torch.bfloat16, device=device)
     scale = torch.tensor(1 / 3, device=device)  # 0.2 % away from the nearest bf16
-    loss = linear_nll(hidden, head, targets, LossConfig()).loss
+    loss = linear_nll(hidden, Head(head), targets, LossConfig()).loss
     (once,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (scaled,) = torch.autograd.grad(loss * scale, hidden)
     assert torch.equal(scaled, (once.float() * scale).to(torch.bfloat16))
@@ -185,7 +185,7 @@ def test_frozen_inputs_get_no_gradient() -> None:
     hidden, head, bias, targets = inputs()
     for trained in (hidden, head, bias):
         leaves = [t.detach().requires_grad_(t is trained) for t in (hidden, head, bias)]
-        linear_nll(leaves[0], leaves[1], targets, LossConfig(chunk_tokens=8), bias=leaves[2]).loss.backward()
+        linear_nll(leaves[0], Head(leaves[1], leaves[2]), targets, LossConfig(chunk_tokens=8)).loss.backward()
         assert [leaf.grad is not None for leaf in leaves] == [t is trained for t in (hidden, head, bias)]
         (exact,) = gradients(reference(hidden, head, targets, LossConfig(), bias, None).loss, trained)
         (got,) = (leaf.grad for leaf in leaves if leaf.grad is not None)
@@ -210,9 +210,7 @@ def test_logits_of_more_than_a_chunk_never_exist(name: str) -> None:
     hidden, head, bias, targets = inputs(rows=50, vocab=128)
     settings, softcap = OPTIONS[name]
     with Allocations() as seen:
-        linear_nll(
-            hidden, head, targets, LossConfig(chunk_tokens=8, **settings), bias=bias, softcap=softcap
-        ).loss.backward()
+        linear_nll(hidden, Head(head, bias, softcap), targets, LossConfig(chunk_tokens=8, **settings)).loss.backward()
     of_vocabulary_width = [shape[0] for shape in seen.shapes if len(shape) == 2 and shape[1] == 128]
     assert of_vocabulary_width
     assert max(row for row in of_vocabulary_width if row != hidden.shape[1]) <= 8  # head.t() is [width, V]
@@ -221,11 +219,11 @@ def test_logits_of_more_than_a_chunk_never_exist(name: str) -> None:
 def test_without_gradients_the_sums_are_the_same_and_nothing_is_kept() -> None:
     hidden, head, bias, targets = inputs()
     options = LossConfig(chunk_tokens=8, **OPTIONS["all"][0])
-    trained = linear_nll(hidden, head, targets, options, bias=bias, softcap=3.0)
+    trained = linear_nll(hidden, Head(head, bias, 3.0), targets, options)
     assert trained.loss.grad_fn is not None
     with torch.no_grad(), Allocations() as seen:
-        measured = linear_nll(hidden, head, targets, options, bias=bias, softcap=3.0)
-    frozen = linear_nll(hidden.detach(), head.detach(), targets, options, bias=bias.detach(), softcap=3.0)
+        measured = linear_nll(hidden, Head(head, bias, 3.0), targets, options)
+    frozen = linear_nll(hidden.detach(), Head(head.detach(), bias.detach(), 3.0), targets, options)
     assert trained == measured == frozen
     assert all(value.grad_fn is None for value in (*measured, *frozen))
     assert not {hidden.shape, head.shape} & set(seen.shapes)  # neither gradient is ever made
@@ -236,7 +234,7 @@ def test_bf16_is_within_its_rounding_of_the_exact_gradients() -> None:
     # Logits of about 10 are rounded to 1/32, which moves a probability by up to 2 %; sums of many are far closer.
     options = LossConfig(chunk_tokens=64, **OPTIONS["all"][0])
     assert_equal_to_reference(leaves, options, None, rtol=2e-3, gradient_error=0.01)
-    sums = linear_nll(*leaves[:2], leaves[3], options, bias=leaves[2])
+    sums = linear_nll(leaves[0], Head(leaves[1], leaves[2]), leaves[3], options)
     assert {value.dtype for value in sums} == {torch.float32}
     assert {g.dtype for g in torch.autograd.grad(sums.loss, leaves[:3])} == {torch.bfloat16}
 
@@ -246,7 +244,7 @@ def test_the_heads_gradient_is_accumulated_in_fp32_over_many_bf16_chunks() -> No
     hidden = torch.ones(512, 4, dtype=torch.bfloat16)
     head = torch.zeros(16, 4, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(512, dtype=torch.int64)
-    linear_nll(hidden, head, targets, LossConfig(chunk_tokens=1)).loss.backward()
+    linear_nll(hidden, Head(head), targets, LossConfig(chunk_tokens=1)).loss.backward()
     share = torch.full((16, 4), 1 / 16)
     share[0] -= 1.0
     in_bf16 = torch.zeros(16, 4, dtype=torch.bfloat16)
@@ -259,9 +257,9 @@ def test_the_heads_gradient_is_accumulated_in_fp32_over_many_bf16_chunks() -> No
 
 def test_autocast_changes_nothing() -> None:
     hidden, head, bias, targets = inputs(dtype=torch.float32)
-    plain = linear_nll(hidden, head, targets, LossConfig(), bias=bias)
+    plain = linear_nll(hidden, Head(head, bias), targets, LossConfig())
     with torch.autocast("cpu", torch.bfloat16):
-        cast = linear_nll(hidden, head, targets, LossConfig(), bias=bias)
+        cast = linear_nll(hidden, Head(head, bias), targets, LossConfig())
     assert plain == cast
     assert [g.dtype for g in torch.autograd.grad(cast.loss, (hidden, head))] == [torch.float32] * 2
 
@@ -276,7 +274,7 @@ def test_a_compiled_caller_keeps_the_loss_out_of_its_graph() -> None:
         return graph.forward
 
     compiled = torch.compile(
-        lambda h: linear_nll(h * 2, head, targets, LossConfig(chunk_tokens=8)).loss, backend=backend
+        lambda h: linear_nll(h * 2, Head(head), targets, LossConfig(chunk_tokens=8)).loss, backend=backend
     )
     compiled(hidden).backward()
     (exact,) = gradients(reference(hidden * 2, head, targets, LossConfig(), None, None).loss, hidden)
@@ -306,7 +304,7 @@ def test_on_cuda_rows_past_2_to_the_31_elements_are_addressed() -> None:
     logits[-1, 7] = 20.0
     targets = torch.full((rows,), 7, device="cuda")
     sums = torch.zeros(4, rows, device="cuda")
-    cross_entropy_(logits, targets, sums, LossConfig(), None, gradients=True)
+    cross_entropy_(logits, targets, sums, RowLoss(LossConfig(), None), gradients=True)
     exact = torch.logsumexp(torch.tensor([20.0] + [0.0] * (vocab - 1), dtype=torch.float64), 0) - 20.0
     assert float(sums[1, -1]) == pytest.approx(float(exact), rel=1e-3, abs=1e-5)
     assert float(sums[1, 0]) == pytest.approx(17 * 0.6931471805599453, rel=1e-6)
@@ -317,11 +315,11 @@ def test_on_cuda_rows_past_2_to_the_31_elements_are_addressed() -> None:
 def test_on_cuda_peak_memory_is_one_chunk_of_logits_and_the_heads_gradient() -> None:
     hidden, head, _, targets = inputs(rows=16384, width=1024, vocab=151936, dtype=torch.bfloat16, device="cuda")
     options = LossConfig(chunk_tokens=4096)
-    linear_nll(hidden[:256], head, targets[:256], options).loss.backward()  # kernels and cuBLAS workspaces
+    linear_nll(hidden[:256], Head(head), targets[:256], options).loss.backward()  # kernels and cuBLAS workspaces
     head.grad = hidden.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    linear_nll(hidden, head, targets, options).loss.backward()
+    linear_nll(hidden, Head(head), targets, options).loss.backward()
     returned = sum(t.grad.numel() * t.grad.element_size() for t in (hidden, head))
     assert torch.cuda.max_memory_allocated() - before - returned < 2 * GIB
 
@@ -331,10 +329,10 @@ def test_on_cuda_there_is_no_host_sync() -> None:
     hidden, head, bias, targets = inputs(rows=300, vocab=1000, dtype=torch.bfloat16, device="cuda")
     settings, softcap = OPTIONS["all"]
     options = LossConfig(chunk_tokens=128, **settings)
-    linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap).loss.backward()
+    linear_nll(hidden, Head(head, bias, softcap), targets, options).loss.backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        linear_nll(hidden, head, targets, options, bias=bias, softcap=softcap).loss.backward()
+        linear_nll(hidden, Head(head, bias, softcap), targets, options).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -344,6 +342,6 @@ def test_on_cuda_the_result_is_the_same_every_time() -> None:
     hidden, head, _, targets = inputs(rows=700, width=256, vocab=32000, dtype=torch.bfloat16, device="cuda")
     runs = []
     for _ in range(3):
-        sums = linear_nll(hidden, head, targets, LossConfig(chunk_tokens=256))
+        sums = linear_nll(hidden, Head(head), targets, LossConfig(chunk_tokens=256))
         runs.append([sums.nll, *torch.autograd.grad(sums.loss, (hidden, head))])
     assert all(torch.equal(a, b) for one, two in pairwise(runs) for a, b in zip(one, two, strict=True))

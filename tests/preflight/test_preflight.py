@@ -108,9 +108,8 @@ class Prepared:
 
     def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
-        return preflight.look(
-            self.cfg, self.tokenizer, self.examples, self.validation, self.layout, epoch, *args, **kwargs
-        )
+        data = preflight.DataOfRun(self.examples, self.validation, self.layout, epoch)
+        return preflight.look(self.cfg, self.tokenizer, data, *args, **kwargs)
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
@@ -408,7 +407,7 @@ def test_memory_without_weights_is_that_of_the_loaded_model(
     plan = prepare.memory_plan(cfg, shell, prepared.layout, 0.5, Topology())
     assert plan is not None
     assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
-    found = prepared.look(shell, plan)
+    found = prepared.look(preflight.PlannedModel(shell, plan))
     assert found["memory"]["fits"] is False
     assert sum(found["memory"]["parts_gib"].values()) == pytest.approx(found["memory"]["estimated_gib"])
     assert any("the GPU has 0.5 GiB" in w for w in found["warnings"])
@@ -423,7 +422,9 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
     shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+    found = prepared.look(
+        preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+    )
     assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
     assert any("checkpoint.every=null" in w for w in found["warnings"])
 
@@ -435,7 +436,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
     missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
     assert prepare.shell_model(missing.model, tokenizer, "bf16") is None
     assert "./no/model: no such folder" in caplog.text
-    assert prepared.look(None, None)["memory"] is None
+    assert prepared.look(preflight.PlannedModel(None, None))["memory"] is None
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -447,7 +448,9 @@ def record(prepared: Prepared, run_dir: Path) -> None:
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(prepared.examples, prepared.layout, 0, 0, 0)
-    preflight.record(run_dir, cfg, rt, prepared.tokenizer, batches, prepared.validation, orig_model, plan)
+    data, model = preflight.data_of_run(batches, prepared.validation), preflight.PlannedModel(orig_model, plan)
+    found = preflight.look(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
+    preflight.record(run_dir, rt, found)
 
 
 def test_training_writes_preflight_json_and_a_calm_table(
@@ -475,7 +478,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     prepared.layout = make_layout(prepared.cfg.data, 2048, prepared.cfg.train, 1, prepared.examples.lengths)
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()
-    preflight.look(prepared.cfg, tokenizer, prepared.examples, {}, prepared.layout, epoch)
+    preflight.look(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))
     seconds = time.process_time() - started
     print(f"{seconds:.2f} s")
     assert seconds < 2.0
@@ -781,7 +784,9 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     assert len(prepared.examples) == 10_000
     started = time.perf_counter()
     shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
-    found = prepared.look(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+    found = prepared.look(
+        preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+    )
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:
         inspection.show(VisibleConsole(file=nowhere), found, samples)

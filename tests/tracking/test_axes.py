@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers import tiny_llama
 
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import Work, train_flops
 from sftkit.tracking.progress import PROGRESS, Progress, progress_of
 
 
@@ -14,7 +14,7 @@ def test_progress_adds_up_over_windows_and_through_a_checkpoint() -> None:
     resumed = progress_of({"step": 7, "tokens": 150, PROGRESS: done.state()})
     assert resumed == done
     assert resumed.axes(model, counts_attention=True) == {
-        "train/tokens": 150, "train/flops": train_flops(model, 150, 60, 1300), "train/seconds": 3.0
+        "train/tokens": 150, "train/flops": train_flops(model, Work(150, 60, 1300)), "train/seconds": 3.0
     }  # fmt: skip
 
 

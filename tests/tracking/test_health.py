@@ -16,7 +16,7 @@ from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimCon
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.step import exchange, optimizer_step
 from sftkit.errors import NonFiniteError
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import Work, train_flops
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
@@ -24,7 +24,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.health import Health, LateFlags
+from sftkit.tracking.health import Health, LateFlags, Reports
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
@@ -52,7 +52,7 @@ def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatch
     batches = some_batches()
     rt = cpu_runtime()
     tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {}).open()
-    health = Health(numerics, rt, RunStatus(folder, 0, 1), batches, tracker, OBJECTIVE)
+    health = Health(numerics, rt, batches, OBJECTIVE, Reports(tracker, RunStatus(folder, 0, 1)))
     return health, next(iter(batches.steps(0, 1)))
 
 
@@ -250,7 +250,7 @@ def test_model_flops_count_what_the_windows_of_packed_documents_let_through() ->
     values = meter.read()
     tokens, targets = (sum(getattr(step, name) for step in steps) for name in ("num_tokens", "num_targets"))
     flops = values["perf/mfu"] * 1e9 * tokens / values["perf/tok_per_sec"]
-    assert flops == pytest.approx(train_flops(model, tokens, targets, 0) + 12 * 4 * 8 * pairs, rel=1e-9)
+    assert flops == pytest.approx(train_flops(model, Work(tokens, targets, 0)) + 12 * 4 * 8 * pairs, rel=1e-9)
 
 
 def test_the_mfu_of_a_model_with_layers_of_a_kind_that_is_not_counted_is_unknown(monkeypatch) -> None:

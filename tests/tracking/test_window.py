@@ -82,7 +82,7 @@ def test_on_another_number_of_ranks_the_wait_is_that_of_the_rank_that_waited_mos
     waits = [10.0, *[20.0] * 7]
     window |= {"seconds": 100.0, "by_rank": [[*own[:-1], waited] for waited in waits]}
     back, _ = meter_of()
-    assert back.go_on(window, same_ranks)
+    assert back.go_on(window, same_ranks=same_ranks)
     assert back.read()["perf/data_wait_pct"] == pytest.approx(percent, rel=0.01)
 
 

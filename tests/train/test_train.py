@@ -27,15 +27,17 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.loader import Batches
+from sftkit.engine.engine import Training
 from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
 from sftkit.evals.validation import validate
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import engine_of
-from sftkit.train.loop import evaluates_first, train
+from sftkit.train.loop import Bookkeeping, evaluates_first, train
 from sftkit.train.summary import Trained
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -95,7 +97,7 @@ def run(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
-    engine = engine_of(cfg, rt, folder, orig_model, NextToken(loss), layout)
+    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout))
     if disturb:
         other = Batches(examples, make_layout_of(kind, examples.lengths, row_length=48), seed=0, rank=0, pad_id=0)
         declared = batches.steps
@@ -105,16 +107,15 @@ def run(
         if not evaluates:
             return {}, []
         values = validate(engine.model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
-        answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], stop_ids=[2], max_new_tokens=3, batch_size=2)
+        answers = generate(orig_model, tokenizer, Prompts([[5, 6, 7], [8]], [2], 3), Batching(2))
         pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
         score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
         return values, [{"answer": answer.text} for answer in answers]
 
     with closing(engine), Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
-            cfg, rt, engine, batches,
-            evaluate=evaluate, checkpoints=NoCheckpoints(folder), tracker=tracker, resumed={"step": from_step},
-        )  # fmt: skip
+            cfg, rt, engine, batches, Bookkeeping(evaluate, NoCheckpoints(folder), tracker, {"step": from_step})
+        )
 
 
 def proof_rows(folder: Path) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,8 @@ import logging
 import pickle
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +51,39 @@ from sftkit.runtime.start import Runtime, seed_everything
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds of a run that trains, besides numbers."""
+
+    orig_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What a run is made from: checkpoints hold it, and a resume compares it."""
+
+    recipe: str
+    "resolved, as YAML"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
+
+
 class Checkpoints:
     """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: CheckpointConfig,
-        rt: Runtime,
-        orig_model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        optimizer: Optimizer,
-        recipe: str,
-        identity: dict[str, Any] | None = None,
+        self, run_dir: Path, config: CheckpointConfig, rt: Runtime, state: TrainState, setup: RunSetup
     ) -> None:
-        """
-        Args:
-            recipe: the resolved recipe as YAML.
-            identity: what model, tokenizer and data this run trains on, as nested JSON values; a checkpoint of another
-                identity is not resumed.
-        """
-        self.run_dir, self.config, self.rt, self.recipe = run_dir, config, rt, recipe
-        self.orig_model, self.tokenizer, self.optimizer = orig_model, tokenizer, optimizer
-        self.identity = identity or {}
+        """Keep what is saved; nothing is read or written yet."""
+        self.run_dir, self.config, self.rt = run_dir, config, rt
+        self.orig_model, self.tokenizer, self.optimizer = state.orig_model, state.tokenizer, state.optimizer
+        self.recipe, self.identity = setup.recipe, setup.identity
         self.resumed_from: Path | None = None
         self.passed_over: Sequence[str] = ()
         "why newer checkpoints were not resumed"
-        self._writer = Writer(run_dir, config, rt, orig_model)
+        self._writer = Writer(run_dir, config, rt, state.orig_model)
         self._block_seconds: float | None = None
         self._small_files: dict[str, bytes] = {}
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch._dynamo
@@ -179,14 +179,23 @@ def undo_compile(model: torch.nn.Module) -> None:
     torch._dynamo.reset()
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that build their graphs together."""
+
+    any_rank: Callable[[bool], bool]
+    "returns whether the flag is set on any rank, so that all fall back together"
+    sharded: bool = False
+    """they wait for each other in forward and backward, so a small function first finds out whether all can compile, and
+    an error of one rank after that ends the run"""
+
+
 def warm_up(
     model: torch.nn.Module,
     run_shape: Callable[[int, int], None],
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
-    any_rank: Callable[[bool], bool],
-    *,
-    sharded: bool = False,
+    ranks: Ranks,
 ) -> bool:
     """Build every graph: a forward and backward pass of each declared shape.
 
@@ -195,9 +204,6 @@ def warm_up(
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         shapes: (rows, row length) of each.
-        any_rank: returns whether the flag is set on any rank, so that all fall back together.
-        sharded: ranks wait for each other inside run_shape, so a small function first finds out whether all can
-            compile, and an error of one rank after that ends the run.
 
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
@@ -209,8 +215,8 @@ def warm_up(
             run_shape(*shapes[-1])
         model.zero_grad(set_to_none=True)
         return False
-    error: Exception | None = _compiler_problem(compile) if sharded else None
-    if sharded and any_rank(error is not None):
+    error: Exception | None = _compiler_problem(compile) if ranks.sharded else None
+    if ranks.sharded and ranks.any_rank(error is not None):
         return _fall_back(model, compile, error)
     # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
     with torch.random.fork_rng(devices=devices):
@@ -222,11 +228,11 @@ def warm_up(
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:
-            if sharded:
+            if ranks.sharded:
                 raise
             error = caught
     model.zero_grad(set_to_none=True)
-    if not any_rank(error is not None):
+    if not ranks.any_rank(error is not None):
         return True
     if error is not None:
         # An error that eager execution has too is not the compiler's fault: it is raised from here.

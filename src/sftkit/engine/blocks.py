@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import compile_model, step_contract, warm_up
+from sftkit.compile.contract import Ranks, compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
@@ -34,7 +34,7 @@ from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
@@ -91,7 +91,7 @@ def build(
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
             layers = measured_layers(cfg, orig_model, objective, layout, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
-        plan = make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
+        plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
         planned(plan)
         # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
         # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
@@ -164,9 +164,8 @@ class Blocks:
         key = compile_cache.key(cfg, orig_model, layout, rt)
         with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                self.compiled = warm_up(
-                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
-                )
+                ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
+                self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(self.compiled)

@@ -9,41 +9,33 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import EvalConfig
 from sftkit.data import chat
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.evals.results import Evaluated, Result, interval, record
 from sftkit.evals.task import Question
-from sftkit.generation.answer import Answer
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.runtime.start import Runtime
 
 NAME = "captions"
 
 
-def describe(
+def prompts_of(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     examples: Examples,
     count: int,
     max_new_tokens: int,
-    batch_size: int,
-    rt: Runtime | None = None,
-    *,
-    replay: bool | None = None,
-) -> list[Answer]:
-    """Write a text for the encoder's input of each of the first `count` documents: greedily, without first token and
-    end. With a runtime every rank calls it and has all of them; see generation.decode."""
+) -> Prompts:
+    """Return what asks for a text to the encoder's input of each of the first `count` documents: its first token, which
+    no answer has."""
     assert examples.encoder_inputs is not None
-    return generate(
-        orig_model,
-        tokenizer,
+    return Prompts(
         [[orig_model.generation_config.decoder_start_token_id]] * count,
-        stop_ids=chat.end_of_turn_ids(tokenizer),
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
+        chat.end_of_turn_ids(tokenizer),
+        max_new_tokens,
         encoder_inputs=EncoderInputs(examples.encoder_inputs.arrays, examples.encoder_inputs.index[:count]),
-        rt=rt,
-        replay=replay,
     )
 
 
@@ -51,24 +43,26 @@ def evaluate(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sources: Mapping[str, Examples],
+    config: EvalConfig,
     rt: Runtime,
-    *,
-    max_examples: int | None,
-    samples: int,
-    max_new_tokens: int,
-    batch_size: int,
 ) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """Return (exact_match with every text, and token_f1, over the first `max_examples` documents of each source; the
-    first `samples` texts); every rank calls it.
+    """Return (exact_match with every text, and token_f1, over the first config.max_examples documents of each source;
+    the first config.samples texts); every rank calls it.
 
     exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
     the reference's tokens that the other has as well, as often; its mean over documents.
+
+    Args:
+        config: with max_new_tokens.
     """
+    most = config.max_new_tokens
+    assert most is not None
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
-        count = min(max_examples or len(examples), len(examples))
-        found = describe(orig_model, tokenizer, examples, count, max_new_tokens, batch_size, rt)
+        count = min(config.max_examples or len(examples), len(examples))
+        prompts = prompts_of(orig_model, tokenizer, examples, count, most)
+        found = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
         for document, answer in enumerate(found):
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
@@ -76,11 +70,11 @@ def evaluate(
             for metric, value in mark.items():
                 marks[metric].append(value)
             given, said = examples.given[document], str(tokenizer.decode(reference, skip_special_tokens=True))
-            asked = Question(f"{name}-{document}", given, max_new_tokens, target=said, source={"source": name})
+            asked = Question(f"{name}-{document}", given, most, target=said, source={"source": name})
             records.append(record(asked, answer, {**mark}))
-            if len(shown) < samples:
+            if len(shown) < config.samples:
                 shown.append({"prompt": given, "reference": said, "answer": answer.text, "stop": answer.stop})
-    settings = {"backend": "sftkit", "max_examples": max_examples, "max_new_tokens": max_new_tokens}
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": most}
     exact, shared = (_result(metric, values, settings) for metric, values in marks.items())
     return [Evaluated(exact, records), Evaluated(shared, [])], shown
 

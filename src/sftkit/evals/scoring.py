@@ -19,11 +19,21 @@ from sftkit.data.template import render, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.generation.batching import MOST_POSITIONS, PromptBatch, gathered, plan, shared_prefixes, turns
+from sftkit.generation.batching import (
+    ALONE,
+    MOST_POSITIONS,
+    Batching,
+    Limits,
+    PromptBatch,
+    RowSize,
+    gathered,
+    plan,
+    shared_prefixes,
+    turns,
+)
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
-from sftkit.runtime.start import Runtime
 
 MOST_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."
@@ -171,32 +181,26 @@ def score(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Choices],
-    *,
-    batch_size: int = 64,
-    rt: Runtime | None = None,
+    batching: Batching = ALONE,
     encoded: Sequence[Sequence[Pair]] | None = None,
 ) -> list[Likelihoods]:
     """Return the log-likelihoods of the continuations of each example; every rank calls it and has all of them.
 
     Inputs are padded on the right, where causal attention does not see it. The text that the examples of a group begin
-    with is computed once. Batches follow from the examples and `batch_size` alone, not from the number of ranks.
+    with is computed once. Batches follow from the examples and their size alone, not from the number of ranks.
 
     Args:
         encoded: what `encode_continuation` returned for the examples, if it was called before.
     """
+    rt = batching.rt
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
     rows, owners = _rows_of(encoded, max_length(orig_model, tokenizer))
     groups = ["" if mixes_tokens(orig_model) else examples[i].group for i in owners]
     prefixes = shared_prefixes([row.ids for row in rows], [len(row.ids) - row.targets for row in rows], groups)
-    batches = plan(
-        [len(row.ids) - len(prefix) for row, prefix in zip(rows, prefixes, strict=True)],
-        prefixes,
-        batch_size,
-        targets=[row.targets for row in rows],
-        most_positions=MOST_POSITIONS,
-        most_targets=MOST_TARGETS,
-        most_cached=most_cached(orig_model),
-    )
+    sizes = [
+        RowSize(len(row.ids) - len(prefix), prefix, row.targets) for row, prefix in zip(rows, prefixes, strict=True)
+    ]
+    batches = plan(sizes, Limits(batching.batch_size, MOST_POSITIONS, MOST_TARGETS, most_cached(orig_model)))
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}

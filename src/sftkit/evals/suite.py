@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,8 @@ from sftkit.evals.results import Evaluated
 from sftkit.evals.task import Choices, Likelihoods, Marks, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
-from sftkit.generation.decode import generate
+from sftkit.generation.batching import Batching
+from sftkit.generation.decode import Prompts, generate
 from sftkit.models.kinds import check_causal
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import let_go
@@ -180,16 +181,8 @@ class Suite:
         if not encoded or self.layout is None:
             return [], []
         with working("describing what is held out"):
-            found, written = captions.evaluate(
-                self.orig_model,
-                self.tokenizer,
-                encoded,
-                self.rt,
-                max_examples=self.config.max_examples,
-                samples=self.config.samples,
-                max_new_tokens=self.config.max_new_tokens or self.layout.max_length,
-                batch_size=self.config.batch_size,
-            )
+            config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
+            found, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return [results.with_settings(one, self.about) for one in found], written
 
     @cached_property
@@ -222,6 +215,11 @@ class Suite:
         """Return the most tokens that the model reads at once."""
         return scoring.max_length(self.orig_model, self.tokenizer)
 
+    @property
+    def _batching(self) -> Batching:
+        """Return how prompts are read together: by all ranks."""
+        return Batching(self.config.batch_size, self.rt)
+
     def _write(self, folder: Path, found: list[Evaluated]) -> None:
         """Write the examples; a full disk costs the details, not the run."""
         try:
@@ -246,14 +244,7 @@ class Suite:
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
             cut = scoring.cut_examples(encoded, self._longest)
-            given = scoring.score(
-                self.orig_model,
-                self.tokenizer,
-                task.examples,
-                batch_size=self.config.batch_size,
-                rt=self.rt,
-                encoded=encoded,
-            )
+            given = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
         else:
             most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(most)
@@ -292,17 +283,9 @@ class Suite:
         its answer loses its beginning."""
         room = [self._longest - n for n in most]
         assert all(n > 0 for n in room), "check_room has seen to it"
-        return generate(
-            self.orig_model,
-            self.tokenizer,
-            [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)],
-            stop_ids=chat.end_of_turn_ids(self.tokenizer),
-            max_new_tokens=most,
-            batch_size=self.config.batch_size,
-            stop_texts=stop_texts,
-            groups=groups,
-            rt=self.rt,
-        )
+        cut = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
+        asked = Prompts(cut, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
+        return generate(self.orig_model, self.tokenizer, asked, self._batching)
 
     def samples(self) -> list[dict[str, Any]]:
         """Return prompt, reference and answer of each sample row, and why the answer ended."""

@@ -22,6 +22,43 @@ Prefix = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Batching:
+    """How rows are read together, and by whom."""
+
+    batch_size: int = 64
+    "the most rows of a batch; fewer where memory asks for it"
+    rt: Runtime | None = None
+    "whose ranks share the batches and all get the results; None: this process reads all"
+
+
+ALONE = Batching()
+
+
+class RowSize(NamedTuple):
+    """What a row takes of a batch."""
+
+    length: int
+    "tokens after its prefix"
+    prefix: Prefix = ()
+    targets: int = 0
+    "positions that have logits"
+    new_tokens: int = 0
+    "what is written after it, at most"
+
+
+class Limits(NamedTuple):
+    """The most that a batch holds; None: no limit."""
+
+    rows: int
+    positions: int | None = None
+    "read at once, padding included; a row that exceeds them is alone"
+    targets: int | None = None
+    "those of all rows; a row that exceeds them is alone"
+    cached: int | None = None
+    "whose keys and values are kept: prefix, padded rows and what is written"
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """Rows that go through the model together."""
 
@@ -69,56 +106,39 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def plan(
-    lengths: Sequence[int],
-    prefixes: Sequence[Prefix],
-    batch_size: int,
-    *,
-    targets: Sequence[int] | None = None,
-    new_tokens: Sequence[int] | None = None,
-    most_positions: int | None = None,
-    most_targets: int | None = None,
-    most_cached: int | None = None,
-) -> list[PromptBatch]:
+def plan(sizes: Sequence[RowSize], limits: Limits) -> list[PromptBatch]:
     """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
-    batch that does not fit in memory fails early.
-
-    Args:
-        lengths: tokens of each row after its prefix. targets: positions of each row that have logits.
-        new_tokens: what is written after each row, at most.
-        most_positions, most_targets: limits of what a batch reads at once, padding included; a row that exceeds them is
-            alone.
-        most_cached: limit of the positions whose keys and values are kept: prefix, padded rows and what is written.
-    """
+    batch that does not fit in memory fails early."""
     order: dict[Prefix, int] = {}
-    for prefix in prefixes:
-        order.setdefault(prefix, len(order))
-    queue = sorted(range(len(lengths)), key=lambda i: (order[prefixes[i]], -lengths[i], i))
+    for size in sizes:
+        order.setdefault(size.prefix, len(order))
+    queue = sorted(range(len(sizes)), key=lambda i: (order[sizes[i].prefix], -sizes[i].length, i))
     batches: list[PromptBatch] = []
     rows: list[int] = []
     for i in queue:
-        together = [*rows, i]
-        too_many = (
-            len(together) > batch_size
-            or (most_positions is not None and len(together) * lengths[together[0]] > most_positions)
-            or (targets is not None and most_targets is not None and sum(targets[j] for j in together) > most_targets)
-            or (most_cached is not None and _cached(together, lengths, prefixes, new_tokens) > most_cached)
-        )
-        if rows and (too_many or prefixes[rows[0]] != prefixes[i]):
-            batches.append(PromptBatch(tuple(rows), prefixes[rows[0]]))
+        too_many = not _fit([sizes[j] for j in (*rows, i)], limits)
+        if rows and (too_many or sizes[rows[0]].prefix != sizes[i].prefix):
+            batches.append(PromptBatch(tuple(rows), sizes[rows[0]].prefix))
             rows = []
         rows.append(i)
-    return [*batches, PromptBatch(tuple(rows), prefixes[rows[0]])] if rows else batches
+    return [*batches, PromptBatch(tuple(rows), sizes[rows[0]].prefix)] if rows else batches
 
 
-def _cached(
-    rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefix], new_tokens: Sequence[int] | None
-) -> int:
+def _fit(rows: Sequence[RowSize], limits: Limits) -> bool:
+    """Return whether these rows, the longest first, may be one batch."""
+    return (
+        len(rows) <= limits.rows
+        and (limits.positions is None or len(rows) * rows[0].length <= limits.positions)
+        and (limits.targets is None or sum(row.targets for row in rows) <= limits.targets)
+        and (limits.cached is None or _cached(rows) <= limits.cached)
+    )
+
+
+def _cached(rows: Sequence[RowSize]) -> int:
     """Return the positions in the cache of these rows (the longest first), prefix and padding
     included; 0 if nothing is cached."""
-    prefix = len(prefixes[rows[0]])
-    new = max(new_tokens[i] for i in rows) if new_tokens is not None else 0
-    return len(rows) * (prefix + lengths[rows[0]] + new) if prefix or new else 0
+    prefix, new = len(rows[0].prefix), max(row.new_tokens for row in rows)
+    return len(rows) * (prefix + rows[0].length + new) if prefix or new else 0
 
 
 def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any
 
@@ -14,7 +15,17 @@ from sftkit.data import chat
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
-from sftkit.generation.batching import MOST_POSITIONS, PromptBatch, gathered, plan, shared_prefixes, turns
+from sftkit.generation.batching import (
+    MOST_POSITIONS,
+    Batching,
+    Limits,
+    PromptBatch,
+    RowSize,
+    gathered,
+    plan,
+    shared_prefixes,
+    turns,
+)
 from sftkit.generation.kv_cache import SharedPrefix, most_cached, plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_refusal
@@ -24,18 +35,30 @@ from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """What a model is asked, and what ends its answers."""
+
+    ids: Sequence[Sequence[int]]
+    "tokens of each"
+    stop_ids: Sequence[int]
+    "tokens that end an answer"
+    max_new_tokens: int | Sequence[int]
+    "for all prompts, or one number for each"
+    stop_texts: Sequence[Sequence[str]] | None = None
+    "texts of each prompt that end its answer and are cut off"
+    groups: Sequence[str] | None = None
+    'names of groups of prompts that begin alike; "" is no group'
+    encoder_inputs: EncoderInputs | None = None
+    "for models with an encoder, its input for each prompt; encoded once, before the prompt is read"
+
+
 def generate(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
+    batching: Batching,
     *,
-    stop_ids: Sequence[int],
-    max_new_tokens: int | Sequence[int],
-    batch_size: int,
-    stop_texts: Sequence[Sequence[str]] | None = None,
-    groups: Sequence[str] | None = None,
-    encoder_inputs: EncoderInputs | None = None,
-    rt: Runtime | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
     """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
@@ -45,28 +68,24 @@ def generate(
     ranks; if the model is sharded, all ranks run equally many passes.
 
     Args:
-        prompts: token ids of each.
-        stop_ids: tokens that end an answer.
-        max_new_tokens: for all prompts, or one number for each.
-        batch_size: the most rows of a batch; fewer if the keys and values of prompts and answers would take more than
+        batching: batches are smaller if the keys and values of prompts and answers would take more than
             `kv_cache.MOST_BYTES`, or the prompts more than `batching.MOST_POSITIONS`.
-        stop_texts: texts of each prompt that end its answer and are cut off.
-        groups: names of groups of prompts that begin alike; "" is no group.
-        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is read.
         replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (static_step.py); None: where that is faster.
 
     Raises:
         Stopped: a stop was requested; checked between batches.
         ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
+    rt = batching.rt
     reason = _no_replay(orig_model, rt)
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # one limit and one tuple of stop texts for each prompt
-    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    stops = [tuple(texts) for texts in stop_texts] if stop_texts is not None else [()] * len(prompts)
-    ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-    batches = _batches(orig_model, ids, groups, most, batch_size)
+    count, most = len(prompts.ids), prompts.max_new_tokens
+    most = [most] * count if isinstance(most, int) else list(most)
+    stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
+    ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
+    batches = _batches(orig_model, ids, prompts.groups, most, batching.batch_size)
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
@@ -74,17 +93,15 @@ def generate(
     with plain_forward(orig_model):
         for batch, new_prefix in turns(batches, rt):
             prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
-            rows = [DecodedSequence(i, most[i], stops[i]) for i in batch.rows] if batch else []
-            inputs = _inputs(encoder_inputs, rows, orig_model.device)
+            rows = [DecodedSequence(i, ids[i], most[i], stops[i]) for i in batch.rows] if batch else []
+            inputs = _inputs(prompts.encoder_inputs, rows, orig_model.device)
             continuation = kind.continuation(orig_model, inputs) if rows else Continuation(orig_model, {})
             steps = max((row.most for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
-            decoding = Decoding(
-                orig_model, continuation, rows, [ids[row.index] for row in rows], prefix, replay=replayed
-            )
+            decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
             while decoding.goes_on(together):
                 for row, token in decoding.step():
-                    row.take(token, stop_ids, tokenizer)
+                    row.take(token, prompts.stop_ids, tokenizer)
             found |= {row.index: row.answer(tokenizer) for row in rows}
     return gathered(found, rt)
 
@@ -97,14 +114,11 @@ def _batches(
     may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
     names = list(groups) if groups is not None and may_share else [""] * len(ids)
     prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
-    return plan(
-        [len(i) - len(prefix) for i, prefix in zip(ids, prefixes, strict=True)],
-        prefixes,
-        batch_size,
-        new_tokens=most,
-        most_positions=MOST_POSITIONS,
-        most_cached=most_cached(orig_model),
-    )
+    sizes = [
+        RowSize(len(prompt) - len(prefix), prefix, new_tokens=new)
+        for prompt, prefix, new in zip(ids, prefixes, most, strict=True)
+    ]
+    return plan(sizes, Limits(batch_size, positions=MOST_POSITIONS, cached=most_cached(orig_model)))
 
 
 def _inputs(

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from sftkit.generation.answer import Answer
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass
-from sftkit.generation.static_step import StaticStep
+from sftkit.generation.static_step import DecodingState, StaticStep
 from sftkit.models.kind import Continuation
 from sftkit.runtime.start import Runtime
 
@@ -27,6 +27,8 @@ class DecodedSequence:
     """A prompt that is being answered."""
 
     index: int
+    prompt: np.ndarray
+    "int64 [T], its tokens"
     most: int
     "tokens of its answer at most"
     stop_texts: tuple[str, ...]
@@ -75,11 +77,11 @@ class Decoding:
         orig_model: PreTrainedModel,
         continuation: Continuation,
         rows: list[DecodedSequence],
-        prompts: Sequence[np.ndarray],
         prefix: SharedPrefix,
         *,
         replay: bool,
     ) -> None:
+        """Begin with prompts whose first tokens, those of the prefix, have been read."""
         self.rows = rows
         self._orig_model, self._continuation, self._replay = orig_model, continuation, replay
         self._static: StaticStep | None = None
@@ -88,12 +90,12 @@ class Decoding:
         # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
         # padding.
         skip, device = len(prefix.ids), orig_model.device
-        width, most = max(map(len, prompts)) - skip, max(row.most for row in rows)
+        width, most = max(len(row.prompt) for row in rows) - skip, max(row.most for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
         mask = np.ones((len(rows), skip + width + most), dtype=np.int64)
-        for i, prompt in enumerate(prompts):
-            pad = width - (len(prompt) - skip)
-            ids[i, pad:] = prompt[skip:]
+        for i, row in enumerate(rows):
+            pad = width - (len(row.prompt) - skip)
+            ids[i, pad:] = row.prompt[skip:]
             mask[i, skip : skip + pad] = 0
         self._next = torch.from_numpy(ids).to(device)
         self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
@@ -137,15 +139,8 @@ class Decoding:
     def _replayed(self) -> torch.Tensor:
         """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""
         if self._static is None:
-            self._static = StaticStep(
-                self._orig_model,
-                self._continuation,
-                self._cache,
-                self._next,
-                self._mask,
-                self._positions,
-                self._seen,
-            )
+            state = DecodingState(self._cache, self._next, self._mask, self._positions, self._seen)
+            self._static = StaticStep(self._orig_model, self._continuation, state)
         self._seen += 1
         return self._static()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -55,25 +56,26 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class DecodingState(NamedTuple):
+    """Where the sequences of a batch are: what has been read of them, and what comes next."""
+
+    cache: Cache
+    "keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all"
+    tokens: torch.Tensor
+    "int64 [B, 1], those at position `seen`"
+    mask: torch.Tensor
+    "int64 [B, N], 0 at padding"
+    positions: torch.Tensor
+    "int64 [B, N]"
+    seen: int
+
+
 class StaticStep:
     """The next token of every sequence, with memory of a fixed size for keys and values."""
 
-    def __init__(
-        self,
-        orig_model: PreTrainedModel,
-        continuation: Continuation,
-        cache: Cache,
-        tokens: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        seen: int,
-    ) -> None:
-        """
-        Args:
-            cache: keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all.
-            tokens: int64 [B, 1], those at position `seen`.
-            mask: int64 [B, N], 0 at padding; positions: int64 [B, N].
-        """
+    def __init__(self, orig_model: PreTrainedModel, continuation: Continuation, state: DecodingState) -> None:
+        """Copy the tokens, and write the next keys and values into the cache from now on."""
+        cache, tokens, mask, positions, seen = state
         # the attention that reads the whole memory up to `at`; in use only inside `implementation`
         AttentionInterface.register(NAME, attend_cached)
         self._orig_model, self._continuation = orig_model, continuation

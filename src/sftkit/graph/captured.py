@@ -27,7 +27,7 @@ OnRecompile = Literal["error", "warn", "eager"]
 class CapturedModel(torch.nn.Module):
     """Sums of a batch by the graph of its shape. A shape without one runs eagerly, but inside `contract` as that says."""
 
-    def __init__(self, model: ModelWithLoss, passes: Sequence[str], saves_memory: bool = False) -> None:
+    def __init__(self, model: ModelWithLoss, passes: Sequence[str], *, saves_memory: bool = False) -> None:
         """
         Args:
             passes: names of graph.passes, in order.
@@ -63,6 +63,7 @@ class CapturedModel(torch.nn.Module):
 
     @property
     def num_graphs(self) -> int:
+        """Return how many shapes have a graph."""
         return len(self._graphs)
 
     @property

@@ -84,7 +84,8 @@ def flex_operator(call: flex.Call) -> Tensor:
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     query, key, value = call.query, call.key, call.value
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
-    known = options(query, key, value, True, None)  # with the log-sum-exp, which the backward pass wants
+    # with the log-sum-exp, which the backward pass wants
+    known = options(query, key, value, True, None)  # noqa: FBT003 - private, so by place
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
     out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
     return out  # type: ignore[no-any-return]
@@ -96,7 +97,7 @@ def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 def is_flex(node: Node) -> bool:
-    """Whether a node is FlexAttention or its gradient."""
+    """Return whether a node is FlexAttention or its gradient."""
     names = ("flex_attention", "flex_attention_backward")
     return any(node.target is private("torch._higher_order_ops.flex_attention", name) for name in names)
 
@@ -149,7 +150,7 @@ def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -
 
 
 def is_backward(node: Node) -> bool:
-    """Whether a node of a captured graph belongs to the backward pass."""
+    """Return whether a node of a captured graph belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 

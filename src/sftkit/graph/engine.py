@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from sftkit.compile.contract import step_contract
 from sftkit.compile.hooks import HookWatch
@@ -18,11 +17,11 @@ from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.graph_passes import CHECKPOINTING
-from sftkit.config.schema import Config, ModelConfig
+from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
-from sftkit.engine.engine import EngineReport, Setup, WarmUp
+from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
@@ -34,10 +33,9 @@ from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
 from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import explained
-from sftkit.memory.plan import MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
@@ -55,36 +53,33 @@ log = logging.getLogger(__name__)
 
 def build(
     cfg: Config,
-    orig_model: PreTrainedModel,
-    objective: Objective,
-    layout: Layout,
+    training: Training,
     rt: Runtime,
     run_dir: Path,
-    source: ModelConfig | None = None,
     planned: Callable[[MemoryPlan], None] = lambda _: None,
 ) -> GraphEngine:
-    """Turn a model into an engine; every rank calls it.
+    """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
 
     Args:
-        orig_model: as loaded; it is moved to the device, and sharded where there are several processes.
-        source: where the weights of an empty model come from (models.load).
         planned: called with the memory plan, before weights are read, moved or sharded.
 
     Raises:
         ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
     """
+    orig_model, layout = training.orig_model, training.layout
     check_possible(rt, orig_model, cfg.graph.token_dispatcher)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         choice = choose_backend(cfg, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(_planned(cfg), orig_model, layout, rt, backend=choice.backend, sharding=sharding)
+        plan = make_plan(_planned(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding))
         planned(plan)
-        model = ModelWithLoss(orig_model, choice.backend, objective)
+        model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        place(model, source, rt, cfg.graph.token_dispatcher)
+        place(model, training.source, rt, cfg.graph.token_dispatcher)
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
-        engine = GraphEngine(cfg, rt, layout, plan, model, optimizer, choice, run_dir, stack.pop_all())
+        assembled = Assembled(choice, plan, model, optimizer, run_dir)
+        engine = GraphEngine(cfg, rt, layout, assembled, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
 
@@ -98,31 +93,31 @@ def _planned(cfg: Config) -> Config:
     return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
 
 
+@dataclass(frozen=True)
+class Assembled:
+    """What `build` has made, in its order."""
+
+    attention: AttentionChoice
+    "the backend that the model has, and why"
+    plan: MemoryPlan
+    model: ModelWithLoss
+    "placed: on the device, its weights sharded where there are several processes"
+    optimizer: Optimizer
+    run_dir: Path
+    "where graph.dump writes"
+
+
 class GraphEngine:
     """See engine.Engine."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        rt: Runtime,
-        layout: Layout,
-        plan: MemoryPlan,
-        model: ModelWithLoss,
-        optimizer: Optimizer,
-        attention: AttentionChoice,
-        run_dir: Path,
-        at_close: ExitStack,
-    ) -> None:
-        """
-        Args:
-            model: placed: on the device, its weights sharded where there are several processes.
-            at_close: puts back what was set in the process for it.
-        """
-        self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, run_dir
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, cfg: Config, rt: Runtime, layout: Layout, assembled: Assembled, at_close: ExitStack) -> None:
+        """Keep what `build` has made. `at_close`: puts back what was set in the process for it."""
+        attention, plan, model = assembled.attention, assembled.plan, assembled.model
+        self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, assembled.run_dir
+        self.model, self.optimizer = model, assembled.optimizer
         size = checkpoint_bytes(model.orig_model, plan)
         self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
-        self.captured = CapturedModel(model, cfg.graph.passes, plan.activation_memory_budget < 1.0)
+        self.captured = CapturedModel(model, cfg.graph.passes, saves_memory=plan.activation_memory_budget < 1.0)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
         self._at_close = at_close
@@ -161,7 +156,7 @@ class GraphEngine:
         return WarmUp(self.compiled, seconds, checks)
 
     def _capture(self) -> bool:
-        """Whether every rank has all graphs; if not, none keeps any, or it is an error, as compile.on_failure says."""
+        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an error, as compile.on_failure says."""
         error: Exception | None = None
         try:
             for rows, row_length in self._layout.shapes:
@@ -252,6 +247,7 @@ class GraphEngine:
 
     @property
     def watch(self) -> CompileWatch:
+        """Return the watch of the compiler, which the warm-up begins."""
         assert self._watch is not None, "warm_up comes first"
         return self._watch
 

@@ -89,7 +89,7 @@ _COPIES |= {"_c10d_functional::wait_tensor"}
 
 
 def _keeps_values(node: Node) -> bool:
-    """Whether a node only casts, cuts, joins, fills up or waits."""
+    """Return whether a node only casts, cuts, joins, fills up or waits."""
     if node.target is operator.getitem:
         return True
     target = node.target

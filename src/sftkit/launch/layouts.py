@@ -184,7 +184,11 @@ def setups(
             layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
             for optimizer in (DEFAULT, FALLBACK) if memory != "low" else (FALLBACK,):
                 setup = EstimateInputs(
-                    shape, layout, optimizer, "bf16", _CHUNK, budget, True, False, topology=topology, sharding=sharding
+                    *(shape, layout, optimizer, "bf16", _CHUNK, budget),
+                    compiled=True,
+                    checkpointing=False,
+                    topology=topology,
+                    sharding=sharding,
                 )
                 yield replace(setup, stage_layers=_layers(shape, topology.stages)), memory
 

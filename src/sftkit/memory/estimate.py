@@ -18,7 +18,11 @@ USABLE = 0.92
 "Share of a GPU that an estimate may fill: the rest is for fragmentation of the allocator."
 BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
 "Activation memory budget for each train.memory. At 0.9 only elementwise results are recomputed: as fast as 1.0."
-SHARDINGS = (Sharding(True, True), Sharding(False, True), Sharding(False, False))
+SHARDINGS = (
+    Sharding(keep_weights=True, keep_gradients=True),
+    Sharding(keep_weights=False, keep_gradients=True),
+    Sharding(keep_weights=False, keep_gradients=False),
+)
 "Least communication first, least memory last."
 
 

@@ -61,6 +61,21 @@ class MemoryPlan:
     "the plan for the console"
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """What is decided before a memory plan is made."""
+
+    total_bytes: int | None = None
+    "memory of the device; None: that of rt.device, unknown if it is no GPU"
+    backend: str | None = None
+    "of attention; reference holds a dense mask"
+    sharding: Sharding | None = None
+    "how sharded ranks exchange, where the engine decides it; None: the fastest way that fits"
+
+
+UNDECIDED = Fixed()
+
+
 class Remedy(NamedTuple):
     """A setting that would save memory."""
 
@@ -71,22 +86,13 @@ class Remedy(NamedTuple):
 
 
 def make_plan(
-    cfg: Config,
-    orig_model: PreTrainedModel,
-    layout: Layout,
-    rt: Runtime,
-    total_bytes: int | None = None,
-    backend: str | None = None,
-    sharding: Sharding | None = None,
+    cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, fixed: Fixed = UNDECIDED
 ) -> MemoryPlan:
     """Turn train.memory and optim.name into an optimizer and a budget, and print it; eager runs
     get gradient checkpointing.
 
     Args:
         orig_model: not yet compiled or wrapped; the plan may switch gradient checkpointing on in it.
-        total_bytes: memory of the device; None: that of rt.device, unknown if it is no GPU.
-        backend: of attention; reference holds a dense mask.
-        sharding: how sharded ranks exchange, where the engine decides it; None: the fastest way that fits.
 
     Raises:
         ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot
@@ -95,6 +101,7 @@ def make_plan(
     """
     if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # that engine splits matrices in its own way
         check_tensor_parallel(orig_model, rt.topology.tensor)
+    total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
     # Recomputation: by the partitioner of compiled graphs, else by transformers' gradient checkpointing.
@@ -106,7 +113,7 @@ def make_plan(
     # All that the estimate depends on, with the fastest sharding that fits.
     shape = shape_of(orig_model)
     budget = activation_budget(cfg) if compiled else 1.0
-    dense = backend == "reference"
+    dense = fixed.backend == "reference"
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     setup = None
     if shape is not None:
@@ -134,7 +141,9 @@ def make_plan(
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
     # Shards and stages count 0: their warm-up makes such gradients itself.
     earlier = parameters * earlier_gradient_width(layout, rt.precision)
-    line = _line(cfg, name, budget, found, total_bytes, checkpointing=checkpointing)
+    kept = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
+    how = "gradient checkpointing" if checkpointing else kept
+    line = _line(f"memory: {cfg.train.memory}, optimizer {name}, {how}", found, total_bytes)
     rt.say(line)
     optim = replace(cfg.optim, name=name)
     sharding = (sharding or Sharding()) if setup is None else setup.sharding
@@ -224,12 +233,8 @@ def fits(found: Estimate, total_bytes: int | None) -> bool:
     return total_bytes is None or found.total <= USABLE * total_bytes
 
 
-def _line(
-    cfg: Config, name: str, budget: float, found: Estimate | None, total_bytes: int | None, *, checkpointing: bool
-) -> str:
-    """Return the plan as a line for the console."""
-    how = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
-    line = f"memory: {cfg.train.memory}, optimizer {name}, {'gradient checkpointing' if checkpointing else how}"
+def _line(line: str, found: Estimate | None, total_bytes: int | None) -> str:
+    """Return the plan as a line for the console: what it decides, and the estimated peak."""
     if found is None:
         return f"{line}; peak unknown: the model's config does not name its sizes"
     if total_bytes is None:

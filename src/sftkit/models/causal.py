@@ -16,10 +16,11 @@ from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
-from sftkit.models.kind import Continuation, Head
+from sftkit.models.kind import Continuation
 from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
+from sftkit.ops.linear_cross_entropy import Head
 
 
 def _inputs_of(

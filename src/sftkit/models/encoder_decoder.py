@@ -20,10 +20,11 @@ from sftkit.data.caption import start_id
 from sftkit.data.collate import OF_TOKENS, Batch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.kind import Continuation, Head
+from sftkit.models.kind import Continuation
 from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
+from sftkit.ops.linear_cross_entropy import Head
 
 
 class EncoderDecoder(ABC):
@@ -72,7 +73,7 @@ class EncoderDecoder(ABC):
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
-            pooler.requires_grad_(False)
+            pooler.requires_grad_(requires_grad=False)
             pooler.forward = (
                 _nothing  # and not pooler = None: checkpoints keep its weights, as transformers expects them
             )

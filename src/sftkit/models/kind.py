@@ -12,20 +12,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
-
-
-class Head(NamedTuple):
-    """The head, which turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
-
-    weight: Tensor
-    "[V, H]"
-    bias: Tensor | None
-    "[V]"
-    softcap: float | None
-    "None: the product itself"
-    tokens: int | None = None
-    """rows of the vocabulary that belong to tokens: those behind them are padding (models/padding.py), which gets no
-    probability; None: all of them. `ModelKind.head` leaves it None"""
+from sftkit.ops.linear_cross_entropy import Head
 
 
 class Continuation(NamedTuple):

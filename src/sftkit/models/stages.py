@@ -38,7 +38,7 @@ class Stages:
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the last stage: final norm, head and loss."""
+        """Return whether this rank has the last stage: final norm, head and loss."""
         return self.place == self.mesh.size(0) - 1
 
     @property

@@ -192,32 +192,40 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
 
 
-def train_flops(
-    orig_model: PreTrainedModel, num_tokens: int, num_targets: int, layer_pairs: int, encoded: int = 0, length: int = 0
-) -> float:
+@dataclass(frozen=True)
+class Work:
+    """What steps compute, counted."""
+
+    tokens: int
+    targets: int
+    layer_pairs: int
+    "allowed (query, key) pairs, summed over the layers (`attention_windows`, `balance.causal_pairs`)"
+    encoded: int = 0
+    "inputs of an encoder"
+    encoder_positions: int = 0
+    "positions of each; 0: there is no encoder"
+
+
+def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     """Return the FLOPs of forward and backward pass, without recomputation, for what the step computes.
 
     6 per parameter of the blocks and token, 6 per parameter of the head and target, 6 x heads x (query head + value
     head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window instead of per row).
     An encoder counts by its own positions, as do the keys and values that the decoder makes of them; places without an
     input are not counted.
-
-    Args:
-        num_tokens, num_targets: tokens and target tokens that are counted.
-        layer_pairs: allowed (query, key) pairs, summed over the layers (`attention_windows`, `balance.causal_pairs`).
-        encoded: number of encoder inputs, of `length` positions each.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
     per_pair = 6 * config.num_attention_heads * sizes
     counted, inner = count_parameters(orig_model), encoder(orig_model)
-    flops = 6.0 * (counted.body * num_tokens + counted.head * num_targets) + float(per_pair) * layer_pairs
+    flops = 6.0 * (counted.body * work.tokens + counted.head * work.targets) + float(per_pair) * work.layer_pairs
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)
-    own = inner.config
-    flops += 6.0 * counted.encoder * encoded * length + float(per_pair) * config.num_hidden_layers * num_tokens * length
+    own, encoded, length = inner.config, work.encoded, work.encoder_positions
+    of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
+    flops += 6.0 * counted.encoder * encoded * length + of_decoder
     heads = own.num_attention_heads
     width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # in T5 not always the hidden size
     return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2

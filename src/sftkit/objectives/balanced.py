@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sftkit.data.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.models.kind import Head
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
+from sftkit.ops.linear_cross_entropy import Head
 
 AUX_LOSS = "aux_loss"
 "Name of the sum of the auxiliary loss."

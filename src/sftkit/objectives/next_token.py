@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.models.kind import Head
 from sftkit.objectives.sums import Sums
-from sftkit.ops.linear_cross_entropy import linear_nll
+from sftkit.ops.linear_cross_entropy import Head, linear_nll
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class NextToken:
     def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
         """Return the sums, computed in chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
-        found = linear_nll(
-            chosen, head.weight, targets, self.config, bias=head.bias, softcap=head.softcap, tokens=head.tokens
-        )
+        found = linear_nll(chosen, head, targets, self.config)
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:

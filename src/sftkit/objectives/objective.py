@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sftkit.data.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.models.kind import Head
 from sftkit.objectives.sums import Sums
+from sftkit.ops.linear_cross_entropy import Head
 
 
 class Objective(Protocol):

@@ -23,6 +23,7 @@ from sftkit.ops import flex
 from sftkit.ops.cross_attention import see_all
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
+from sftkit.ops.scores import Scores
 
 _NAME = "sftkit"
 DENSE_KERNELS = [
@@ -163,7 +164,7 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
             )
 
 
-def attend(
+def attend(  # noqa: PLR0913 - transformers calls it
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -197,8 +198,9 @@ def attend(
             backend does not compute.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
     if not getattr(module, "is_causal", True):
-        return see_all(query, key, value, attention_mask, scale, dropout, position_bias), None
+        return see_all(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
     # What the backend does not compute is an error, never left out.
@@ -214,12 +216,12 @@ def attend(
     if documents.cu_seqlens is not None:
         if softcap is not None or dropout:
             raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
-        out = _flash(query, key, value, documents, scale, sliding_window)
+        out = _flash(query, key, value, documents, scores)
     elif documents.blocks is not None:
         assert documents.doc_ids is not None
-        out = flex.attend(query, key, value, documents.doc_ids, documents.blocks, scale, sliding_window, softcap)
+        out = flex.attend(query, key, value, (documents.doc_ids, documents.blocks), scores)
     elif documents.mask is not None:
-        out = _reference(query, key, value, documents.mask, scale, dropout, sliding_window, softcap, position_bias)
+        out = _reference(query, key, value, documents.mask, scores)
     else:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
@@ -228,7 +230,7 @@ def attend(
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scores: Scores
 ) -> torch.Tensor:
     """Return attention by FlashAttention, [B, T, H, D]; the two chunks of a context-parallel
     rank one after the other."""
@@ -240,7 +242,8 @@ def _flash(
         rows, _, row_length, _ = query.shape
         query = query.transpose(1, 2).flatten(0, 1).contiguous()
         out, _ = document_attention(
-            query, key, value, starts, starts_k, documents.max_length, scale, window or 0, documents.backend
+            *(query, key, value, starts, starts_k),
+            *(documents.max_length, scores.scale, scores.window or 0, documents.backend),
         )
         return out.unflatten(0, (rows, row_length))
 
@@ -251,17 +254,10 @@ def _flash(
 
 
 def _reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    bias: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Return attention by a dense mask, [B, T, H, D]."""
+    scale, window, softcap, dropout, bias = scores
     if window is not None:
         mask = mask & _within(mask.shape[-1], window, mask.device)
     grouped = key.shape[1] < query.shape[1]
@@ -274,8 +270,8 @@ def _reference(
         return out.transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    capped = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
+    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 

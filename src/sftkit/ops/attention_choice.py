@@ -35,23 +35,41 @@ class AttentionChoice(NamedTuple):
     why: str
 
 
+class Execution(NamedTuple):
+    """How a run computes attention, besides by which backend."""
+
+    compiled: bool
+    "whether the blocks are compiled; flex only exists as generated code"
+    in_chunks: bool = False
+    "queries are chunks of rows (context parallelism)"
+    captured: bool = False
+    "flex is an operator of a captured graph, which a CPU can compute too, with all scores in memory"
+
+
+class AttentionShape(NamedTuple):
+    """The sizes that the time of attention depends on."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: int
+    row_length: int
+    length: int
+    "of a document"
+
+
 def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> AttentionChoice:
     """Choose the attention backend of training and validation, on the main rank for all, and print which and why.
 
     Raises:
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
-    named, in_chunks = cfg.attention.backend, rt.topology.context > 1
+    named, execution = cfg.attention.backend, Execution(cfg.compile.enabled, in_chunks=rt.topology.context > 1)
     if named == "auto":
-        found = rt.from_main(
-            lambda: fastest(orig_model, layout, rt.device, compiled=cfg.compile.enabled, in_chunks=in_chunks)
-        )
-        choice = AttentionChoice(*found)
+        choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, execution)))
     else:
-        captured = cfg.train.engine == "graph"
-        problem = refusal(
-            named, orig_model, layout, rt.device, compiled=cfg.compile.enabled, in_chunks=in_chunks, captured=captured
-        )
+        execution = execution._replace(captured=cfg.train.engine == "graph")
+        problem = refusal(named, orig_model, layout, rt.device, execution)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
@@ -59,18 +77,11 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
     return choice
 
 
-def fastest(
-    orig_model: PreTrainedModel, layout: Layout, device: torch.device, *, compiled: bool, in_chunks: bool = False
-) -> tuple[str, str]:
-    """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed.
-
-    Args:
-        compiled: whether the blocks are compiled; flex only exists as generated code.
-        in_chunks: queries are chunks of rows (context parallelism).
-    """
+def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, execution: Execution) -> tuple[str, str]:
+    """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed."""
 
     def problem(backend: str) -> str | None:
-        return refusal(backend, orig_model, layout, device, compiled=compiled, in_chunks=in_chunks)
+        return refusal(backend, orig_model, layout, device, execution)
 
     able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
@@ -94,17 +105,9 @@ def refusal(
     orig_model: PreTrainedModel,
     layout: Layout,
     device: torch.device,
-    *,
-    compiled: bool,
-    in_chunks: bool = False,
-    captured: bool = False,
+    execution: Execution,
 ) -> str | None:
-    """Return why a backend cannot serve a run, None if it can.
-
-    Args:
-        compiled, in_chunks: as in `fastest`.
-        captured: flex is an operator of a captured graph, which a CPU can compute too, with all scores in memory.
-    """
+    """Return why a backend cannot serve a run, None if it can."""
     config = orig_model.config.get_text_config()
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -112,7 +115,7 @@ def refusal(
         return None
     if relative_positions(orig_model.config):
         return "has no relative positions, which this model adds to the scores"
-    if in_chunks and backend in ("sdpa", "flex"):
+    if execution.in_chunks and backend in ("sdpa", "flex"):
         return "attends within whole rows, and context parallelism cuts them"
     if backend == "sdpa":
         if layout.kind == "packed":
@@ -121,13 +124,13 @@ def refusal(
     if dropout:
         return f"has no dropout, and the model's is {dropout}"
     if backend == "flex":
-        if device.type != "cuda" and not captured:
+        if device.type != "cuda" and not execution.captured:
             return f"has no backward pass on {device.type}"
         if device.type == "cuda" and head_sizes(orig_model)[0] < 16:
             return "has no kernel for heads of less than 16"
         if layout.dynamic and layout.pad_multiple % FLEX_BLOCK:
             return f"wants rows of whole blocks: set data.pad_multiple to a multiple of {FLEX_BLOCK}"
-        return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
+        return None if execution.compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
     problem = flash.missing(backend, device, orig_model.dtype)
@@ -165,14 +168,14 @@ def _measured(
     heads = int(orig_model.config.get_text_config().num_attention_heads)
     rows, row_length = layout.shapes[-1]
     length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
-    shape = (heads, heads // groups, head_dim, rows, row_length, length)
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
+    shape = AttentionShape(heads, heads // groups, head_dim, rows, row_length, length)
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {tuple(shape)}"
     cached = read_cache()
     if key not in cached:
         times = {}
         for name in backends:
             try:
-                times[name] = _milliseconds(name, *shape, device=device)
+                times[name] = _milliseconds(name, shape, device)
             except Exception as error:  # such as an installation that does not fit this GPU or torch
                 log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
         if len(times) < len(backends):
@@ -206,23 +209,15 @@ def cache_file() -> Path:
     return user_cache() / "attention.json"
 
 
-def _milliseconds(
-    backend: str,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rows: int,
-    row_length: int,
-    length: int,
-    device: torch.device,
-) -> float:
-    """Return milliseconds of forward and backward of attention in documents of `length` positions, bf16."""
+def _milliseconds(backend: str, shape: AttentionShape, device: torch.device) -> float:
+    """Return milliseconds of forward and backward of attention, bf16."""
+    heads, kv_heads, head_dim, rows, row_length, length = shape
     positions = rows * row_length
     generator = torch.Generator(device).manual_seed(0)
 
     def random(count: int) -> torch.Tensor:
-        shape = (positions, count, head_dim)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+        sizes = (positions, count, head_dim)
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
 
     query, key, value = random(heads), random(kv_heads), random(kv_heads)
     if backend == "sdpa":

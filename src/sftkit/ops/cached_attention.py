@@ -14,7 +14,7 @@ from torch.nn import functional as F
 NAME = "sftkit_cached"
 
 
-def attend_cached(
+def attend_cached(  # noqa: PLR0913 - transformers calls it
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

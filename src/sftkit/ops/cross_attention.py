@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from sftkit.ops.flash import document_attention
+from sftkit.ops.scores import Scores
 
 BOUNDED = ("fa4", "varlen")
 "Backends that know boundaries: torch's varlen kernel serves both here, as cross attention is a small part of a step."
@@ -52,24 +53,23 @@ def see_all(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    dropout: float,
-    bias: torch.Tensor | None,
+    scores: Scores,
 ) -> torch.Tensor:
     """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
 
     Args:
         query: [B, H, T, D]; key, value: [B, KV, keys, D].
         mask: bool [B, 1, 1 or T, keys], or what input_boundaries returned; None: all is seen.
-        bias: [1, H, T, keys], added to the scores.
+        scores: a window or soft cap is not computed.
     """
     if mask is not None and mask.dtype == torch.int32:
-        return _see_own(query, key, value, mask.flatten(), scale)
+        return _see_own(query, key, value, mask.flatten(), scores.scale)
+    bias = scores.bias
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     grouped = key.shape[1] < query.shape[1]
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, dropout_p=scores.dropout, scale=scores.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
 

@@ -6,8 +6,8 @@ import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
-from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE
+from sftkit.ops.linear_cross_entropy import RowLoss
 
 BLOCK = 4096
 WARPS = 16
@@ -19,7 +19,7 @@ def _softcapped(logits, softcap):
 
 
 @triton.jit
-def _cross_entropy_row(
+def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     logits,
     row_stride,
     targets,
@@ -117,13 +117,7 @@ def _cross_entropy_row(
 
 
 def cross_entropy_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    sums: torch.Tensor,
-    options: LossConfig,
-    softcap: float | None,
-    *,
-    gradients: bool,
+    logits: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, loss: RowLoss, *, gradients: bool
 ) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
 
@@ -132,6 +126,7 @@ def cross_entropy_(
         targets: int64 [N], unit stride, each IGNORE or in [0, V).
         sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
     """
+    options, softcap = loss
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
     _cross_entropy_row[(logits.shape[0],)](
         logits,

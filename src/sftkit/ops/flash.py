@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -60,7 +60,7 @@ def fa4() -> ModuleType:
 
 
 @torch.library.custom_op("sftkit::document_attention", mutates_args=())
-def document_attention(
+def document_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -70,7 +70,7 @@ def document_attention(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend within each document of a flat batch, causally or not.
 
@@ -114,7 +114,7 @@ def document_attention(
         max_length,
         0.0,
         causal,
-        False,
+        False,  # noqa: FBT003 - torch has no name for it: no debug mask is returned
         scale=scale,
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if causal else -1,
@@ -123,7 +123,7 @@ def document_attention(
 
 
 @document_attention.register_fake
-def _(
+def _(  # noqa: PLR0913 - as the operator
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -133,7 +133,7 @@ def _(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
 ) -> tuple[torch.Tensor, torch.Tensor]:
     positions, heads, _ = query.shape
     out = query.new_empty(positions, heads, value.shape[-1])
@@ -141,7 +141,7 @@ def _(
 
 
 @torch.library.custom_op("sftkit::document_attention_backward", mutates_args=())
-def document_attention_backward(
+def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors and numbers
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,7 +154,7 @@ def document_attention_backward(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     starts = (cu_seqlens, cu_seqlens_k)
@@ -174,7 +174,7 @@ def document_attention_backward(
             max_seqlen_q=max_length,
             max_seqlen_k=max_length,
         )
-        return _cleared(grads, *starts, causal)
+        return _cleared(grads, *starts, causal=causal)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad,
@@ -195,13 +195,13 @@ def document_attention_backward(
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if causal else -1,
     )
-    return _cleared(grads, *starts, causal)
+    return _cleared(grads, *starts, causal=causal)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool) -> Gradients:
+def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, *, causal: bool) -> Gradients:
     """Set the gradients of keys that no query sees to 0: kernels leave the memory of such documents as it was."""
     query, key, value = grads
     if causal and len(key) == len(query):  # every key has its query
@@ -212,7 +212,7 @@ def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Ten
 
 
 @document_attention_backward.register_fake
-def _(
+def _(  # noqa: PLR0913 - as the operator
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -225,7 +225,7 @@ def _(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def contiguous(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(tensor.shape)
@@ -265,31 +265,29 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(
-    query_shape: Sequence[int],
-    value_shape: Sequence[int],
-    starts_k: Sequence[int],
-    max_length: int,
-    window: int,
-    *,
-    causal: bool,
-) -> int:
+class Keys(NamedTuple):
+    """Which keys the queries of a document see, as `document_attention` says."""
+
+    documents: int
+    max_length: int
+    window: int
+    causal: bool
+
+
+def _pair_flops(query_shape: Sequence[int], value_shape: Sequence[int], keys: Keys) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
-
-    Args:
-        starts_k: the shape of cu_seqlens_k.
     """
     positions, heads, head_dim = query_shape
-    if not causal:
-        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // (starts_k[0] - 1))
-    seen = min(window or max_length, max_length)
+    if not keys.causal:
+        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // keys.documents)
+    seen = min(keys.window or keys.max_length, keys.max_length)
     return positions * heads * (head_dim + value_shape[-1]) * seen // 2
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention)
-def _forward_flops(
+def _forward_flops(  # noqa: PLR0913 - as the operator
     query: Sequence[int],
     key: Sequence[int],
     value: Sequence[int],
@@ -299,15 +297,15 @@ def _forward_flops(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
     **kwargs: Any,
 ) -> int:
     """Count two products: scores and values."""
-    return 2 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal=causal)
+    return 2 * _pair_flops(query, value, Keys(cu_seqlens_k[0] - 1, max_length, window, causal))
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
-def _backward_flops(
+def _backward_flops(  # noqa: PLR0913 - as the operator
     grad: Sequence[int],
     query: Sequence[int],
     key: Sequence[int],
@@ -320,8 +318,8 @@ def _backward_flops(
     scale: float,
     window: int,
     kernel: str,
-    causal: bool = True,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
     **kwargs: Any,
 ) -> int:
     """Count five products: the scores again, and those of the gradients."""
-    return 5 * _pair_flops(query, value, cu_seqlens_k, max_length, window, causal=causal)
+    return 5 * _pair_flops(query, value, Keys(cu_seqlens_k[0] - 1, max_length, window, causal))

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from sftkit.ops.scores import Scores
+
 FLEX_BLOCK = 128
 BEHIND_ROW = -2
 "Document id of positions behind the end of a row, where rows are padded for flex."
@@ -86,11 +88,8 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    doc_ids: torch.Tensor,
-    blocks: BlockTensors,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    documents: tuple[torch.Tensor, BlockTensors],
+    scores: Scores,
 ) -> torch.Tensor:
     """Attend causally within documents.
 
@@ -98,12 +97,14 @@ def attend(
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        doc_ids, blocks: of whole_blocks and blocks_of.
-        window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
+        documents: their ids and blocks, of whole_blocks and blocks_of.
+        scores: without dropout and bias.
 
     Returns:
         [B, T, H, Dv]
     """
+    doc_ids, blocks = documents
+    scale, window, softcap, *_ = scores
     row_length, whole = query.shape[2], doc_ids.shape[1]
     if whole > row_length:  # flex's backward pass reads past the end of rows that are no multiple of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))

@@ -19,6 +19,28 @@ from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE
 
 
+class Head(NamedTuple):
+    """The head, which turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+
+    weight: Tensor
+    "[V, H]"
+    bias: Tensor | None = None
+    "[V]"
+    softcap: float | None = None
+    "bound of the logits (Gemma 2, arXiv 2408.00118); None: the product itself"
+    tokens: int | None = None
+    """rows of the vocabulary that belong to tokens: those behind them are padding (models/padding.py), which is in the
+    products, gets no probability and has gradient 0; None: all of them. `ModelKind.head` leaves it None"""
+
+
+class RowLoss(NamedTuple):
+    """The loss of a row of logits."""
+
+    options: LossConfig
+    softcap: float | None
+    "of Head"
+
+
 class LossSums(NamedTuple):
     """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
 
@@ -50,17 +72,8 @@ def loss_as_operator() -> Iterator[None]:
 
 # Not compiled: the loss stays outside the compiler's graphs (compile.contract.compile_model).
 @torch.compiler.disable
-def linear_nll(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    options: LossConfig,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    tokens: int | None = None,
-) -> LossSums:
-    """Return the cross entropy of `softcap * tanh((hidden @ head.T + bias) / softcap)` against the targets, summed.
+def linear_nll(hidden: Tensor, head: Head, targets: Tensor, options: LossConfig) -> LossSums:
+    """Return the cross entropy of the head's logits against the targets, summed.
 
     With gradients enabled, one pass over chunks of `options.chunk_tokens` rows computes the loss and all gradients, and
     the logits of a chunk become their own gradient in place (as in Liger Kernel, arXiv 2410.10989). Memory beyond the
@@ -68,18 +81,14 @@ def linear_nll(
 
     Args:
         hidden: [N, H]; N may be 0.
-        head: [V, H], dtype of hidden; may be shared with the embedding.
+        head: weight and bias in the dtype of hidden; the weight may be shared with the embedding.
         targets: int64 [N], in [0, V) or IGNORE: such rows add nothing, and their gradient is 0.
-        bias: [V], dtype of hidden.
-        softcap: bound of the logits (Gemma 2, arXiv 2408.00118); None: none.
-        tokens: rows of the head behind so many are padding: they are in the products, have no probability, and their
-            gradient is 0; None: there is no padding.
     """
-    assert hidden.dtype == head.dtype, f"hidden states are {hidden.dtype}, the head is {head.dtype}"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head, bias)):
-        return LossSums(*_LinearNLL.apply(hidden, head, bias, targets, options, softcap, tokens))
+    assert hidden.dtype == head.weight.dtype, f"hidden states are {hidden.dtype}, the head is {head.weight.dtype}"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias)):
+        return LossSums(*_LinearNLL.apply(hidden, *head, targets, options))
     with torch.no_grad():
-        sums, *_ = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, (False, False, False))
+        sums, *_ = _sums_and_gradients(hidden, head, targets, options, (False, False, False))
     return LossSums(*sums)
 
 
@@ -87,20 +96,20 @@ class _LinearNLL(torch.autograd.Function):
     """Forward computes the gradients of the loss sum; backward scales them by the incoming gradient."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd sees tensors that are arguments themselves
         ctx: Any,
         hidden: Tensor,
-        head: Tensor,
+        weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        options: LossConfig,
         softcap: float | None,
         tokens: int | None,
+        targets: Tensor,
+        options: LossConfig,
     ) -> tuple[Tensor, ...]:
         """Compute the sums and, where wanted, the gradients of their loss."""
         wanted = ctx.needs_input_grad[:3]
         compute = _called_as_operator if _operator else _sums_and_gradients
-        sums, *gradients = compute(hidden, head, bias, targets, options, softcap, tokens, wanted)
+        sums, *gradients = compute(hidden, Head(weight, bias, softcap, tokens), targets, options, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -114,7 +123,7 @@ class _LinearNLL(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
-def _linear_nll(
+def _linear_nll(  # noqa: PLR0913 - an operator takes tensors and numbers
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
@@ -122,7 +131,7 @@ def _linear_nll(
     chunk_tokens: int,
     z_loss: float,
     label_smoothing: float,
-    token_metrics: bool,
+    token_metrics: bool,  # noqa: FBT001 - as above
     softcap: float | None,
     tokens: int | None,
     wanted: Sequence[bool],
@@ -132,12 +141,12 @@ def _linear_nll(
         chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, token_metrics=token_metrics
     )
     flags = (wanted[0], wanted[1], wanted[2])
-    sums, *gradients = _sums_and_gradients(hidden, head, bias, targets, options, softcap, tokens, flags)
+    sums, *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, flags)
     return [torch.stack(sums), *(gradient for gradient in gradients if gradient is not None)]
 
 
 @_linear_nll.register_fake
-def _(
+def _(  # noqa: PLR0913 - as the operator
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
@@ -145,7 +154,7 @@ def _(
     chunk_tokens: int,
     z_loss: float,
     label_smoothing: float,
-    token_metrics: bool,
+    token_metrics: bool,  # noqa: FBT001 - as above
     softcap: float | None,
     tokens: int | None,
     wanted: Sequence[bool],
@@ -157,18 +166,11 @@ def _(
 
 
 def _called_as_operator(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    options: LossConfig,
-    softcap: float | None,
-    tokens: int | None,
-    wanted: tuple[bool, bool, bool],
+    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: tuple[bool, bool, bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
     """Return what `_sums_and_gradients` does, with its computation one node of a graph."""
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
-    sums, *found = _linear_nll(hidden, head, bias, targets, *numbers, softcap, tokens, wanted)
+    sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
     gradients = iter(found)
     d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
     return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias
@@ -184,40 +186,35 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _sums_and_gradients(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    options: LossConfig,
-    softcap: float | None,
-    tokens: int | None,
-    wanted: tuple[bool, bool, bool],
+    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: tuple[bool, bool, bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
     """Return (the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
 
     The gradients of head and bias add up over chunks, so they are at least fp32; that of hidden has its dtype.
     """
+    weight, bias, softcap, tokens = head
+    loss = RowLoss(options, softcap)
     # Where sums and gradients go.
     num_rows, chunk = len(hidden), options.chunk_tokens
     exact = torch.promote_types(hidden.dtype, torch.float32)
     sums = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
     new = torch.empty if num_rows else torch.zeros  # the first chunk overwrites
-    d_head = new(head.shape, dtype=exact, device=head.device) if wanted[1] else None
-    d_bias = torch.zeros(len(head), dtype=exact, device=head.device) if wanted[2] else None
-    buffer = _logits_buffer(min(chunk, num_rows), len(head), hidden)
+    d_head = new(weight.shape, dtype=exact, device=weight.device) if wanted[1] else None
+    d_bias = torch.zeros(len(weight), dtype=exact, device=weight.device) if wanted[2] else None
+    buffer = _logits_buffer(min(chunk, num_rows), len(weight), hidden)
     # A chunk at a time: its logits, their sums and gradient in place, and what that adds to the gradients.
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
         logits = buffer[: len(hidden[rows])]
         if bias is None:
-            torch.mm(hidden[rows], head.t(), out=logits)
+            torch.mm(hidden[rows], weight.t(), out=logits)
         else:
-            torch.addmm(bias, hidden[rows], head.t(), out=logits)
-        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, gradients=any(wanted))
-        logits[:, len(head) if tokens is None else tokens :].zero_()  # padding passes no gradient on
+            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], loss, gradients=any(wanted))
+        logits[:, len(weight) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
-            torch.mm(logits, head, out=d_hidden[rows])
+            torch.mm(logits, weight, out=d_hidden[rows])
         if d_head is not None:
             _add_product_(d_head, logits.t(), hidden[rows], first=start == 0)
         if d_bias is not None:
@@ -250,23 +247,20 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) ->
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
-def _cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
-) -> None:
+def _cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
     """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
     if logits.is_cuda and sums.dtype == torch.float32:
         from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
 
-        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
+        cross_entropy_(logits, targets, sums, loss, gradients=gradients)
     else:
-        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
+        _reference_cross_entropy_(logits, targets, sums, loss, gradients=gradients)
 
 
-def _reference_cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
-) -> None:
+def _reference_cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
     """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
     math in the dtype of `sums`."""
+    options, softcap = loss
     smoothing, is_target = options.label_smoothing, targets != IGNORE
     column = torch.where(is_target, targets, 0)[:, None]
     x = logits.to(sums.dtype)
@@ -274,10 +268,10 @@ def _reference_cross_entropy_(
         x = softcap * torch.tanh(x / softcap)
     lse = x.logsumexp(1)
     nll = lse - x.gather(1, column)[:, 0]
-    loss = (1 - smoothing) * nll + options.z_loss * lse.square()
+    objective = (1 - smoothing) * nll + options.z_loss * lse.square()
     if smoothing:
-        loss += smoothing * (lse - x.mean(1))
-    measured = [loss, nll]
+        objective += smoothing * (lse - x.mean(1))
+    measured = [objective, nll]
     probability = (x - lse[:, None]).exp_() if gradients or options.token_metrics else x
     if options.token_metrics:
         correct = logits.argmax(1) == targets

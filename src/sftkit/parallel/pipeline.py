@@ -63,7 +63,7 @@ class Pipelined(torch.nn.Module):
         return (p for p in self.model.orig_model.parameters() if not p.is_meta)
 
     def copies(self) -> dict[int, int]:
-        """id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
+        """Return id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
         alike, holders = self.placement.mesh.size(1), self.placement.holders
         return {id(p): alike * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
@@ -101,7 +101,7 @@ class Pipelined(torch.nn.Module):
         return found.tolist()
 
     @contextmanager
-    def exchanging(self, exchanges: bool) -> Iterator[None]:
+    def exchanging(self, *, exchanges: bool) -> Iterator[None]:
         """Inside, ranks that hold the same layers add their gradients up, or keep them to themselves."""
         before, self.exchanges = self.exchanges, exchanges
         try:
@@ -110,7 +110,7 @@ class Pipelined(torch.nn.Module):
             self.exchanges = before
 
     def _schedule_of(self, batch: Batch, count: int) -> Any:
-        """torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
+        """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
         key = (*batch.shape, count)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]

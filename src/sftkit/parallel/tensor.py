@@ -35,6 +35,7 @@ class Activations:
 
     @property
     def placement(self) -> Placement:
+        """Return how a row lies between its ranks."""
         return Shard(1) if self.cut_by_position else Replicate()
 
 
@@ -117,7 +118,11 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
         ConfigError: the modules.
     """
     modules = block.named_modules()
-    odd = [name for name, module in modules if name not in known and next(module.parameters(False), None) is not None]
+    odd = [
+        name
+        for name, module in modules
+        if name not in known and next(module.parameters(recurse=False), None) is not None
+    ]
     if odd:
         raise ConfigError(
             f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "

@@ -59,7 +59,7 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
     """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says. Of a pipeline
     around all micro-batches of a step: whether they are exchanged."""
     if isinstance(model, Pipelined):
-        return model.exchanging(sync)
+        return model.exchanging(exchanges=sync)
     if rt.topology.sharded:
         set_gradient_sync(model, last=sync)
         return nullcontext()

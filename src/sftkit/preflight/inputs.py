@@ -120,10 +120,10 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
             continue
         if values is None:
             return
-        yield from _told(f"{part}.{i}.path", _check_source, SourceConfig(**values), require, skips)
+        yield from _told(f"{part}.{i}.path", partial(_check_source, skips=skips), SourceConfig(**values), require)
 
 
-def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, skips: bool) -> None:
+def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
     """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there
     is, or where the columns of all of the first are wrong in the same way.
 

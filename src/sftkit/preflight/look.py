@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,42 @@ OVERLAP_PCT = 1.0
 DUPLICATE_PCT = 5.0
 
 
+@dataclass(frozen=True)
+class DataOfRun:
+    """What a run learns from, and in which steps."""
+
+    examples: Examples
+    validation: dict[str, Examples]
+    layout: Layout
+    epoch: Sequence[GlobalBatch]
+    "the first, of `examples` in `layout`"
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What memory and disk are counted for."""
+
+    orig_model: PreTrainedModel | None = None
+    "on any device, also meta: only its sizes are read; None: memory and disk are unknown"
+    plan: MemoryPlan | None = None
+
+
+UNKNOWN = PlannedModel()
+
+
 def look(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
-    validation: dict[str, Examples],
-    layout: Layout,
-    epoch: Sequence[GlobalBatch],
-    orig_model: PreTrainedModel | None = None,
-    plan: MemoryPlan | None = None,
+    data: DataOfRun,
+    model: PlannedModel = UNKNOWN,
     here: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return what preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
 
     Args:
-        epoch: the first epoch of `examples` in `layout`.
-        orig_model: on any device, also meta: only its sizes are read. None with `plan`: memory and disk are unknown.
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
+    examples, validation, layout, epoch = data.examples, data.validation, data.layout, data.epoch
     conversations = facts.of_conversations(examples)
     sources, lengths = facts.source_facts(examples), examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
@@ -79,34 +98,32 @@ def look(
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
-        "memory": costs.memory_facts(cfg, layout, plan),
-        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
+        "memory": costs.memory_facts(cfg, layout, model.plan),
+        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], model.orig_model, model.plan),
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
 
 
-def record(
-    run_dir: Path,
-    cfg: Config,
-    rt: Runtime,
-    tokenizer: PreTrainedTokenizerBase,
-    batches: Batches,
-    validation: dict[str, Examples],
-    orig_model: PreTrainedModel,
-    plan: MemoryPlan | None,
-) -> None:
-    """Write preflight.json, print what was read in a few lines, and warn of data. Main rank only, no collectives.
-
-    Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
-    """
-    if not rt.is_main:
-        return
-    here = (device_name(rt.device), rt.world_size)
+def data_of_run(batches: Batches, validation: dict[str, Examples]) -> DataOfRun:
+    """Return the data of a run that is about to train."""
     examples, layout = batches.examples, batches.layout
     # Of a run whose batch size was changed on the way: an epoch as it is now.
     epoch = batches.plan(0) if len(batches.stretches) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
-    found = look(cfg, tokenizer, examples, validation, layout, epoch, orig_model, plan, here)
+    return DataOfRun(examples, validation, layout, epoch)
+
+
+def machine_of(rt: Runtime) -> tuple[str, int]:
+    """Return (device name, processes) of a run."""
+    return device_name(rt.device), rt.world_size
+
+
+def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
+    """Write what `look` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
+    rank.
+
+    Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
+    """
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(found, indent=1, ensure_ascii=False))
     except OSError as error:

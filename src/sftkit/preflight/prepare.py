@@ -19,7 +19,7 @@ from sftkit.data.collate import check_part, part_of
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.memory.plan import MemoryPlan, make_plan
+from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import inherit, load_model, load_tokenizer, new_tokenizer
 from sftkit.models.structure import positions
@@ -82,7 +82,7 @@ def memory_plan(
         with redirect_stdout(io.StringIO()):
             # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
             rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg), topology)
-            return make_plan(cfg, orig_model, layout, rt, total)
+            return make_plan(cfg, orig_model, layout, rt, Fixed(total))
     finally:
         said_later.disabled = False
 

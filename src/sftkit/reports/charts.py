@@ -35,6 +35,23 @@ class Series:
 
 
 @dataclass(frozen=True)
+class ValueAxis:
+    """How the axis of values is drawn."""
+
+    log: bool = False
+    "logarithmic"
+    zero: bool = False
+    "begins at 0"
+    level: float | None = None
+    "value of a dashed line across, such as chance"
+
+
+PLAIN_AXIS = ValueAxis()
+NARROW, WIDE = (400.0, 220.0), (960.0, 270.0)
+"Width and height of a chart."
+
+
+@dataclass(frozen=True)
 class Axis:
     """Maps values low to high to positions start to end in the drawing."""
 
@@ -63,23 +80,15 @@ def is_log(series: Sequence[Series]) -> bool:
 
 
 def line_chart(
-    series: Sequence[Series],
-    label: str,
-    *,
-    log: bool = False,
-    zero: bool = False,
-    level: float | None = None,
-    width: float = 400.0,
-    height: float = 220.0,
+    series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
 ) -> Html | None:
     """Draw lines over steps; None if there is not one value.
 
     Args:
         label: text for screen readers.
-        log: whether the axis of values is logarithmic.
-        zero: whether the axis begins at 0.
-        level: value of a dashed line across, such as chance.
+        size: width and height.
     """
+    level, (width, height) = axis.level, size
     shown = [one for one in series if any(value is not None for _, value in one.points)]
     shown.sort(key=lambda one: one.other)  # dashed lines on top of solid ones, so that both are seen where they agree
     if not shown:
@@ -87,11 +96,12 @@ def line_chart(
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
-    values += [0.0] if zero and not log else []
+    values += [0.0] if axis.zero and not axis.log else []
     values += [level] if level is not None else []
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
-    y = Axis(*_range(min(values), max(values), 0.06, zero=zero, log=log), height - BOTTOM, TOP, log)
+    ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
+    y = Axis(*ends, height - BOTTOM, TOP, axis.log)
     across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
     return _drawing(
         width,

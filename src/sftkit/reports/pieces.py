@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sftkit.reports.charts import Series, is_log, line_chart, line_class
+from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
 from sftkit.reports.files import Rows, number
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, show
@@ -149,27 +149,25 @@ def figure(
     title: str,
     unit: str,
     series: Sequence[Series],
+    axis: ValueAxis = PLAIN_AXIS,
     *,
-    zero: bool = False,
-    level: float | None = None,
     wide: bool = False,
 ) -> Html | None:
-    """Return a chart with its title, unit and legend; a logarithmic axis where values span much.
+    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not begin at 0.
 
     None without a value.
     """
     shown = [one for one in series if any(value is not None for _, value in one.points)]
-    log = not zero and is_log(shown)
+    axis = replace(axis, log=not axis.zero and is_log(shown))
     label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
-    options: dict[str, Any] = {"log": log, "zero": zero, "level": level}
-    drawing = line_chart(shown, label, **options)
+    drawing = line_chart(shown, label, axis)
     if drawing is None:
         return None
     if wide:
-        wider = line_chart(shown, label, **options, width=960.0, height=270.0)
+        wider = line_chart(shown, label, axis, WIDE)
         drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))
-    words = ", ".join(word for word in (unit, "logarithmic" if log else "") if word)
-    caption = el("figcaption", title, el("span", words, class_="soft") if words else None, _legend(shown, level))
+    words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
+    caption = el("figcaption", title, el("span", words, class_="soft") if words else None, _legend(shown, axis.level))
     return el("figure", caption, drawing)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftkit.reports.charts import Series, interval_chart
+from sftkit.reports.charts import Series, ValueAxis, interval_chart
 from sftkit.reports.evaluated import is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
@@ -116,7 +116,7 @@ def _over_steps(report: Report) -> list[Html]:
         if report["against"]:
             its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
             series.append(_eval_series(its, report["against"]["run"]["name"], other=True))
-        charts.append(figure(_task(task), metric, series, level=chance))
+        charts.append(figure(_task(task), metric, series, ValueAxis(level=chance)))
     return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftkit.reports.charts import Series
+from sftkit.reports.charts import Series, ValueAxis
 from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
@@ -97,7 +97,7 @@ def curves(report: Report) -> Html:
     """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
-        figure(title, unit.format(each=each(report)), _series(report, names, scale), zero=zero)
+        figure(title, unit.format(each=each(report)), _series(report, names, scale), ValueAxis(zero=zero))
         for title, unit, names, scale, zero in CURVES
     ]
     bits = sorted(

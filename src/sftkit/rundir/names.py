@@ -210,8 +210,12 @@ def compile_dir(run_dir: Path, rank: int) -> Path:
     return run_dir / COMPILE / _rank(rank)
 
 
-def graph_file(run_dir: Path, rows: int, row_length: int, number: int, graph: str, after: str) -> Path:
-    """Return the file with a graph of a captured shape as it was after a pass, the `number`-th that was recorded."""
+def graph_file(run_dir: Path, shape: tuple[int, int], number: int, graph: str, after: str) -> Path:
+    """Return the file with a graph of a captured shape as it was after a pass, the `number`-th that was recorded.
+
+    `shape`: (rows, row length).
+    """
+    rows, row_length = shape
     return run_dir / GRAPHS / f"{rows}x{row_length}" / f"{number:02d}-{graph}-{after}.txt"
 
 

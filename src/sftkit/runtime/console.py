@@ -29,7 +29,7 @@ class VisibleConsole(Console):
         for segment in super().render(*args, **kwargs):
             yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
 
-    def show_cursor(self, show: bool = True) -> bool:
+    def show_cursor(self, show: bool = True) -> bool:  # noqa: FBT001, FBT002 - as rich calls it
         """Leave the cursor as it is: a process that is killed could not bring it back."""
         return False
 

@@ -76,7 +76,7 @@ def save_seconds(last_save: Mapping[str, float]) -> float | None:
 
 
 class Stopping:
-    """This rank's request to end training.
+    """The request of this rank to end training.
 
     Signals are read by a thread, so that they count while the main thread waits in a collective operation.
     """

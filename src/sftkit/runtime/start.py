@@ -45,7 +45,7 @@ PATIENCE_SECONDS = 10.0
 
 @dataclass
 class Runtime:
-    """This process's place in the run.
+    """The place of this process in the run.
 
     As a context it puts back, at its end, what the run has changed in the process. An error inside is written down and
     printed, and ends the process.
@@ -165,7 +165,7 @@ class Runtime:
         torch.distributed.all_reduce(total)
         return total
 
-    def any_rank(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - the flag is all there is to it
         """Return whether the flag is set on any rank; every rank must ask."""
         if self.world_size == 1:
             return flag

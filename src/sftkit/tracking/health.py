@@ -88,10 +88,20 @@ class LateFlags:
             arrived = torch.cuda.Event()
             arrived.record()
         own = [self._count(batch) for batch in step_batches.micro_batches]
-        known = Known(step, False, True, False, [], replace(step_batches, micro_batches=[]), own, outcome)
+        launched = replace(step_batches, micro_batches=[])
+        known = Known(
+            step,
+            stop=False,
+            finite=True,
+            left_out=False,
+            spikes=[],
+            step_batches=launched,
+            own_divisors=own,
+            outcome=outcome,
+        )
         self._waiting.append((known, host, arrived))
 
-    def known(self, wait: bool) -> list[Known]:
+    def known(self, *, wait: bool) -> list[Known]:
         """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
         found = []
         while len(self._waiting) > (0 if wait else self._late):
@@ -109,6 +119,16 @@ _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
 "Numbers of steps: not finite, left out in a row, left out in the window, with a spike; the same on every rank."
 
 
+@dataclass(frozen=True)
+class Reports:
+    """Where it is told what went wrong."""
+
+    tracker: Tracker
+    "as an event"
+    status: RunStatus
+    "as what ended the run; the documents of a step are written beside it"
+
+
 class Health:
     """Counts what went wrong, and ends training where the recipe says so."""
 
@@ -116,15 +136,14 @@ class Health:
         self,
         numerics: NumericsConfig,
         rt: Runtime,
-        status: RunStatus,
         batches: Batches,
-        tracker: Tracker,
         objective: Objective,
+        reports: Reports,
     ) -> None:
         """Begin to count."""
         self._watched = objective.watched
-        self._numerics, self._rt, self._status, self._batches = numerics, rt, status, batches
-        self._tracker = tracker
+        self._numerics, self._rt, self._batches = numerics, rt, batches
+        self._status, self._tracker = reports.status, reports.tracker
         self._flags = LateFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.watched, rt.device)
         "for the engine, which asks it to judge each step before the update"
@@ -143,7 +162,7 @@ class Health:
         Raises:
             NumericsError: on every rank; the weights are as they were before that step.
         """
-        steps = self._flags.known(wait)
+        steps = self._flags.known(wait=wait)
         stop, left_out = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.known(wait=True)

@@ -15,7 +15,7 @@ from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
-from sftkit.models.structure import attention_windows, train_flops
+from sftkit.models.structure import Work, attention_windows, train_flops
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
@@ -78,7 +78,9 @@ class Meter:
 
     def axes(self) -> dict[str, float | None]:
         """Return what the values of this moment can be drawn over; see Progress.axes."""
-        return self.progress.axes(self._orig_model, self._windows is not None, self._encoder_positions)
+        return self.progress.axes(
+            self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -132,9 +134,8 @@ class Meter:
         seconds = self._seconds()
         self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
         self.total_step_seconds += seconds - self._earlier_seconds
-        flops = train_flops(
-            self._orig_model, self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions
-        )
+        work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
+        flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
         values: dict[str, float | None] = {
@@ -159,7 +160,9 @@ class Meter:
             **left_out_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
-            **self._before.axes(self._orig_model, self._windows is not None, self._encoder_positions),
+            **self._before.axes(
+                self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
+            ),
         }
         self._reset()
         return values
@@ -191,7 +194,7 @@ class Meter:
         """Go on from what a checkpoint has done, before the first step and before `go_on`."""
         self._before = progress
 
-    def go_on(self, window: Window, same_ranks: bool) -> bool:
+    def go_on(self, window: Window, *, same_ranks: bool) -> bool:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.models.structure import train_flops
+from sftkit.models.structure import Work, train_flops
 
 PROGRESS = "progress"
 "Name of the progress in the state of a checkpoint."
@@ -35,7 +35,7 @@ class Progress:
         return Progress(*counts, self.is_whole, self.encoded + encoded)
 
     def axes(
-        self, orig_model: PreTrainedModel, counts_attention: bool, encoder_positions: int = 0
+        self, orig_model: PreTrainedModel, *, counts_attention: bool, encoder_positions: int = 0
     ) -> dict[str, float | None]:
         """Return train/tokens, train/flops and train/seconds; None for what is not known.
 
@@ -43,7 +43,8 @@ class Progress:
             counts_attention: False: not all work of this model can be counted.
             encoder_positions: positions of one input of its encoder; 0: it has none.
         """
-        flops = train_flops(orig_model, self.tokens, self.targets, self.pairs, self.encoded, encoder_positions)
+        work = Work(self.tokens, self.targets, self.pairs, self.encoded, encoder_positions)
+        flops = train_flops(orig_model, work)
         return {
             "train/tokens": self.tokens,
             "train/flops": flops if self.is_whole and counts_attention else None,

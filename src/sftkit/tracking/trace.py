@@ -129,7 +129,8 @@ def shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str
         computing: kernels other than communication, copies too; communicating; exposed: communicating with nothing
         beside it; idle: neither. computing + exposed + idle is 1.
     """
-    computing, communicating = [], []
+    computing: list[Span] = []
+    communicating: list[Span] = []
     for name, start, end in kernels:
         (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
     compute, either = covered(computing), covered(computing + communicating)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -86,6 +87,21 @@ _WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem"
 "Columns of a step's line, the most important first."
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a tracker goes on after the checkpoint that is resumed."""
+
+    step: int = 0
+    "rows after it are dropped"
+    run_id: str | None = None
+    "of the run on the dashboard that is continued"
+    open_window: bool = False
+    "drop the line of that step too: a stop asked for it, and the next line has its steps as well"
+
+
+ANEW = ResumePoint()
+
+
 class Tracker:
     """Writes one line per logged step, evaluation and event: file, console, dashboard.
 
@@ -98,22 +114,16 @@ class Tracker:
         logging_config: LogConfig,
         rt: Runtime,
         config: dict[str, Any],
-        first_step: int = 0,
-        run_id: str | None = None,
-        *,
-        open_window: bool = False,
+        resume: ResumePoint = ANEW,
     ) -> None:
         """Keep what the files and the dashboard need.
 
         Args:
             config: the recipe, and what was resolved, for the dashboard: see train/about.py.
-            first_step, run_id: of the checkpoint that is resumed: rows after it are dropped, the run on
-                the dashboard is continued.
-            open_window: drop the line of that step too: a stop asked for it, and the next line has its steps as well.
         """
-        self._rt, self._run_dir, self._step = rt, run_dir, first_step
-        self._config, self._settings, self._open_window = logging_config, config, open_window
-        self.run_id = run_id
+        self._rt, self._run_dir, self._step = rt, run_dir, resume.step
+        self._config, self._settings, self._open_window = logging_config, config, resume.open_window
+        self.run_id = resume.run_id
         "id of the run on the dashboard, None without one; on the main rank"
         self._mirror: Mirror | None = None
         self._bar: TrainingBar | None = None

@@ -10,36 +10,28 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import Config, source_label
+from sftkit.config.schema import source_label
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Setup
 from sftkit.models.structure import count_parameters
 from sftkit.rundir.names import ENVIRONMENT
-from sftkit.runtime.start import Runtime
+from sftkit.train.parts import Run
 
 
-def about_run(
-    cfg: Config, stage: str, rt: Runtime, run_dir: Path, orig_model: PreTrainedModel, batches: Batches, setup: Setup
-) -> dict[str, Any]:
-    """Return the recipe by its sections, with `resolved` and `environment` beside them.
-
-    Args:
-        run_dir: where this start writes, with environment.json in it.
-    """
+def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
+    """Return the recipe by its sections, with `resolved` and `environment` beside them."""
     return {
-        **asdict(cfg),
-        "resolved": resolved(cfg, stage, rt, orig_model, batches, setup),
-        "environment": _environment(run_dir) if rt.is_main else {},
+        **asdict(run.cfg),
+        "resolved": resolved(run, orig_model, batches, setup),
+        "environment": _environment(run.dir) if run.rt.is_main else {},
     }
 
 
-def resolved(
-    cfg: Config, stage: str, rt: Runtime, orig_model: PreTrainedModel, batches: Batches, setup: Setup
-) -> dict[str, Any]:
+def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
     """Return what was chosen or counted before the first step."""
-    layout, parameters = batches.layout, count_parameters(orig_model)
+    rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
     return {
-        "stage": stage,
+        "stage": run.stage,
         "model_type": orig_model.config.model_type,
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
@@ -57,7 +49,7 @@ def resolved(
         "row_length": layout.row_lengths[-1],
         "shapes": [f"{rows}x{length}" for rows, length in layout.shapes],
         "accumulation": layout.accumulation,
-        "sources": [source_label(source) for source in cfg.data.train],
+        "sources": [source_label(source) for source in run.cfg.data.train],
         "documents": len(batches.examples),
         "tokens": int(batches.examples.lengths.sum()),
     }

@@ -8,28 +8,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.found import ANEW, Found, find
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
-from sftkit.config.schema import Config, ModelConfig
+from sftkit.config.schema import Config
 from sftkit.data import chat, loader
 from sftkit.data.collate import part_of
 from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout, make_layout
-from sftkit.data.prompts import AskedTargets, asked
-from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.data.pack import make_layout
+from sftkit.data.prompts import asked
+from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
-from sftkit.engine.engine import Engine
+from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
@@ -41,6 +41,7 @@ from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import look as preflight
+from sftkit.preflight.look import PlannedModel
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.made_from import write_made_from
@@ -50,49 +51,13 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
-from sftkit.train.loop import train
+from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.parts import Data, Documents, Run, Start
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recipe on this process: what every later step of the assembly needs."""
-
-    cfg: Config
-    stage: str
-    "name by which a run is found among others: base, mid, sft or caption"
-    rt: Runtime
-    dir: Path
-    "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
-    resume: Found = ANEW
-    "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What training starts from."""
-
-    orig_model: PreTrainedModel
-    "eager, and stays so: what evaluation, samples and checkpoints see"
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    "tokens of a document at most: of the recipe, or inherited"
-
-
-@dataclass(frozen=True)
-class Data:
-    """What is learned from and what is only measured."""
-
-    batches: Batches
-    validation: dict[str, Examples]
-    samples: list[Row]
-    "whose answers are shown"
-    asked: AskedTargets | None
-    "small conversations whose targets are compared with what a server samples; None: every token is learned"
 
 
 @contextmanager
@@ -160,29 +125,21 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
         encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
         examples = encode(examples, start.max_length, cfg.data)
         validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
-    pad_id = int(start.tokenizer.pad_token_id or 0)
-    batches = lay_out(cfg, run.rt, examples, start.max_length, pad_id, objective, run.resume)
+    documents = Documents(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
+    batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     # of what an encoder reads, evaluation itself shows samples
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), asked(tokenize))
 
 
-def lay_out(
-    cfg: Config,
-    rt: Runtime,
-    examples: Examples,
-    max_length: int,
-    pad_id: int,
-    objective: Objective,
-    resume: Found = ANEW,
-) -> Batches:
+def lay_out(cfg: Config, rt: Runtime, documents: Documents, objective: Objective, resume: Found = ANEW) -> Batches:
     """Return this rank's share of the documents in rows of declared shapes, without those that the
     resumed checkpoint has used."""
-    earlier = resume.stretches
+    examples, max_length, earlier = documents.examples, documents.max_length, resume.stretches
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded=encoded)
     part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
-    place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
+    place = (rt.data_rank, documents.pad_id, cfg.data.num_workers, part, divisors)
     return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
 
 
@@ -192,20 +149,17 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     Raises:
         ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
     """
-    record = partial(
-        preflight.record,
-        run.dir,
-        run.cfg,
-        run.rt,
-        start.tokenizer,
-        data.batches,
-        data.validation,
-        start.orig_model,
-    )
-    layout, source = data.batches.layout, run.cfg.model
-    run_dir = Path(run.cfg.run.dir)
+
+    def record(plan: MemoryPlan | None) -> None:
+        if not run.rt.is_main:
+            return
+        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
+        found = preflight.look(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        preflight.record(run.dir, run.rt, found)
+
+    training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
     cfg = with_layers(run.cfg, earlier_layers(run))
-    engine = engine_of(cfg, run.rt, run_dir, start.orig_model, objective, layout, source, record)
+    engine = engine_of(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
     if run.rt.is_main and engine.setup.pipeline_layers:
         replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
@@ -232,21 +186,18 @@ def engine_of(
     cfg: Config,
     rt: Runtime,
     run_dir: Path,
-    orig_model: PreTrainedModel,
-    objective: Objective,
-    layout: Layout,
-    source: ModelConfig | None = None,
+    training: Training,
     planned: Callable[[MemoryPlan | None], None] = lambda _: None,
 ) -> Engine:
     """Return the engine that train.engine names, for a model that was just made or loaded.
 
     Args:
-        source: where the weights of an empty model come from.
         planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
     """
+    orig_model = training.orig_model
     if cfg.train.engine == "reference":
         planned(None)
-        return reference.build(cfg, orig_model, objective, layout, rt)
+        return reference.build(cfg, orig_model, training.objective, training.layout, rt)
     if cfg.train.engine == "graph":
         if coefficient(orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
@@ -255,8 +206,9 @@ def engine_of(
             )
         from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
 
-        return graph.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
-    return blocks.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
+        return graph.build(cfg, training, rt, run_dir, planned)
+    of = (training.objective, training.layout, rt, run_dir, training.source)
+    return blocks.build(cfg, orig_model, *of, planned)
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
@@ -282,21 +234,12 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
-    # where the tracker goes on: step, and the wandb run of a run that is resumed
-    there = (resumed["step"], resumed.get("tracker") if rt.resumes else None)
-    about = about_run(cfg, run.stage, rt, run.dir, start.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, *there, open_window=is_open(resumed)) as tracker:
-        trained = train(
-            cfg,
-            rt,
-            engine,
-            data.batches,
-            evaluate=suite.evaluate,
-            checkpoints=checkpoints,
-            tracker=tracker,
-            resumed=resumed,
-            checked=[prompt_check(data.asked)],
-        )
+    # a new run that starts from another's checkpoint is another run on the dashboard
+    point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
+    about = about_run(run, start.orig_model, data.batches, engine.setup)
+    with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
+        books = Bookkeeping(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.asked)])
+        trained = train(cfg, rt, engine, data.batches, books)
     write_summary(run_dir, trained, rt)
 
 
@@ -323,15 +266,7 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     """
     identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
-    checkpoints = Checkpoints(
-        Path(run.cfg.run.dir),
-        run.cfg.checkpoint,
-        run.rt,
-        start.orig_model,
-        start.tokenizer,
-        engine.optimizer,
-        recipe,
-        identity,
-    )
+    state = TrainState(start.orig_model, start.tokenizer, engine.optimizer)
+    checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, state, RunSetup(recipe, identity))
     checkpoints.check_space(engine.setup.checkpoint_bytes, anew=not run.rt.resumes)
     return checkpoints

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watched
 from sftkit.tracking.checks import Check
 from sftkit.tracking.experts import ExpertLoad
-from sftkit.tracking.health import Health
+from sftkit.tracking.health import Health, Reports
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.progress import PROGRESS
 from sftkit.tracking.rows import has_row
@@ -37,35 +38,38 @@ from sftkit.train.prefetch import on_device
 from sftkit.train.saves import Saves, completed, tell_saves
 from sftkit.train.summary import Trained
 
-Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
-"step -> (metrics, sample answers)"
+Evaluation = tuple[dict[str, float | None], list[dict[str, Any]]]
+"(metrics, sample answers)"
+Evaluate = Callable[[int], Evaluation]
+"step -> its evaluation"
 
 
-def train(
-    cfg: Config,
-    rt: Runtime,
-    engine: Engine,
-    batches: Batches,
-    *,
-    evaluate: Evaluate,
-    checkpoints: Saves,
-    tracker: Tracker,
-    resumed: Mapping[str, Any],
-    checked: Sequence[Check] = (),
-) -> Trained:
-    """Train from resumed["step"] to the last step, logging, evaluating and saving on the way.
+@dataclass(frozen=True)
+class Bookkeeping:
+    """What is measured, kept and told of a run beside its steps."""
+
+    evaluate: Evaluate
+    "evaluates orig_model at a step; every rank calls it"
+    checkpoints: Saves
+    tracker: Tracker
+    resumed: Mapping[str, Any]
+    "what Checkpoints.resume returned"
+    checked: Sequence[Check] = ()
+    "what was checked of the data before, for proof.json"
+
+
+def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Bookkeeping) -> Trained:
+    """Train from books.resumed["step"] to the last step, logging, evaluating and saving on the way.
 
     Args:
-        engine: how a step is computed. `engine.model.orig_model` is all that `evaluate` and `checkpoints` see.
-        evaluate: (metrics, sample answers) of orig_model at a step; every rank calls it.
-        resumed: what Checkpoints.resume returned.
-        checked: what was checked of the data before, for proof.json.
+        engine: how a step is computed. `engine.model.orig_model` is all that evaluation and checkpoints see.
 
     Raises:
         NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
+    evaluate, checkpoints, tracker, resumed = books.evaluate, books.checkpoints, books.tracker, books.resumed
     # How many steps there are is known before the first, and all ranks must have planned the same documents.
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     agree(rt, data_identity(batches.examples.lengths))
@@ -87,7 +91,7 @@ def train(
         ends = end_tokens(orig_model)
         checks = [
             *ready.checks,
-            *checked,
+            *books.checked,
             proof.mask_check(batches.examples, ends),
             proof.resume_check(step, checkpoints.resumed_from),
         ]
@@ -113,7 +117,7 @@ def train(
         orig_model.train()
         # What is measured and watched; a resumed run takes over counts and the window of steps not yet logged.
         meter = Meter(orig_model, objective, batches, rt)
-        health = Health(cfg.numerics, rt, status, batches, tracker, objective)
+        health = Health(cfg.numerics, rt, batches, objective, Reports(tracker, status))
         if line := resume_window(resumed, meter, health, rt, cfg.log.every):
             rt.say(line)
         load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()
@@ -133,7 +137,7 @@ def train(
         ):
             meter.start()
             if already_done:
-                _begin(rt, checkpoints, tracker, step, evals, samples, first_axes)
+                _begin(rt, books, step, (evals, samples), first_axes)
             while step < total_steps and not stopped:
                 # Data: the batches of this step, on the device.
                 started = time.perf_counter()
@@ -154,7 +158,7 @@ def train(
                 if step == first + 1:
                     float(outcome.grad_norm)  # waits: the device has done the step
                     pausing = time.perf_counter()
-                    _begin(rt, checkpoints, tracker, first, evals, samples, first_axes)
+                    _begin(rt, books, first, (evals, samples), first_axes)
                     pause = time.perf_counter() - pausing
                     meter.paused(pause)
                     started += pause
@@ -183,7 +187,12 @@ def train(
                 if logs or stopped:
                     values: dict[str, float | None] = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     values |= load.read(step, checkpoints.run_dir)
-                    metrics = _logged(step, total_steps, values, engine, meter, health, checkpoints, tracker)
+                    report = engine.report()
+                    saved = {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
+                    metrics = {**meter.read(), **values, **report.metrics, **saved, **health.read()}
+                    tracker.log_metrics(step, total_steps, metrics)
+                    for kind, texts in report.events:
+                        tracker.new_events(kind, step, texts)
                     collect(1)
 
                 # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
@@ -244,20 +253,13 @@ def train(
     )
 
 
-def _begin(
-    rt: Runtime,
-    checkpoints: Saves,
-    tracker: Tracker,
-    step: int,
-    evals: dict[str, float | None],
-    samples: list[dict[str, Any]],
-    axes: dict[str, float | None],
-) -> None:
+def _begin(rt: Runtime, books: Bookkeeping, step: int, evaluation: Evaluation, axes: dict[str, float | None]) -> None:
     """Begin to write in the run directory: this start has done the step after `step`, or there is none left to do.
 
     Args:
-        evals, samples, axes: of the evaluation before it; the first two are empty without one.
+        evaluation: before it; empty without one. axes: see Meter.axes.
     """
+    checkpoints, tracker, (evals, samples) = books.checkpoints, books.tracker, evaluation
     take_place(rt)
     checkpoints.set_later_aside(step)
     tracker.open()
@@ -288,26 +290,6 @@ def end_tokens(orig_model: PreTrainedModel) -> list[int]:
     """Return the tokens that end a turn or text, as generation knows them."""
     ends = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def _logged(
-    step: int,
-    total_steps: int,
-    values: Mapping[str, float | None],
-    engine: Engine,
-    meter: Meter,
-    health: Health,
-    checkpoints: Saves,
-    tracker: Tracker,
-) -> dict[str, float | None]:
-    """Close the window: its line, with `values`, and its events; every rank must call it."""
-    report = engine.report()
-    saved = {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}
-    metrics = {**meter.read(), **values, **report.metrics, **saved, **health.read()}
-    tracker.log_metrics(step, total_steps, metrics)
-    for kind, texts in report.events:
-        tracker.new_events(kind, step, texts)
-    return metrics
 
 
 def _evaluated(evaluate: Evaluate, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]], bool]:

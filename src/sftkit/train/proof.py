@@ -97,12 +97,11 @@ def divisor_check(seen: int, divided_by: int) -> Check:
 def resume_check(step: int, folder: Path | None) -> Check:
     """Report which checkpoint the run started from."""
     how = "sha256 of the manifest of the checkpoint, whose files all matched the hashes in it"
+    name = "Resumed from a verified checkpoint"
     if folder is None:
-        return Check("Resumed from a verified checkpoint", None, "started anew", "-", how)
+        return Check(name, None, "started anew", "-", how)
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    return Check(
-        "Resumed from a verified checkpoint", True, f"step {step}, {folder.name}, {digest[:16]}", "verified", how
-    )
+    return Check(name, ok=True, found=f"step {step}, {folder.name}, {digest[:16]}", expected="verified", how=how)
 
 
 def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:

@@ -10,7 +10,7 @@ import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Marks, Message, Task
@@ -38,6 +38,29 @@ class Item:
     choices: tuple[str, ...]
     gold: tuple[int, ...]
     "indices of the right ones"
+
+
+@dataclass(frozen=True)
+class Shots:
+    """The worked examples before each question."""
+
+    count: int
+    pool: Sequence[CheckedRow]
+    "where they come from"
+    drawn: str
+    "how, in words"
+
+
+NO_SHOTS = Shots(0, (), "")
+
+
+class Opening(NamedTuple):
+    """What prompts begin alike with."""
+
+    group: str
+    "its name; empty: each prompt begins in its own way"
+    preamble: str = ""
+    "text before the shots"
 
 
 @dataclass(frozen=True)
@@ -76,11 +99,11 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
         drawn = drawn_shots(pool, chosen, shots, one_more=design.one_more)
         group = "" if shots else design.group
         examples = [
-            continued(design.name, row, design.item(row), [design.item(shot) for shot in of_row], group)
+            continued(design.name, row, design.item(row), [design.item(shot) for shot in of_row], Opening(group))
             for row, of_row in zip(chosen, drawn, strict=True)
         ]
     in_chat = format == "chat"
-    settings = settings_of(rows, pool, shots, format, first(max_examples), DRAWN[format])
+    settings = settings_of(rows, Shots(shots, pool, DRAWN[format]), format, first(max_examples))
     return Task(
         name=design.name,
         examples=tuple(examples),
@@ -91,14 +114,12 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
     )
 
 
-def settings_of(
-    rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int, format: str, selection: str, drawn: str
-) -> dict[str, Any]:
-    """Return what it takes to ask the same questions again."""
-    settings: dict[str, Any] = {"format": format, "shots": shots, "data": rows[0].origin, "rows": len(rows)}
+def settings_of(rows: Sequence[CheckedRow], shots: Shots, format: str, selection: str) -> dict[str, Any]:
+    """Return what it takes to ask the same questions again. `selection`: which rows were taken, in words."""
+    settings: dict[str, Any] = {"format": format, "shots": shots.count, "data": rows[0].origin, "rows": len(rows)}
     settings["selection"] = selection
-    if shots:
-        settings |= {"shots_from": pool[0].origin, "shots_drawn": drawn}
+    if shots.count:
+        settings |= {"shots_from": shots.pool[0].origin, "shots_drawn": shots.drawn}
     return settings
 
 
@@ -142,26 +163,18 @@ def drawn_shots(
 # ---- what the model is asked -----------------------------------------------------------------------------------------
 
 
-def continued(
-    name: str,
-    row: CheckedRow,
-    item: Item,
-    shots: Sequence[Item],
-    group: str,
-    preamble: str = "",
-    kept: dict | None = None,
-) -> Choices:
+def continued(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], opening: Opening) -> Choices:
     """Return an example of format completion: which choice continues the prompt best. Shots stand before it with
     their first right choice."""
     shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
     return Choices(
         id=f"{name}/{row.index}",
-        prompt=f"{preamble}{shown}{item.prompt}",
+        prompt=f"{opening.preamble}{shown}{item.prompt}",
         continuations=tuple(f" {choice}" for choice in item.choices),
         gold=item.gold,
         lengths=tuple(map(len, item.choices)),
-        group=group,
-        source=dict(row) if kept is None else kept,
+        group=opening.group,
+        source=dict(row),
     )
 
 

@@ -42,7 +42,9 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=judge_chat if in_chat else judge,
         metric="exact_match",
         chance=0.0,
-        settings=choices.settings_of(rows, pool, shots, format, choices.first(max_examples), choices.DRAWN[format]),
+        settings=choices.settings_of(
+            rows, choices.Shots(shots, pool, choices.DRAWN[format]), format, choices.first(max_examples)
+        ),
     )
 
 

@@ -40,7 +40,9 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=judge_chat if format == "chat" else judge,
         metric="pass_at_1",
         chance=0.0,
-        settings=choices.settings_of(rows, pool, shots, format, choices.first(max_examples), "tasks 2, 3, 4")
+        settings=choices.settings_of(
+            rows, choices.Shots(shots, pool, "tasks 2, 3, 4"), format, choices.first(max_examples)
+        )
         | code.settings(),
     )
 

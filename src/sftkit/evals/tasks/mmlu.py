@@ -31,7 +31,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=choices.judge_acc,
         metric="acc",
         chance=choices.chance(examples),
-        settings=choices.settings_of(rows, pool, shots, format, selection, "the subject's first ones"),
+        settings=choices.settings_of(rows, choices.Shots(shots, pool, "the subject's first ones"), format, selection),
     )
 
 
@@ -68,7 +68,9 @@ def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choic
         return choices.lettered("mmlu", row, _chat_item(row), [_chat_item(shot) for shot in shots], subject)
     topic = subject.replace("_", " ")
     preamble = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
-    return choices.continued("mmlu", row, _item(row), [_item(shot) for shot in shots], subject, preamble)
+    return choices.continued(
+        "mmlu", row, _item(row), [_item(shot) for shot in shots], choices.Opening(subject, preamble)
+    )
 
 
 def _item(row: CheckedRow) -> choices.Item:

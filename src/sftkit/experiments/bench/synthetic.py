@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,42 +51,47 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
     return lengths, np.maximum(np.rint(data.target_share * lengths), 1).astype(np.int64)
 
 
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model whose weights are random."""
+
+    fields: dict[str, Any]
+    "of a transformers config, with model_type"
+    seed: int
+    precision: str
+    "bf16 or fp32, the dtype of the parameters"
+    attention: str | None = None
+    "transformers' attn_implementation; None: its own of this model"
+
+
 def new_model(
-    fields: dict[str, Any],
-    seed: int,
-    precision: str,
-    device: torch.device,
-    attention: str | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    spec: ModelSpec, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
     """Return a model with random weights, made on the device and rounded to bf16, in fp32 too, so that all runs start
     from the same ones.
 
     Args:
-        fields: of a transformers config, with model_type.
-        precision: "bf16" or "fp32", the dtype of the parameters.
-        attention: transformers' attn_implementation; None: its own of this model.
         tokenizer: what special ids and, where fields have none, the vocabulary come from; None: tokens are made up.
 
     Raises:
         ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(spec.seed)
     if tokenizer is None:
         config = AutoConfig.for_model(
-            **deepcopy(fields)
+            **deepcopy(spec.fields)
         )  # a config of two parts takes their fields out of what it is given
         check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
     else:
-        config = scratch_config(fields, tokenizer)
-    attention = attention or plain_implementation(config)
+        config = scratch_config(spec.fields, tokenizer)
+    attention = spec.attention or plain_implementation(config)
     with torch.device(device):
         model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
     if tokenizer is not None:
         check_rows(model, tokenizer)
         kind_of(config).prepare(model, tokenizer)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
-        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[precision])
+        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[spec.precision])
     # The fp32 weights of the initialisation are no part of the run's peak.
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import base_tokenizer
 from sftkit.models.padding import pad_vocabulary
@@ -34,8 +34,9 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import Run, Start, engine_of, lay_out, load_data
-from sftkit.train.loop import train
+from sftkit.train.assemble import Training, engine_of, lay_out, load_data
+from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.parts import Documents, Run, Start
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
 "Stage -> its objective, where its script names another one than NextToken."
@@ -51,21 +52,27 @@ class NoCheckpoints:
 
     @property
     def last_save(self) -> dict[str, float]:
+        """Return nothing: no save has taken time."""
         return {}
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
+        """Save nothing; return the folder of the run."""
         return self.run_dir
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Ignore the values of an evaluation."""
         return
 
     def set_later_aside(self, step: int) -> None:
+        """Do nothing: there are no later checkpoints."""
         return
 
     def finish(self) -> None:
+        """Do nothing: no save is under way."""
         return
 
     def ended_saves(self) -> tuple[()]:
+        """Return nothing: no save has ended."""
         return ()
 
 
@@ -154,9 +161,8 @@ def batches_of(
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
-        return lay_out(
-            cfg, rt, synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length, 0, objective
-        )
+        documents = Documents(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
+        return lay_out(cfg, rt, documents, objective)
     _, of_stage = DATA_OF_STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
     start = Start(orig_model, tokenizer, stage.max_length)
@@ -168,7 +174,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     cfg, stage = job.config, job.data.stage
     # As train.assemble makes a model, but with random weights and the same ones in every run.
     tokenizer = _tokenizer_of(job, rt)
-    orig_model = new_model(job.model, cfg.run.seed, rt.precision, rt.device, tokenizer=tokenizer)
+    orig_model = new_model(ModelSpec(job.model, cfg.run.seed, rt.precision), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
@@ -179,20 +185,12 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
     # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
     started = time.perf_counter()
-    engine = engine_of(cfg, rt, job.folder, orig_model, objective, batches.layout)
+    engine = engine_of(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:
-        trained = train(
-            cfg,
-            rt,
-            engine,
-            batches,
-            evaluate=lambda _: ({}, []),
-            checkpoints=NoCheckpoints(job.folder),
-            tracker=probe,
-            resumed={"step": 0},
-        )
+        books = Bookkeeping(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
+        trained = train(cfg, rt, engine, batches, books)
     waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,

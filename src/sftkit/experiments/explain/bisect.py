@@ -122,7 +122,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
         steps: list[tuple[str, str | None]] = []
         answers: dict[Any, str | None] = {}
 
-        def ask(part: ProbedModule, known: bool = True) -> str | None:
+        def ask(part: ProbedModule, *, known: bool = True) -> str | None:
             if part.path not in answers and not (known and _alike(part) in answers):
                 answers[part.path] = answers[_alike(part)] = question.ask(part, backend)
                 steps.append((part.name, answers[part.path]))
@@ -133,7 +133,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
             children = children_of(part.path, parts)
             # Blocks that look alike are asked once, and one by one where none of those has the fault.
             for known in (True, False):
-                found = [one for child in children if ask(child, known) for one in smallest(child)]
+                found = [one for child in children if ask(child, known=known) for one in smallest(child)]
                 if found:
                     return found
             return [(part, ask(part) or "")]

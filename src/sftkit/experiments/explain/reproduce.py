@@ -139,7 +139,8 @@ def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str,
     try:
         text = script_of(subject, finding.guilty[0], finding, title, backend)
     except NotWritable as error:
-        return Reproduction(path, False, f"no script: it takes a {error}, which cannot be written down")
+        said = f"no script: it takes a {error}, which cannot be written down"
+        return Reproduction(path, shows=False, said=said)
     path.write_text(text)
     log = path.with_suffix(".log")
     ended = run_logged([sys.executable, str(path.absolute())], log, {}, _TIMEOUT_SECONDS)

@@ -24,7 +24,7 @@ from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
 from sftkit.experiments.bench.plan import DataPlan, DocumentLengths
-from sftkit.experiments.bench.synthetic import new_model, synthetic_documents
+from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.passes import timed_passes
 from sftkit.experiments.patterns.recorder import Saved, recording
@@ -35,7 +35,8 @@ from sftkit.ops.dtensor import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import script
-from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.assemble import Training, engine_of, lay_out
+from sftkit.train.parts import Documents
 
 LEARNING_RATE = 1e-2
 
@@ -71,10 +72,12 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     losses, norms, passes = [], [], list[TimelinePass]()
     # From the making of the model on, so that the bytes alive are all of this case's.
     with recording() as recorder:
-        orig_model = new_model(MODEL, cfg.run.seed, rt.precision, rt.device)
-        batches = lay_out(cfg, rt, synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2, 0, objective)
+        orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
+        batches = lay_out(
+            cfg, rt, Documents(synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2), objective
+        )
         with _lean() if case.lean else nullcontext():
-            engine = engine_of(cfg, rt, folder, orig_model, objective, batches.layout)
+            engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
         saved = Saved()
         at_update = _gradients_at_update(engine.optimizer, orig_model)
         for step in batches.steps(0, TRAINED_STEPS):

@@ -143,7 +143,11 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
     optimizer, budget = row["set"].get("optim.name", DEFAULT), row["set"].get("compile.activation_memory_budget", 0.9)
     setup = EstimateInputs(
-        found, layout, optimizer, "bf16", 4096, budget, True, False, topology=topology, sharding=Sharding()
+        *(found, layout, optimizer, "bf16", 4096, budget),
+        compiled=True,
+        checkpointing=False,
+        topology=topology,
+        sharding=Sharding(),
     )
     again = replace(setup, budget=BUDGETS["speed"])  # one GPU repeats as much, so its speed has it already
     return on_paper(again, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
@@ -161,7 +165,11 @@ def per_pattern() -> Table:
     ):
         layout = Layout("packed", (_ROW_LENGTH,), _ROWS[8], 1, topology.row_ranks, _ROW_LENGTH, _ROW_LENGTH)
         setup = EstimateInputs(
-            shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9, True, False, topology=topology, stage_layers=(4,) * 8
+            *(shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9),
+            compiled=True,
+            checkpointing=False,
+            topology=topology,
+            stage_layers=(4,) * 8,
         )
         sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
         compute = 6 * setup.shape.parameters * _ROW_LENGTH * _ROWS[8] / 8 / machines.flops
@@ -248,5 +256,7 @@ def titan_on_paper() -> OnPaper:
     """Return torchtitan's 8B on 128 GPUs on paper, from the speed that it has on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
     layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
-    setup = EstimateInputs(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"], True, False, topology=topology)
+    setup = EstimateInputs(
+        *(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"]), compiled=True, checkpointing=False, topology=topology
+    )
     return on_paper(setup, "speed", Machines(128, flops=6 * found.parameters * TITAN_8B[0]))

@@ -101,7 +101,14 @@ class _Sum(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+    def forward(  # noqa: PLR0913 - autograd hands arguments over by place
+        ctx: Any,
+        rows: Tensor,
+        sizes: Tensor,
+        room: int,
+        group: str,
+        back: bool,  # noqa: FBT001 - as above
+    ) -> Tensor:
         ctx.save_for_backward(sizes)
         ctx.room, ctx.group, ctx.back = len(rows), group, back
         return _all_to_all(rows, sizes, room, group, back)
@@ -116,7 +123,13 @@ class _Send(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())
-def _all_to_all(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+def _all_to_all(
+    rows: Tensor,
+    sizes: Tensor,
+    room: int,
+    group: str,
+    back: bool,  # noqa: FBT001 - an operator takes its arguments by place
+) -> Tensor:
     given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
     arrived = rows.new_zeros(room, *rows.shape[1:])
     leaving = rows[: sum(given)].contiguous()
@@ -132,7 +145,7 @@ def _exchange_counts(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
 
 
 @_all_to_all.register_fake
-def _(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:
+def _(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - as the operator
     return rows.new_empty(room, *rows.shape[1:])
 
 

@@ -47,7 +47,7 @@ def use_grouped_products(
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether a module is experts as most architectures have them: gated, without biases, [experts, out, in]."""
+    """Return whether a module is experts as most architectures have them: gated, without biases, [experts, out, in]."""
     form = {"has_gate": True, "has_bias": False, "is_transposed": False}
     return all(getattr(module, name, None) is wanted for name, wanted in form.items())
 

@@ -58,7 +58,7 @@ class _Ordered(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last, anything.
+    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last, anything.
 
     Args:
         rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.

@@ -101,7 +101,7 @@ def _gather_head(model: ModelWithLoss) -> None:
 
 
 def is_sharded(orig_model: PreTrainedModel) -> bool:
-    """Whether its weights are gathered like this."""
+    """Return whether its weights are gathered like this."""
     return any(_GATHER in module.__dict__ for module in orig_model.modules())
 
 

@@ -53,6 +53,7 @@ class TensorPlan:
 
     @property
     def known(self) -> set[str]:
+        """Return the modules of a block that the plan knows."""
         return {*self.columns, *self.rows, *self.gathered, *self.alike, *self.experts}
 
 

@@ -69,7 +69,7 @@ class Passes:
 
     @property
     def for_inductor(self) -> bool:
-        """Whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
+        """Return whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
         return "full_inductor" in self.names
 
     def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any], num_sums: int) -> compat.Boxed:
@@ -101,9 +101,9 @@ def _function(spec: Pass) -> Any:
 def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:
     """Write the graphs of every shape as text; a full disk costs the files, not the run."""
     try:
-        for (rows, row_length), each in stages.items():
+        for shape, each in stages.items():
             for number, stage in enumerate(each):
-                path = graph_file(run_dir, rows, row_length, number, stage.graph, stage.after)
+                path = graph_file(run_dir, shape, number, stage.graph, stage.after)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(path, f"# {stage.counts}\n{stage.text}\n")
     except OSError as error:

@@ -45,7 +45,7 @@ def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None
 
 
 def _costly(node: Node) -> bool:
-    """Whether a node is a matrix product, attention, a collective, or gives random numbers."""
+    """Return whether a node is a matrix product, attention, a collective, or gives random numbers."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _costly(node.args[0])
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry

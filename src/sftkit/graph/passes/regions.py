@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ from sftkit.graph import compat
 from sftkit.graph.tags import block_of
 
 NodeRun = list[Node]
+
+
+class Region(NamedTuple):
+    """A run of nodes that compiled code takes the place of."""
+
+    run: NodeRun
+    left: set[Node]
+    "its views that stay in the graph"
+    inputs: NodeRun
+    outputs: NodeRun
 
 
 def regional_inductor(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
@@ -39,7 +49,7 @@ def flex_attention(graph: GraphModule) -> bool:
 
 
 def _fusible(node: Node) -> bool:
-    """Whether a node may be part of a region."""
+    """Return whether a node may be part of a region."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _fusible(node.args[0])
     if compat.is_flex(node):
@@ -67,7 +77,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _worth(run: NodeRun) -> bool:
-    """Whether there is something to fuse, or FlexAttention."""
+    """Return whether there is something to fuse, or FlexAttention."""
     computing = [node for node in run if not _is_view(node) and node.target is not operator.getitem]
     return len(computing) > 1 or any(compat.is_flex(node) for node in computing)
 
@@ -94,12 +104,12 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
         left, outputs = _left(run)
-        region, inputs = _cut_out(graph, run, outputs)
+        code, inputs = _cut_out(graph, run, outputs)
         examples = [node.meta["val"] for node in inputs]
-        key = (_text(region), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
+        key = (_text(code), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
         if key not in known:
-            known[key] = compat.compiled_region(region, examples)
-        _replace(graph.graph, run, left, known[key], inputs, outputs)
+            known[key] = compat.compiled_region(code, examples)
+        _replace(graph.graph, Region(run, left, inputs, outputs), known[key])
     graph.graph.lint()
     graph.recompile()
 
@@ -147,10 +157,9 @@ def _text(region: GraphModule) -> str:
     return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
 
 
-def _replace(
-    graph: Graph, run: NodeRun, left: set[Node], call: Callable[..., Any], inputs: NodeRun, outputs: NodeRun
-) -> None:
+def _replace(graph: Graph, region: Region, call: Callable[..., Any]) -> None:
     """Call the compiled code where a run is; views that stay come behind it."""
+    run, left, inputs, outputs = region
     with graph.inserting_after(run[-1]):
         last = called = graph.call_function(call, tuple(inputs))
     for number, node in enumerate(outputs):

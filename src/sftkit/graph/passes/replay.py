@@ -42,6 +42,7 @@ class Replayed:
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        """Return the outputs: computed at first, then by replaying what was recorded."""
         self._calls += 1
         if self._calls == 1:
             return self._run(args)  # type: ignore[no-any-return]

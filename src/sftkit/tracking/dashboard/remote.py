@@ -87,8 +87,9 @@ def open_dashboard(
         return None
     for mode in modes:
         try:
-            start = _start_trackio if name == "trackio" else partial(_start_wandb, mode=mode, run_dir=run_dir)
-            return start(config.project, run_id, about, accelerator)
+            if name == "trackio":
+                return _start_trackio(config.project, run_id, about, accelerator)
+            return _start_wandb(config.project, run_id, about, accelerator, {"mode": mode, "dir": str(run_dir)})
         except Exception as error:
             log.warning("%s %s does not start (%s); metrics.jsonl is kept all the same", name, mode, first_line(error))
     return None
@@ -102,16 +103,16 @@ def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, 
 
 
 def _start_wandb(
-    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, mode: str, run_dir: Path
+    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, place: dict[str, str]
 ) -> Wandb:
-    """Start wandb in this mode."""
+    """Start wandb. `place`: its mode and the folder that it writes in."""
     import wandb
 
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
-    init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": about.name, "settings": quiet}
+    init: dict[str, Any] = {**place, "name": about.name, "settings": quiet}
     init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
-    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), mode)
+    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), place["mode"])
 
 
 def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:

@@ -31,21 +31,25 @@ class Dashboard(Protocol):
     name: str
     run_id: str
 
-    def row(self, step: int, values: Values) -> None: ...
+    def row(self, step: int, values: Values) -> None:
+        """Add the values of a step."""
 
-    def table(self, step: int, table: LoggedTable) -> None: ...
+    def table(self, step: int, table: LoggedTable) -> None:
+        """Add a table of a step."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set values that stand for the whole run, beside those that follow from its rows."""
 
-    def alert(self, title: str, step: int, text: str, level: str) -> None: ...
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Tell a person of an event. `level`: INFO, WARN or ERROR."""
 
-    def finish(self, ending: Ending) -> None: ...
+    def finish(self, ending: Ending) -> None:
+        """Send what is left, with how the run has ended."""
 
     def abandon(self) -> None:
         """Give up a service that does not finish, so that the process can end."""
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
         """Return what the person must do to see the run, if anything."""
 
 
@@ -64,6 +68,7 @@ class Wandb:
         run.define_metric("*", step_metric="step")
 
     def row(self, step: int, values: Values) -> None:
+        """Log the values that there are, with the means of the run so far."""
         found = {name: value for name, value in values.items() if value is not None}
         for name in [name for name in found if name not in self._defined]:
             self._run.define_metric(name, step_metric="step", summary=SUMMARIES[metric_names.summary_of(name)])
@@ -73,17 +78,21 @@ class Wandb:
             self._run.summary.update({name: {"mean": value} for name, value in means.items()})
 
     def table(self, step: int, table: LoggedTable) -> None:
+        """Log a table."""
         import wandb
 
         self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
 
     def summary(self, values: Mapping[str, Any]) -> None:
+        """Set values that stand for the whole run."""
         self._run.summary.update(dict(values))
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Send an alert, at most one of a title in ALERT_SECONDS."""
         self._run.alert(title, f"step {step}: {text}", level, wait_duration=ALERT_SECONDS)
 
     def finish(self, ending: Ending) -> None:
+        """Send the summary and the exit code that says how the run has ended."""
         self._run.summary.update(ending.summary)
         if ending.state == "preempted":
             self._run.mark_preempting()
@@ -95,7 +104,8 @@ class Wandb:
             with suppress(psutil.Error):
                 process.kill()
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
+        """Return how to upload a run that was kept on disk; None: it is online and complete."""
         if complete and self._mode == "online":
             return None
         return f"the run is kept on disk; to upload it:\n  {program('wandb')} sync {self.folder}"
@@ -136,9 +146,11 @@ class Trackio:
         self._alerted: dict[str, float] = {}
 
     def row(self, step: int, values: Values) -> None:
+        """Log the values that there are."""
         self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
 
     def table(self, step: int, table: LoggedTable) -> None:
+        """Log a table."""
         import trackio
 
         self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
@@ -147,6 +159,7 @@ class Trackio:
         """Do nothing: trackio has no such values."""
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Send an alert, at most one of a title in ALERT_SECONDS."""
         from trackio import AlertLevel
 
         now = time.monotonic()
@@ -155,10 +168,12 @@ class Trackio:
             self._run.alert(title, text, AlertLevel[level], step=step)
 
     def finish(self, ending: Ending) -> None:
+        """Send what is left."""
         self._run.finish()
 
     def abandon(self) -> None:
         """Do nothing: its threads are daemons, so nothing keeps the process alive."""
 
-    def where(self, complete: bool) -> str | None:
+    def where(self, *, complete: bool) -> str | None:
+        """Return the command that shows the run."""
         return f"see the run with `{program('trackio')} show --project {self._project}`"

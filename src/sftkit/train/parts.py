@@ -1,0 +1,62 @@
+"""The parts of a run, in the order of its assembly: what each later step needs of the earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sftkit.checkpoint.found import ANEW, Found
+from sftkit.config.schema import Config
+from sftkit.data.loader import Batches
+from sftkit.data.prompts import AskedTargets
+from sftkit.data.types import Examples, Row
+from sftkit.runtime.start import Runtime
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe on this process: what every later step of the assembly needs."""
+
+    cfg: Config
+    stage: str
+    "name by which a run is found among others: base, mid, sft or caption"
+    rt: Runtime
+    dir: Path
+    "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
+    resume: Found = ANEW
+    "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What training starts from."""
+
+    orig_model: PreTrainedModel
+    "eager, and stays so: what evaluation, samples and checkpoints see"
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    "tokens of a document at most: of the recipe, or inherited"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learned from and what is only measured."""
+
+    batches: Batches
+    validation: dict[str, Examples]
+    samples: list[Row]
+    "whose answers are shown"
+    asked: AskedTargets | None
+    "small conversations whose targets are compared with what a server samples; None: every token is learned"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Encoded documents that are to be laid out."""
+
+    examples: Examples
+    max_length: int
+    "positions of one at most"
+    pad_id: int = 0
