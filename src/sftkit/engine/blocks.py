@@ -169,7 +169,7 @@ class Blocks:
                 )
             if not self.compiled:
                 self.model.backend = eager
-            self.optimizer.warm_up(self.compiled)
+            self.optimizer.warm_up(compiled=self.compiled)
             # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
             # graphs that are there.
             watch.warm_up_done()

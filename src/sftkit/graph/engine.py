@@ -147,7 +147,7 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         with explained(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             self._run_shapes(losses)
-        self.optimizer.warm_up(self.compiled)
+        self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
         parameters = list(parameters_of(self.optimizer.param_groups))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-not-found]
 
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import Groups, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, Groups, State, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 
@@ -26,7 +26,7 @@ class AdamW8bit(TorchaoAdamW8bit):
         self.seed = seed
         self._set_lr([lr] * len(self.param_groups))
 
-    def _set_lr(self, values: list[Any]) -> None:
+    def _set_lr(self, values: Sequence[float | torch.Tensor]) -> None:
         """Set the learning rate of each group, a float or a tensor."""
         for group, value in zip(self.param_groups, values, strict=True):
             group["lr"] = value
@@ -42,9 +42,12 @@ class AdamW8bit(TorchaoAdamW8bit):
         if not bool(coefficient.isnan()):
             self.step()
 
-    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        # Private, of torchao: the buffers that its step makes; the flag says whether they are signed.
-        moments = {"exp_avg": self._new_buffer(param, True), "exp_avg_sq": self._new_buffer(param, False)}
+    def new_state(self, param: torch.Tensor, group: Group) -> State:
+        # Private, of torchao: the buffers that its step makes.
+        moments = {
+            "exp_avg": self._new_buffer(param, signed=True),
+            "exp_avg_sq": self._new_buffer(param, signed=False),
+        }
         return {"step": torch.tensor(0.0), **moments}
 
     def step(self, closure: None = None) -> None:
@@ -63,7 +66,7 @@ class AdamW8bit(TorchaoAdamW8bit):
             super().step()
         self._set_lr(learning_rates)
 
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Compile for each distinct shape; nothing of this optimizer is touched.
 
         torchao's function has static shapes, and is compiled also where nothing else is.
@@ -76,7 +79,7 @@ class AdamW8bit(TorchaoAdamW8bit):
                     seen.add(kind)
                     self._compile_for(param, group)
 
-    def _compile_for(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    def _compile_for(self, param: torch.nn.Parameter, group: Group) -> None:
         """Compile the update of a parameter on a copy of it."""
         copy = torch.nn.Parameter(torch.zeros_like(param))
         copy.grad = torch.zeros_like(param)

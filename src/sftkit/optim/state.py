@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.ops.dtensor import local
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, State
 
 STEP, ATTEMPTS = "step", "attempts"
 
@@ -53,7 +51,7 @@ def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str,
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> State:
     """Return the states of a parameter, made if there are none."""
     state = optimizer.state[param]
     if state:
@@ -63,7 +61,7 @@ def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
     return state
 
 
-def _as_parameter(key: str, value: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return the tensors of one state, by name."""
     if isinstance(value, DTensor):
         value = value.to_local()
