@@ -7,13 +7,31 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import ModelConfig
 from sftkit.data.loader import StepBatches
+from sftkit.data.pack import Layout
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
 from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
 from sftkit.tracking.tracker import EventKind
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: all that an engine is built for beside the recipe."""
+
+    orig_model: PreTrainedModel
+    "as loaded or made; the engine moves it to the device, and changes it in place"
+    objective: Objective
+    layout: Layout
+    "of the rows that it learns from"
+    source: ModelConfig | None = None
+    "where the weights of an empty model come from (models.load)"
 
 
 @dataclass(frozen=True)

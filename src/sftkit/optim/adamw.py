@@ -174,7 +174,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _state_of(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter, made if there are none."""
-        state = self.state[param]
+        state: State = self.state[param]
         if not state:
             state.update(self.new_state(param, group))
         return state
@@ -243,6 +243,7 @@ class AdamW(torch.optim.Optimizer):
                 other = AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic)
                 other.step()
 
+    # Any, as in the protocol
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states bit for bit: torch's own would cast every state, also a master, to the dtype of its parameter.
 

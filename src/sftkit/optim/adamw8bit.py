@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-not-found]
+from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.gradients import multiply_gradients
@@ -13,7 +13,7 @@ from sftkit.optim.protocol import Group, Groups, State, kind_of, parameters_of, 
 from sftkit.runtime.rng import random_key
 
 
-class AdamW8bit(TorchaoAdamW8bit):
+class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """8-bit block-wise moments (arXiv 2110.02861); bf16 weights are rounded stochastically.
 
     torchao draws the rounding bits from the device's generator. Here that is seeded with (seed, updates) for the time

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._higher_order_ops.foreach_map import foreach_map  # no public name, as of torch 2.15
@@ -64,7 +64,7 @@ def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[t
 
 Update = Callable[[FlatParameters, torch.Tensor, Tables], None]
 "A function like update_all, with the `each` that it uses."
-EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": foreach_map}
+EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
 
 
 # Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.

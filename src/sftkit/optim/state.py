@@ -65,8 +65,10 @@ def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> d
     """Return the tensors of one state, by name."""
     if isinstance(value, DTensor):
         value = value.to_local()
-    if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the shard
-        return {f"{key}.codes": _shaped(value.codes, param), f"{key}.scale": value.scale}
+    # torchao's: 8-bit codes and a scale per block of the shard
+    codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
+    if codes is not None and scale is not None:
+        return {f"{key}.codes": _shaped(codes, param), f"{key}.scale": scale}
     return {key: _shaped(value, param)}
 
 

@@ -23,13 +23,13 @@ from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data import chat, loader
-from sftkit.data.collate import part_of
-from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout, make_layout
+from sftkit.data.collate import RankRows, part_of
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.prompts import AskedTargets, asked
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.engine import blocks, reference
-from sftkit.engine.engine import Engine
+from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
@@ -179,10 +179,13 @@ def lay_out(
     resumed checkpoint has used."""
     earlier = resume.stretches
     lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded=encoded)
-    part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
-    place = (rt.data_rank, pad_id, cfg.data.num_workers, part, divisors)
-    return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
+    layout = make_layout(
+        cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
+    )
+    share = RankRows(rt.data_rank, part_of(rt.topology, rt.rank))
+    dataset = StepDataset(examples, layout, share, pad_id, objective.divisors(examples))
+    workers, step = cfg.data.num_workers, resume.state["step"]
+    return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 
 
 def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
@@ -243,9 +246,10 @@ def engine_of(
         source: where the weights of an empty model come from.
         planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
     """
+    training = Training(orig_model, objective, layout, source)
     if cfg.train.engine == "reference":
         planned(None)
-        return reference.build(cfg, orig_model, objective, layout, rt)
+        return reference.build(cfg, training, rt)
     if cfg.train.engine == "graph":
         if coefficient(orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
@@ -255,7 +259,7 @@ def engine_of(
         from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
 
         return graph.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
-    return blocks.build(cfg, orig_model, objective, layout, rt, run_dir, source, planned)
+    return blocks.build(cfg, training, rt, run_dir, planned)
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
