@@ -357,7 +357,7 @@ def _indexed(key: str, keys: Keys) -> str:
     return ".".join(mine if part in instead else part for part, mine in zip(parts, own, strict=True))
 
 
-def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
+def _get(tree: Node, dropped: set[Keys], key: str) -> Any:  # as rule.Get
     """Return the value of a dotted key, or its default; raises Unusable for a key that already has a problem."""
     keys = _keys(key)
     for gone in dropped:
