@@ -9,6 +9,7 @@ Its tokens stay in the cache, where training finds them.
 
 import json
 
+from sftkit.data.pack import DocumentLengths
 from sftkit.runtime.script import script
 
 
@@ -41,7 +42,9 @@ def main() -> None:
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = prepare.prepared_examples(cfg.data, stage, tokenizer, max_length)
     lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, max_length, cfg.train, flags.topology.row_ranks, lengths, encoded=encoded)
+    layout = make_layout(
+        cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), flags.topology.row_ranks
+    )
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 

@@ -24,9 +24,10 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.loader import Batches
+from sftkit.data.collate import RankRows
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
-from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -51,7 +52,7 @@ def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -
     trained = list(orig_model.parameters())
     return asdict(
         check_gradients(
-            model, wrapped, trained, layout, rt, "reference", compiled=False, allowed=limits(torch.float32, 2)
+            Sides(model, wrapped, trained, rt), layout, "reference", limits(torch.float32, 2), compiled=False
         )
     )
 
@@ -77,7 +78,7 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     if rt.rank == 1:
         orig_model.model.layers[0].eval()
         orig_model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0)
+    batches = Batches(StepDataset(examples, layout, RankRows(rt.data_rank)), seed=0)
     with engine.guarded():
         engine.step(next(iter(batches.steps(0, 1))), 1e-3)
         logged = engine.report()

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.loader import Batches
-from sftkit.engine.step import exchange, optimizer_step
+from sftkit.data.collate import RankRows
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Totals
@@ -30,14 +31,14 @@ def train(rt: runtime.Runtime) -> dict[str, Any]:
     """Loss and norm of the gradients of six steps, and how far the replicas are apart in the end."""
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
-    batches = Batches(examples, layout, seed=0, rank=rt.rank, pad_id=0)
+    batches = Batches(StepDataset(examples, layout, RankRows(rt.rank)), seed=0)
     orig_model = tiny_llama().to(torch.bfloat16)
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     wrapped = replicate(model, rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
     rows = []
     for step in batches.steps(0, 6):
-        outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-3, 1.0, rt)
+        outcome = optimizer_step(TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
         sums = over_ranks(rt, outcome.sums)
         rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
     values = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])
@@ -57,7 +58,9 @@ def large_norms(rt: runtime.Runtime) -> dict[str, float]:
         shard.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         parameters["shards"] = shard
     return {
-        name: float(exchange(squared_norm([p], rt.world_size), Totals.zeros((), rt.device), rt, stop=False)[0])
+        name: float(
+            exchange(RankSums(squared_norm([p], rt.world_size), Totals.zeros((), rt.device)), rt, stop=False)[0]
+        )
         for name, p in parameters.items()
     }
 

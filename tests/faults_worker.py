@@ -22,7 +22,8 @@ from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
-from sftkit.data.loader import Batches, load_examples
+from sftkit.data.collate import RankRows
+from sftkit.data.loader import Batches, StepDataset, load_examples
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
 from sftkit.generation.batching import Batching
@@ -190,7 +191,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     others = fault == "other data" and rt.rank == 1
     examples = make_examples(LENGTHS[1:] if others else LENGTHS, target_share=0.5)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.world_size)
-    batches = Batches(examples, layout, 0, rt.rank, 0, cfg.data.num_workers)
+    batches = Batches(StepDataset(examples, layout, RankRows(rt.rank)), seed=0, num_workers=cfg.data.num_workers)
     inject(fault, rt.rank, batches)
     if fault == "spike":
         spike(rt.rank, batches)

@@ -27,11 +27,11 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.collate import part_of
-from sftkit.data.loader import Batches
+from sftkit.data.collate import RankRows, part_of
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
 from sftkit.engine.engine import Engine, Training
-from sftkit.engine.step import gradients
+from sftkit.engine.step import MicroBatches, gradients
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Totals
@@ -104,7 +104,7 @@ def rows_of(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     examples = make_examples(LENGTHS, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
     part = part_of(rt.topology, rt.rank)
-    return layout, Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part)
+    return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, part)), seed=0)
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -126,7 +126,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     first = next(iter(batches.steps(0, 1)))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
-    gradients(step_model, parameters, first.micro_batches, first.divisor, totals, rt)
+    gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
     found = {name: whole(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
-from sftkit.data.pack import Layout, make_layout
+from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.models.stages import stages_of
 from sftkit.objectives.sums import Totals
@@ -75,13 +75,13 @@ def make_layout_of(
     buckets = (row_length // 2, row_length) if kind == "bucketed" else None
     data = DataConfig(train=(), layout=kind, bucket_lengths=buckets)  # type: ignore[arg-type]
     train = TrainConfig(global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(data, row_length, train, world_size, np.asarray(lengths))
+    return make_layout(data, train, DocumentLengths(np.asarray(lengths), row_length), world_size)
 
 
 def make_batch(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int) -> Batch:
     """Documents in rows, with slots enough."""
     slots = sum(map(len, rows)) + len(rows)
-    return collate(examples, rows, row_length, 0, max_docs=slots, max_doc_length=row_length)
+    return collate(examples, rows, BatchShape(row_length, max_docs=slots, max_doc_length=row_length))
 
 
 def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:

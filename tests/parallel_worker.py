@@ -26,13 +26,13 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import part_of
-from sftkit.data.loader import Batches
+from sftkit.data.collate import RankRows, part_of
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
-from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import shape_runner
 from sftkit.evals.validation import validate
 from sftkit.models.structure import decoder
@@ -117,7 +117,7 @@ def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     micro = min(2, 8 // (rt.data_world_size * rt.topology.stages))  # at least as many micro-batches as stages
     layout = make_layout_of("packed", examples.lengths, micro=micro, world_size=rt.data_world_size)
-    batches = Batches(examples, layout, seed=0, rank=rt.data_rank, pad_id=0, part=part_of(rt.topology, rt.rank))
+    batches = Batches(StepDataset(examples, layout, RankRows(rt.data_rank, part_of(rt.topology, rt.rank))), seed=0)
     return layout, batches
 
 
@@ -143,15 +143,17 @@ def train(
     rows, flags, evaluated, last = [], [], [0], rt.rank == rt.world_size - 1
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
-        run_shape = shape_runner(rt, wrapped, orig_model, layout, model.objective, {})
+        run_shape = shape_runner(rt, wrapped, model, layout, {})
         warm_up(wrapped, run_shape, layout.shapes, compile, Ranks(rt.any_rank))
         watch.warm_up_done()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         same = check_gradients(
-            model, wrapped, trained, layout, rt, "reference", compiled=True, allowed=limits(torch.float32, 2)
+            Sides(model, wrapped, trained, rt), layout, "reference", limits(torch.float32, 2), compiled=True
         )
         for step in batches.steps(0, STEPS):
-            outcome = optimizer_step(wrapped, optimizer, model.objective, step, 1e-2, 1.0, rt, stop=last)
+            outcome = optimizer_step(
+                TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-2, stop=last
+            )
             sums = over_ranks(rt, outcome.sums)
             rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
             flags.append(outcome.flags.vector[:2].tolist())

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import part_of
-from sftkit.data.loader import Batches
+from sftkit.data.collate import RankRows, part_of
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.types import Row
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
@@ -98,14 +98,17 @@ class Job:
         examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
         self.layout = make_layout_of("packed", examples.lengths, world_size=self.rt.data_world_size)
         self.batches = Batches(
-            examples, self.layout, 0, self.rt.data_rank, pad_id=0, part=part_of(self.rt.topology, self.rt.rank)
+            StepDataset(examples, self.layout, RankRows(self.rt.data_rank, part_of(self.rt.topology, self.rt.rank))),
+            seed=0,
         )
 
     def steps(self, first: int, last: int) -> list[float]:
         """Train steps first + 1 to last; the loss of each over all ranks."""
         losses = []
         for step in self.batches.steps(first, last):
-            outcome = optimizer_step(self.wrapped, self.optimizer, self.model.objective, step, 1e-2, 1.0, self.rt)
+            outcome = optimizer_step(
+                TrainStep(self.wrapped, self.optimizer, self.model.objective, self.rt, max_grad_norm=1.0), step, 1e-2
+            )
             losses.append(float(over_ranks(self.rt, outcome.sums)["nll"]) / step.num_targets)
         return losses
 

@@ -20,9 +20,10 @@ from transformers import PhiConfig, PhiForCausalLM
 from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.collate import IGNORE, WHOLE, RowShard, collate
-from sftkit.data.loader import Batches
-from sftkit.engine.step import optimizer_step
+from sftkit.data.collate import IGNORE, WHOLE, RankRows, RowShard, collate
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import BatchShape
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
 from sftkit.generation.batching import Batching
@@ -205,7 +206,9 @@ def attention(
     lengths = [n for row in rows for n in row]
     numbers = iter(range(len(lengths)))
     recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
-    batch = collate(make_examples(lengths), recipe, 200, 0, 8 * len(rows), 200, part).to(torch.device(device))
+    batch = collate(
+        make_examples(lengths), recipe, BatchShape(200, max_docs=8 * len(rows), max_doc_length=200), part=part
+    ).to(torch.device(device))
     generator = torch.Generator(device).manual_seed(0)
     leaves = [
         torch.randn(len(rows), h, 200, 64, device=device, generator=generator).to(dtype).requires_grad_()
@@ -306,7 +309,7 @@ def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, part: 
         found = []
         for rank in range(2):
             layout = make_layout_of(kind, examples.lengths, world_size=2)
-            for step in Batches(examples, layout, 0, rank, 0, part=part).steps(0, 4):
+            for step in Batches(StepDataset(examples, layout, RankRows(rank, part)), seed=0).steps(0, 4):
                 for batch in step.micro_batches:
                     tensors = batch.to(torch.device(device)).tensors()
                     found += [(tensor, tensor.clone()) for tensor in (*batch.tensors(), *tensors)]
@@ -328,13 +331,13 @@ def test_steps_of_training(kind: str, dtype: torch.dtype, device: str) -> None:
         model = ModelWithLoss(odd_llama(dtype, device), backend, NextToken(LossConfig(chunk_tokens=24)))
         optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-3))
         examples = make_examples(LENGTHS, target_share=0.3)
-        batches = Batches(examples, make_layout_of(kind, examples.lengths), 0, 0, 0)
+        batches = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths)), seed=0)
         flags = LateFlags(torch.device(device), late=1, count=model.objective.count)
         found = []
         for number, step in enumerate(batches.steps(0, 3)):
             moved = [batch.to(torch.device(device)) for batch in step.micro_batches]
             step.micro_batches[:] = moved
-            outcome = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+            outcome = optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
             flags.push(number, step, outcome)
             assert all(known.finite and not known.stop for known in flags.known(wait=False))
             found += [outcome.sums.vector, outcome.grad_norm]

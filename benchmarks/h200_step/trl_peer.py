@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 from trl import SFTConfig, SFTTrainer
 
 from sftkit.data.collate import IGNORE
-from sftkit.data.loader import Batches
-from sftkit.data.pack import make_layout
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
@@ -64,8 +64,8 @@ def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
     cfg = job.config
     if cfg.data.layout != "packed" or cfg.data.max_length is None:
         raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
-    layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, 1, examples.lengths)
-    batches = Batches(examples, layout, cfg.run.seed, 0, 0)
+    layout = make_layout(cfg.data, cfg.train, DocumentLengths(examples.lengths, cfg.data.max_length))
+    batches = Batches(StepDataset(examples, layout), seed=cfg.run.seed)
     steps: list[Any] = []
     epoch = 0
     while len(steps) < job.steps.total:

@@ -30,7 +30,7 @@ from sftkit.config.schema import (
     SourceConfig,
     TrainConfig,
 )
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
@@ -76,7 +76,7 @@ def run(
     orig_model = tiny_llama(dropout=0.2).to(dtype)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
-    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, layout), seed=0)
     engine = engine_of(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
     checkpoints = Checkpoints(
         run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, ModelConfig
 from sftkit.data import alike, answers, chat, prompts, stages
 from sftkit.data.reasoning import with_reasoning
-from sftkit.data.template import render, template_of, with_arguments
+from sftkit.data.template import Conversation, render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.load import load_tokenizer
@@ -69,7 +69,7 @@ def shown(example: TokenizedExample, tokenizer) -> str:
 
 def documents(tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
     row = Row("x:1", messages=messages, template_args=settings.pop("template_args", None))
-    found = chat.tokenize(row, tokenizer, max_length=1000, **settings)
+    found = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(**settings))
     return [shown(example, tokenizer) for example in found.examples]
 
 
@@ -179,7 +179,8 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
     prompts = [
         tokenizer(
-            render(tokenizer, template, given, None, add_generation_prompt=True, args=mode)[0], add_special_tokens=False
+            render(tokenizer, template, Conversation(given, args=mode), add_generation_prompt=True)[0],
+            add_special_tokens=False,
         )["input_ids"]
         for k, message in enumerate(messages)
         if message["role"] == "assistant"
@@ -234,7 +235,7 @@ def test_reasoning_that_the_template_does_not_render_is_refused_with_the_cure(ma
 
 def test_without_splitting_earlier_answers_are_context_and_counted(make) -> None:
     row = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND])
-    found = chat.tokenize(row, make("qwen3"), max_length=1000, split_turns=False)
+    found = chat.tokenize(row, make("qwen3"), max_length=1000, learning=chat.Learning(split_turns=False))
     assert len(found.examples) == 1
     assert found.counts["answers"] == 2
     assert (
@@ -249,7 +250,7 @@ def test_without_splitting_earlier_answers_are_context_and_counted(make) -> None
 
 def test_a_conversation_that_is_learned_whole_keeps_the_reasoning_of_earlier_turns(make) -> None:
     row, tokenizer = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND]), make("qwen3")
-    found = chat.tokenize(row, tokenizer, max_length=1000, targets="all")
+    found = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(targets="all"))
     alone, whole = (shown(example, tokenizer) for example in found.examples)
     (asked,) = documents(tokenizer, [U, REASONED])
     assert alone == asked, "the first answer as it is asked"
@@ -259,7 +260,7 @@ def test_a_conversation_that_is_learned_whole_keeps_the_reasoning_of_earlier_tur
     )
     assert (found.counts["answers_learned"], found.counts["reasoning_left_out"]) == (2, 0)
     assert found.counts["split_tokens"] == len(found.examples[0].ids) - 1
-    off = chat.tokenize(row, tokenizer, max_length=1000, targets="all", split_turns=False)
+    off = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(targets="all", split_turns=False))
     assert [shown(example, tokenizer) for example in off.examples] == [whole]
     assert off.counts["reasoning_left_out"] == 1
 
@@ -271,20 +272,22 @@ def test_reasoning_is_missed_where_the_template_drops_it_though_its_words_stand_
         ("all", [U, REASONED, {**V, "content": "I think. Why?"}, SECOND]),
     ):
         row, tokenizer = Row("x:1", messages=messages), make("qwen3")
-        found = chat.tokenize(row, tokenizer, max_length=1000, targets=targets)  # type: ignore[arg-type]
+        found = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(targets=targets))  # type: ignore[arg-type]
         (asked,) = documents(tokenizer, [U, REASONED])
         assert shown(found.examples[0], tokenizer) == asked
         assert (len(found.examples), found.counts["reasoning_left_out"]) == (2, 0)
         for settings in ({"targets": "all"}, {}):
-            off = chat.tokenize(row, tokenizer, max_length=1000, split_turns=False, **settings)  # type: ignore[arg-type]
+            off = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(split_turns=False, **settings))  # type: ignore[arg-type]
             assert (len(off.examples), off.counts["reasoning_left_out"]) == (1, 1)
 
 
 @pytest.mark.parametrize("targets", ["assistant", "all"])
 def test_reasoning_that_the_recipe_leaves_out_is_learned_nowhere(make, targets: str) -> None:
     row, tokenizer = Row("x:1", messages=[U, REASONED, V, REASONED_SECOND]), make("qwen3")
-    found = chat.tokenize(row, tokenizer, max_length=1000, targets=targets, thinking="off")  # type: ignore[arg-type]
-    plain = chat.tokenize(Row("x:1", messages=[U, PLAIN, V, SECOND]), tokenizer, max_length=1000, targets=targets)  # type: ignore[arg-type]
+    found = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(targets=targets, thinking="off"))  # type: ignore[arg-type]
+    plain = chat.tokenize(
+        Row("x:1", messages=[U, PLAIN, V, SECOND]), tokenizer, max_length=1000, learning=chat.Learning(targets=targets)
+    )  # type: ignore[arg-type]
     assert [one.ids.tolist() for one in found.examples] == [one.ids.tolist() for one in plain.examples]
     assert found.counts["reasoning_left_out"] == 2
 
@@ -292,7 +295,7 @@ def test_reasoning_that_the_recipe_leaves_out_is_learned_nowhere(make, targets: 
 def test_a_plain_conversation_that_is_learned_whole_is_one_document(make) -> None:
     for name in ("qwen3", "smollm3", "glm45", "r1_distill", "gpt_oss", "mistral"):
         row = Row("x:1", messages=[U, PLAIN, V, SECOND])
-        (example,) = chat.tokenize(row, make(name), max_length=1000, targets="all").examples
+        (example,) = chat.tokenize(row, make(name), max_length=1000, learning=chat.Learning(targets="all")).examples
         assert example.is_target.tolist() == [False] + [True] * (len(example.ids) - 1), name
 
 
@@ -359,7 +362,7 @@ def test_an_earlier_answer_that_shares_a_token_with_its_prompt_is_context_and_co
 
 def test_an_answer_of_a_conversation_that_is_learned_whole_never_begins_within_a_token(newlines) -> None:
     row = Row("x:1", messages=[U, {"role": "assistant", "content": "\n\nSo."}, V, {**SECOND, "content": "\n\nThus."}])
-    found = chat.tokenize(row, newlines, max_length=1000, targets="all")
+    found = chat.tokenize(row, newlines, max_length=1000, learning=chat.Learning(targets="all"))
     (example,) = found.examples
     assert (found.counts["answers_learned"], found.counts["not_learned_border"]) == (1, 1)
     learned = newlines.decode(example.ids[example.is_target].tolist())
@@ -395,12 +398,12 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
         if name in ("llama3", "mistral", "default_system", "plain", "r1_distill", "smollm3"):
             messages = [m for m in messages if "tool_calls" not in m and m["role"] not in ("tool", "system")]
             messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
-        row, settings = Row(f"x:{number}", messages=messages), {"split_turns": split, "max_length": 100_000}
-        thinking = "learn_empty" if name == "r1_distill" else "auto"
+        row = Row(f"x:{number}", messages=messages)
+        learning = chat.Learning(thinking="learn_empty" if name == "r1_distill" else "auto", split_turns=split)
         monkeypatch.setattr(alike, "EXACTLY", 2)
-        quick = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
+        quick = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
         monkeypatch.setattr(alike, "EXACTLY", 10**9)
-        exact = chat.tokenize(row, tokenizer, thinking=thinking, **settings)  # type: ignore[arg-type]
+        exact = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
         assert quick.counts == exact.counts
         for one, other in zip(quick.examples, exact.examples, strict=True):
             assert one.ids.tolist() == other.ids.tolist()
@@ -418,7 +421,9 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch
     for turns in (20, 100):
         calls.clear()
         messages = [message for i in range(turns) for message in (U, {"role": "assistant", "content": f"So {i}."})]
-        found = chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=10**6, split_turns=False)
+        found = chat.tokenize(
+            Row("x:1", messages=messages), tokenizer, max_length=10**6, learning=chat.Learning(split_turns=False)
+        )
         assert found.counts["answers_learned"] == (1 if name == "qwen3" else turns)
         counted.append(len(calls))
     assert counted[0] == counted[1] <= 12
@@ -430,18 +435,25 @@ def test_golden_templates_are_all_used() -> None:
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
-    tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, targets="assistant")
+    tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="assistant"))
     found = prompts.asked(tokenize)
     assert found is not None
     assert found.unasked == ()
     assert found.answers >= len(found.conversations) >= 2
-    assert prompts.asked(partial(chat.tokenize, tokenizer=make(name), max_length=500, targets="all")) is None
+    assert (
+        prompts.asked(
+            partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="all"))
+        )
+        is None
+    )
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
     monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
     monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
-    found = prompts.asked(partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, targets="assistant"))
+    found = prompts.asked(
+        partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, learning=chat.Learning(targets="assistant"))
+    )
     assert found is not None
     assert len(found.unasked) == found.answers
     assert prompt_check(found).ok is False
@@ -508,7 +520,11 @@ def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
     found = []
     for exactly in (2, 10**9):
         monkeypatch.setattr(alike, "EXACTLY", exactly)
-        found.append(chat.tokenize(Row("x:1", messages=messages), tokenizer, max_length=5000, split_turns=False))
+        found.append(
+            chat.tokenize(
+                Row("x:1", messages=messages), tokenizer, max_length=5000, learning=chat.Learning(split_turns=False)
+            )
+        )
     assert found[0].counts == found[1].counts
     assert found[0].examples[0].is_target.tolist() == found[1].examples[0].is_target.tolist()
     assert found[0].counts["not_learned_history"] == 2
@@ -539,7 +555,9 @@ def test_an_answer_that_is_only_reasoning_is_empty(make_tokenizer) -> None:
 
 
 def test_reasoning_that_the_recipe_leaves_out_is_counted(make) -> None:
-    found = chat.tokenize(Row("x:1", messages=[U, REASONED]), make("qwen3"), max_length=500, thinking="off")
+    found = chat.tokenize(
+        Row("x:1", messages=[U, REASONED]), make("qwen3"), max_length=500, learning=chat.Learning(thinking="off")
+    )
     assert found.counts["reasoning_left_out"] == 1
 
 
@@ -589,8 +607,9 @@ def test_settings_of_a_recipe_reach_the_tokenizing_of_its_stage(make) -> None:
     data = DataConfig(train=(), targets="last_turn", thinking="off", split_turns=False)
     for stage, default in (("mid", "all"), ("sft", "assistant")):
         found = stages.DATA_OF_STAGES[stage][1](data, make("qwen3"), 100).keywords
-        assert (found["targets"], found["thinking"], found["split_turns"]) == ("last_turn", "off", False)
-        assert stages.DATA_OF_STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords["targets"] == default
+        assert found["learning"] == chat.Learning("last_turn", "off", split_turns=False)
+        usual = stages.DATA_OF_STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords
+        assert usual["learning"] == chat.Learning(targets=default)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"data\.targets=last_turn: base_train\.py learns every token"):
         stages.base(data, make("qwen3"), 100)
 

@@ -11,8 +11,9 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.balance import causal_pairs, deal, skew
-from sftkit.data.loader import Batches
-from sftkit.data.pack import GlobalBatch, Layout, make_layout, plan_epoch
+from sftkit.data.collate import RankRows
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import DocumentLengths, GlobalBatch, Layout, make_layout, plan_epoch
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
 KINDS = {
@@ -26,7 +27,7 @@ KINDS = {
 
 def layout(kind: str, world_size: int = 1, micro: int = 2, batch: int = 8, lengths: np.ndarray = LENGTHS) -> Layout:
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(KINDS[kind], 64, train, world_size, lengths)
+    return make_layout(KINDS[kind], train, DocumentLengths(lengths, 64), world_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,7 +47,10 @@ def test_ranks_compute_each_document_of_a_global_batch_once_in_equal_shapes(kind
 def test_a_step_has_the_same_documents_at_every_number_of_ranks(kind: str) -> None:
     def documents(world_size: int, first_step: int) -> list[list[int]]:
         made = layout(kind, world_size, micro=4)
-        ranks = [Batches(make_examples(LENGTHS.tolist()), made, 0, rank, 0) for rank in range(world_size)]
+        ranks = [
+            Batches(StepDataset(make_examples(LENGTHS.tolist()), made, RankRows(rank)), seed=0)
+            for rank in range(world_size)
+        ]
         steps = zip(*(batches.steps(first_step, first_step + 6) for batches in ranks), strict=True)
         return [sorted(i for one in step for i in one.documents) for step in steps]
 
@@ -57,7 +61,7 @@ def test_a_step_has_the_same_documents_at_every_number_of_ranks(kind: str) -> No
 
 def test_a_step_names_the_documents_of_its_own_rows_in_order() -> None:
     made, examples = layout("packed", world_size=2), make_examples(LENGTHS.tolist())
-    (step,) = Batches(examples, made, 0, 1, 0).steps(0, 1)
+    (step,) = Batches(StepDataset(examples, made, RankRows(1)), seed=0).steps(0, 1)
     ids = torch.cat([batch.inputs["input_ids"][batch.doc_ids >= 0] for batch in step.micro_batches])
     assert ids.tolist() == [token for i in step.documents for token in examples[i].ids[:-1].tolist()]
 
@@ -101,7 +105,7 @@ def test_ranks_have_about_the_same_attention_work_in_each_micro_batch_and_step(
 ) -> None:
     lengths = long_tailed()
     train = TrainConfig(max_steps=1, global_batch_size=64, micro_batch_size=micro)
-    made = make_layout(DataConfig(train=(), row_length=16384), 8192, train, world_size, lengths)
+    made = make_layout(DataConfig(train=(), row_length=16384), train, DocumentLengths(lengths, 8192), world_size)
     plan = plan_epoch(lengths, made, seed=0, epoch=0)[:20]
     unbalanced, balanced = (
         np.mean([waits(pairs_of_ranks(lengths, batch, made, in_order)) for batch in plan], axis=0)
@@ -121,7 +125,7 @@ def test_the_heaviest_share_of_a_micro_batch_goes_to_the_rank_with_the_least_wor
 
 def test_padding_costs_what_kernels_compute_for_it() -> None:
     made = layout("packed in longer rows", lengths=np.array([30] * 40))  # 200 positions, documents of at most 128
-    (first, *_) = plan_epoch(np.array([30] * 40), made, seed=0, epoch=0, shuffle=False)
+    (first, *_) = plan_epoch(np.array([30] * 40), made, seed=None, epoch=0)
     assert (first.rows[0], first.rows[-1]) == ((0, 1, 2, 3, 4, 5), ())
     assert first.pairs[0] == 6 * 30 * 31 // 2 + 20 * 21 // 2
     assert first.pairs[-1] == 128 * 129 // 2 + 72 * 73 // 2
@@ -151,7 +155,7 @@ def test_one_rank_takes_the_rows_in_the_order_of_the_plan() -> None:
 
 def test_the_skew_of_a_step_is_the_most_work_of_a_rank_over_the_mean() -> None:
     made, examples = layout("packed", world_size=3, batch=24), make_examples(LENGTHS.tolist())
-    ranks = [list(Batches(examples, made, 0, rank, 0).steps(0, 4)) for rank in range(3)]
+    ranks = [list(Batches(StepDataset(examples, made, RankRows(rank)), seed=0).steps(0, 4)) for rank in range(3)]
     for steps in zip(*ranks, strict=True):
         cuts = [[batch.cu_seqlens.diff() for batch in step.micro_batches] for step in steps]
         work = [sum(int((n * (n + 1) // 2).sum()) for n in mine) for mine in cuts]

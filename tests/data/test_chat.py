@@ -169,7 +169,7 @@ def test_an_answer_that_the_template_rewrites_later_is_context_only(make_tokeniz
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
     row = Row("x:1", messages=[*CONVERSATION[1:5], CONVERSATION[5], {"role": "assistant", "content": "Bye."}])
-    found = chat.tokenize(row, tokenizer, max_length=1000, split_turns=False)
+    found = chat.tokenize(row, tokenizer, max_length=1000, learning=chat.Learning(split_turns=False))
     assert all_learned(found, tokenizer) == "Bye.<|im_end|>"
     assert (found.counts["answers_learned"], found.counts["not_learned_history"]) == (1, 2)
     split = chat.tokenize(row, tokenizer, max_length=1000)

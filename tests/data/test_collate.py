@@ -7,11 +7,12 @@ import torch
 from helpers import make_examples
 
 from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
+from sftkit.data.pack import BatchShape
 
 
 def test_targets_are_the_next_tokens_of_the_same_document() -> None:
     examples = make_examples([5, 3, 1])
-    batch = collate(examples, ((0, 1), (2,), ()), row_length=10, pad_id=0, max_docs=12, max_doc_length=5)
+    batch = collate(examples, ((0, 1), (2,), ()), BatchShape(10, max_docs=12, max_doc_length=5))
     for row, docs in enumerate([(0, 1), (2,), ()]):
         start = 0
         for number, i in enumerate(docs):
@@ -33,7 +34,7 @@ def test_targets_are_the_next_tokens_of_the_same_document() -> None:
 
 
 def test_cu_seqlens_are_the_documents_and_padding_in_pieces() -> None:
-    batch = collate(make_examples([5, 3, 1]), ((0, 1), (2,), ()), 10, 0, max_docs=12, max_doc_length=5)
+    batch = collate(make_examples([5, 3, 1]), ((0, 1), (2,), ()), BatchShape(10, max_docs=12, max_doc_length=5))
     assert batch.cu_seqlens.dtype == torch.int32
     # rows: 5 + 3 + 2 of padding | 1 + 5 + 4 | 5 + 5, and four unused slots
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 10, 11, 16, 20, 25, 30, 30, 30, 30, 30]
@@ -54,24 +55,29 @@ def check_target_index(batch: Batch) -> None:
 def test_target_index_has_every_target_and_unique_filler_up_to_a_multiple(share: float) -> None:
     examples = make_examples([700, 400, 300], target_share=share)
     for row_length in (700, 1100, 1500):
-        check_target_index(collate(examples, ((0,), (), (2, 1)), row_length, 0, max_docs=9, max_doc_length=750))
+        check_target_index(
+            collate(examples, ((0,), (), (2, 1)), BatchShape(row_length, max_docs=9, max_doc_length=750))
+        )
 
 
 def test_a_batch_without_documents_still_projects_something() -> None:
-    small, large = (collate(make_examples([4]), ((), ()), length, 0, 2, length) for length in (16, 400))
+    small, large = (
+        collate(make_examples([4]), ((), ()), BatchShape(length, max_docs=2, max_doc_length=length))
+        for length in (16, 400)
+    )
     assert (small.num_targets, len(small.target_index), len(large.target_index)) == (0, 32, 512)
     check_target_index(large)
 
 
 def test_every_tensor_of_a_batch_moves() -> None:
-    moved = collate(make_examples([4]), ((0,),), 8, 0, 2, 8).to(torch.device("meta"))
+    moved = collate(make_examples([4]), ((0,),), BatchShape(8, max_docs=2, max_doc_length=8)).to(torch.device("meta"))
     found = [*moved.inputs.values(), *(value for value in vars(moved).values() if isinstance(value, torch.Tensor))]
     assert len(found) == len(moved.tensors()) == 6
     assert all(tensor.is_meta for tensor in [*found, *moved.tensors()])
 
 
 def test_the_warm_up_batch_is_the_heaviest_of_its_shape() -> None:
-    batch = warm_up_batch(3, 17, vocab_size=10, max_docs=12, max_doc_length=7)
+    batch = warm_up_batch(3, BatchShape(17, max_docs=12, max_doc_length=7), 10)
     assert batch.inputs["input_ids"].shape == (3, 17)
     assert batch.cu_seqlens.tolist() == [0, 7, 14, 17, 24, 31, 34, 41, 48, 51, 51, 51, 51]
     assert batch.num_targets == len(batch.target_index) == 3 * 17

@@ -159,7 +159,7 @@ def test_documents_that_can_only_be_too_long_are_counted_as_those_that_are(make_
 def test_marks_are_where_transformers_finds_them(name: str, make_tokenizer) -> None:
     tokenizer = make_tokenizer(name)
     messages = [{"role": "system", "content": "Be brief."}, *turns(3)]
-    text, spans = template.render(tokenizer, tokenizer.chat_template, messages, marks=True)
+    text, spans = template.render(tokenizer, tokenizer.chat_template, template.Conversation(messages), marks=True)
     texts, expected = template.render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,
@@ -202,7 +202,13 @@ def test_what_lies_far_beyond_max_length_is_counted_without_being_tokenized(
 
     def made() -> list[Any]:
         found = [
-            chat.tokenize(Row("x", messages=one), tokenizer, max_length=60, too_long=too_long, targets=targets)
+            chat.tokenize(
+                Row("x", messages=one),
+                tokenizer,
+                max_length=60,
+                too_long=too_long,
+                learning=chat.Learning(targets=targets),
+            )
             for one in records
             for too_long in ("truncate", "drop")
         ]

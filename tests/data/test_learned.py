@@ -30,7 +30,9 @@ def learned(found: Tokenized, tokenizer) -> list[str]:
 
 
 def tokenized(raw: dict[str, Any], tokenizer, **settings: Any) -> Tokenized:
-    return chat.tokenize(rows.convert(raw, "data.jsonl:7"), tokenizer, max_length=1000, **settings)
+    return chat.tokenize(
+        rows.convert(raw, "data.jsonl:7"), tokenizer, max_length=1000, learning=chat.Learning(**settings)
+    )
 
 
 # ---- prompt and completion -------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.loader import Batches, StepBatches
-from sftkit.data.pack import Stretch, make_layout
+from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.data.pack import DocumentLengths, Stretch, make_layout
 
 KINDS = ("packed", "bucketed", "fixed", "dynamic")
 LENGTHS = np.random.default_rng(0).integers(1, 33, 300)
@@ -24,8 +24,8 @@ def batches(
 ) -> Batches:
     """Of a run that begins, or goes on at a step."""
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    layout = make_layout(DataConfig(train=(), layout=kind), 32, train, 1, LENGTHS, earlier)  # type: ignore[arg-type]
-    return Batches(EXAMPLES, layout, seed, 0, 0, earlier=earlier, first_step=first_step)
+    layout = make_layout(DataConfig(train=(), layout=kind), train, DocumentLengths(LENGTHS, 32), 1, earlier)  # type: ignore[arg-type]
+    return Batches(StepDataset(EXAMPLES, layout), seed=seed, earlier=earlier, first_step=first_step)
 
 
 def rows(step: StepBatches) -> tuple[torch.Tensor, ...]:

@@ -10,9 +10,18 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import collate, warm_up_batch
-from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout, make_layout, num_positions, pack, plan_epoch, validation_layout
+from sftkit.data.collate import RankRows, collate, warm_up_batch
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import (
+    BatchShape,
+    DocumentLengths,
+    Layout,
+    make_layout,
+    num_positions,
+    pack,
+    plan_epoch,
+    validation_layout,
+)
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
@@ -29,7 +38,7 @@ SETTINGS = {
 
 def layout(kind: str, world_size: int = 1, micro: int = 2, batch: int = 8, lengths: np.ndarray = LENGTHS) -> Layout:
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(SETTINGS[kind], 64, train, world_size, lengths)
+    return make_layout(SETTINGS[kind], train, DocumentLengths(lengths, 64), world_size)
 
 
 def chat_like(documents: int, longest: int = 2048) -> np.ndarray:
@@ -41,7 +50,7 @@ def padding_share(lengths: np.ndarray, of: Layout) -> float:
 
 
 def steps_of(of: Layout, rank: int = 0) -> list:
-    batches = Batches(make_examples(LENGTHS.tolist()), of, seed=0, rank=rank, pad_id=0)
+    batches = Batches(StepDataset(make_examples(LENGTHS.tolist()), of, RankRows(rank)), seed=0)
     return list(batches.steps(0, batches.num_steps(epochs=1)))
 
 
@@ -111,7 +120,7 @@ def test_buckets_pad_less_than_fixed_rows_and_packed_rows_less_than_buckets() ->
 
 
 def test_steps_and_epochs_limit_a_run_whichever_comes_first() -> None:
-    batches = Batches(make_examples(LENGTHS.tolist()), layout("packed"), seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(make_examples(LENGTHS.tolist()), layout("packed")), seed=0)
     epoch = batches.num_steps(epochs=1)
     assert batches.num_steps(epochs=2) == epoch + len(batches.plan(1))
     assert batches.num_steps(epochs=2, max_steps=3) == 3
@@ -126,7 +135,7 @@ def test_steps_and_epochs_limit_a_run_whichever_comes_first() -> None:
 def test_packing_leaves_less_than_one_percent_of_chat_like_rows_empty(row_length: int) -> None:
     lengths = chat_like(40_000)
     data = DataConfig(train=(), row_length=row_length)
-    made = make_layout(data, 2048, TrainConfig(max_steps=1, global_batch_size=1), 1, lengths)
+    made = make_layout(data, TrainConfig(max_steps=1, global_batch_size=1), DocumentLengths(lengths, 2048))
     assert made.docs_per_row <= 8 + 2 * row_length / lengths.mean()  # tight: twice the mean
     assert padding_share(lengths, made) < 0.01
 
@@ -134,7 +143,9 @@ def test_packing_leaves_less_than_one_percent_of_chat_like_rows_empty(row_length
 def test_rows_of_short_and_long_documents_get_the_slots_they_need() -> None:
     rng = np.random.default_rng(0)
     lengths = np.where(rng.random(20_000) < 0.9, 10, 2000)  # twice the mean would leave 15 % of the rows empty
-    made = make_layout(DataConfig(train=()), 2048, TrainConfig(max_steps=1, global_batch_size=1), 1, lengths)
+    made = make_layout(
+        DataConfig(train=()), TrainConfig(max_steps=1, global_batch_size=1), DocumentLengths(lengths, 2048)
+    )
     assert padding_share(lengths, made) < 0.015
 
 
@@ -146,9 +157,13 @@ def test_no_row_holds_more_documents_than_the_cap_even_where_short_ones_cluster(
 
 
 def test_a_row_full_of_the_shortest_documents_has_slots_for_its_padding_too() -> None:
-    made = make_layout(DataConfig(train=()), 1024, TrainConfig(max_steps=1), 1, np.full(100, 128))
+    made = make_layout(DataConfig(train=()), TrainConfig(max_steps=1), DocumentLengths(np.full(100, 128), 1024))
     cap, slots = made.docs_per_row, made.max_docs(1, 1024)
-    batch = collate(make_examples([1] * cap), (tuple(range(cap)),), 1024, 0, slots, made.max_doc_length)
+    batch = collate(
+        make_examples([1] * cap),
+        (tuple(range(cap)),),
+        BatchShape(1024, max_docs=slots, max_doc_length=made.max_doc_length),
+    )
     assert batch.cu_seqlens.unique().tolist() == [*range(cap), *range(cap, 1024, 128), 1024]
 
 
@@ -162,7 +177,7 @@ def test_rows_longer_than_any_document_count_in_batch_sizes_and_leave_the_inheri
 
 def test_a_row_must_hold_a_document_of_max_length() -> None:
     with pytest.raises(ConfigError, match=r"data\.row_length: 32 cannot hold"):
-        make_layout(DataConfig(train=(), row_length=32), 64, TrainConfig(max_steps=1), 1, LENGTHS)
+        make_layout(DataConfig(train=(), row_length=32), TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 64))
 
 
 # ---- bucketed ----
@@ -196,8 +211,8 @@ def test_chosen_buckets_are_as_many_as_the_recipe_says_and_the_same_on_every_ran
 def test_buckets_must_end_at_max_length() -> None:
     data = DataConfig(train=(), layout="bucketed", bucket_lengths=(16, 32))
     with pytest.raises(ConfigError, match=r"data\.bucket_lengths"):
-        make_layout(data, 64, TrainConfig(max_steps=1), 1, LENGTHS)
-    assert make_layout(data, 32, TrainConfig(max_steps=1), 1, LENGTHS // 2).row_lengths == (16, 32)
+        make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 64))
+    assert make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS // 2, 32)).row_lengths == (16, 32)
 
 
 # ---- dynamic ----
@@ -221,7 +236,7 @@ def test_dynamic_rows_warm_up_with_two_lengths_and_declare_all_others() -> None:
 def test_max_length_must_be_a_multiple_of_pad_multiple() -> None:
     data = DataConfig(train=(), layout="dynamic", pad_multiple=32)
     with pytest.raises(ConfigError, match="take 64"):
-        make_layout(data, 72, TrainConfig(max_steps=1), 1, LENGTHS)
+        make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 72))
 
 
 # ---- validation ----
@@ -232,13 +247,13 @@ def test_a_validation_layout_holds_other_documents_one_micro_batch_a_rank(kind: 
     short, others = LENGTHS[LENGTHS < 30], np.array([64, 1, 1, 30, 64] * 20)
     made = validation_layout(layout(kind, world_size=2, micro=4, lengths=short), others)
     assert made.accumulation == 1
-    plan = plan_epoch(others, made, seed=0, epoch=0, shuffle=False)
+    plan = plan_epoch(others, made, seed=None, epoch=0)
     assert sorted(i for batch in plan for row in batch.rows for i in row) == list(range(100))
     examples = make_examples(others.tolist())
     for batch in plan:
         (rows,) = batch.micro_batches(made, rank=1)
         slots = made.max_docs(len(rows), batch.row_length)
-        collate(examples, rows, batch.row_length, 0, slots, made.max_doc_length)
+        collate(examples, rows, BatchShape(batch.row_length, max_docs=slots, max_doc_length=made.max_doc_length))
 
 
 # ---- loading ----
@@ -247,11 +262,11 @@ def test_a_validation_layout_holds_other_documents_one_micro_batch_a_rank(kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_starting_at_a_later_step_gives_the_same_batches(kind: str) -> None:
     examples = make_examples(LENGTHS.tolist())
-    batches = Batches(examples, layout(kind), seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, layout(kind)), seed=0)
     per_epoch = batches.num_steps(1)
     last = per_epoch + 5
     whole = list(batches.steps(0, last))
-    later = list(Batches(examples, layout(kind), 0, 0, 0).steps(per_epoch - 2, last))
+    later = list(Batches(StepDataset(examples, layout(kind)), seed=0).steps(per_epoch - 2, last))
     assert len(later) == 7
     for a, b in zip(whole[per_epoch - 2 :], later, strict=True):
         assert a.epoch == b.epoch
@@ -263,7 +278,9 @@ def test_starting_at_a_later_step_gives_the_same_batches(kind: str) -> None:
 
 def test_data_workers_give_the_same_batches_in_the_same_order() -> None:
     examples = make_examples(LENGTHS.tolist())
-    plain, workers = (list(Batches(examples, layout("packed"), 0, 0, 0, num_workers=n).steps(0, 6)) for n in (0, 2))
+    plain, workers = (
+        list(Batches(StepDataset(examples, layout("packed")), seed=0, num_workers=n).steps(0, 6)) for n in (0, 2)
+    )
     for a, b in zip(plain, workers, strict=True):
         assert a.num_targets == b.num_targets
         assert all((x.targets == y.targets).all() for x, y in zip(a.micro_batches, b.micro_batches, strict=True))
@@ -300,7 +317,7 @@ def test_cu_seqlens_put_every_position_in_one_document_that_crosses_no_row(kind:
 
 @pytest.mark.gpu
 def test_a_loader_pins_every_tensor_of_a_batch() -> None:
-    (step,) = Batches(make_examples(LENGTHS.tolist()), layout("packed"), 0, 0, 0, num_workers=1).steps(0, 1)
+    (step,) = Batches(StepDataset(make_examples(LENGTHS.tolist()), layout("packed")), seed=0, num_workers=1).steps(0, 1)
     for batch in step.micro_batches:
         on_device = batch.to(torch.device("cuda"))
         for name, tensor in vars(batch).items():
@@ -314,7 +331,7 @@ def test_warm_up_batches_have_the_sizes_of_a_layouts_own(kind: str) -> None:
     made = layout(kind)
     for shape in made.shapes:
         slots = made.max_docs(*shape)
-        assert len(warm_up_batch(*shape, 10, slots, made.max_doc_length).cu_seqlens) == slots + 1
+        assert len(warm_up_batch(shape[0], made.batch_shape(*shape), 10).cu_seqlens) == slots + 1
 
 
 # ---- batch sizes ----

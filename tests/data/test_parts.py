@@ -8,9 +8,19 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, WHOLE, Batch, RowShard, check_part, collate, warm_up_batch
-from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout, make_layout, plan_epoch
+from sftkit.data.collate import (
+    IGNORE,
+    TARGET_MULTIPLE,
+    WHOLE,
+    Batch,
+    RankRows,
+    RowShard,
+    check_part,
+    collate,
+    warm_up_batch,
+)
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout, plan_epoch
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(5).integers(1, 49, 200)
@@ -21,7 +31,7 @@ KINDS = ("packed", "bucketed", "fixed", "dynamic")
 def layout(kind: str = "packed", max_length: int = 48, lengths: np.ndarray = LENGTHS, **settings: object) -> Layout:
     data = DataConfig(train=(), layout=kind, **settings)  # type: ignore[arg-type]
     train = TrainConfig(max_steps=1, global_batch_size=6, micro_batch_size=3)
-    return make_layout(data, max_length, train, 1, lengths)
+    return make_layout(data, train, DocumentLengths(lengths, max_length))
 
 
 def parts_of(kind: str, count: int) -> list[RowShard]:
@@ -29,7 +39,9 @@ def parts_of(kind: str, count: int) -> list[RowShard]:
 
 
 def micro_batches(made: Layout, part: RowShard = WHOLE, share: float = 0.5) -> list[Batch]:
-    batches = Batches(make_examples(LENGTHS.tolist(), target_share=share), made, 0, 0, 0, part=part)
+    batches = Batches(
+        StepDataset(make_examples(LENGTHS.tolist(), target_share=share), made, RankRows(part=part)), seed=0
+    )
     return [batch for step in batches.steps(0, batches.num_steps(1)) for batch in step.micro_batches]
 
 
@@ -88,7 +100,7 @@ def test_targets_of_all_parts_add_up_and_each_is_projected_where_it_lies(kind: s
 
 def test_a_part_without_targets_still_projects_something() -> None:
     examples = make_examples([700])
-    batch = collate(examples, ((0,),), 2048, 0, 3, 704, RowShard("columns", 1, 2))
+    batch = collate(examples, ((0,),), BatchShape(2048, max_docs=3, max_doc_length=704), part=RowShard("columns", 1, 2))
     assert (batch.num_targets, len(batch.target_index)) == (0, TARGET_MULTIPLE)
     assert batch.target_index.max() < 1024
 
@@ -146,7 +158,12 @@ def test_sequences_of_chunks_fill_fixed_slots_and_none_is_longer_than_a_document
 
 def test_a_document_across_chunks_by_hand() -> None:
     # row 0: documents of 5 and 3 positions; row 1: 2 of a document, 6 of padding. Chunks: columns 2-3 and 4-5.
-    batch = collate(make_examples([5, 3, 2]), ((0, 1), (2,)), 8, 0, 6, 6, RowShard("chunks", 1, 2))
+    batch = collate(
+        make_examples([5, 3, 2]),
+        ((0, 1), (2,)),
+        BatchShape(8, max_docs=6, max_doc_length=6),
+        part=RowShard("chunks", 1, 2),
+    )
     assert batch.columns is not None
     assert batch.cu_seqlens_q is not None
     assert batch.cu_seqlens_k is not None
@@ -163,7 +180,7 @@ def test_a_document_across_chunks_by_hand() -> None:
     ("part", "tensors"), [(WHOLE, 6), (RowShard("columns", 0, 2), 6), (RowShard("chunks", 0, 2), 9)]
 )
 def test_every_tensor_of_a_part_moves(part: RowShard, tensors: int) -> None:
-    batch = warm_up_batch(2, 64, 10, max_docs=4, max_doc_length=64, part=part)
+    batch = warm_up_batch(2, BatchShape(64, max_docs=4, max_doc_length=64), 10, part=part)
     moved = batch.to(torch.device("meta"))
     assert len(named(moved)) == len(moved.tensors()) == tensors
     assert all(tensor.is_meta for tensor in [*named(moved).values(), *moved.tensors()])
@@ -175,7 +192,7 @@ def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: RowShard
     made = layout(kind, pad_multiple=8 if kind == "dynamic" else None)
     seen = {tuple(batch.inputs["input_ids"].shape): batch for batch in micro_batches(made, part, share=1.0)}
     for rows, row_length in made.shapes:
-        made_up = warm_up_batch(rows, row_length, 10, made.max_docs(rows, row_length), made.max_doc_length, part)
+        made_up = warm_up_batch(rows, made.batch_shape(rows, row_length), 10, part=part)
         assert made_up.num_targets == made_up.inputs["input_ids"].numel()
         own = seen.get((rows, row_length // 2))
         assert own is not None or made.dynamic
@@ -209,7 +226,7 @@ def test_rows_that_do_not_split_evenly_are_an_error_with_the_nearest_that_do(
     made: Layout, part: RowShard, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Batches(make_examples(LENGTHS.tolist()), made, 0, 0, 0, part=part)
+        Batches(StepDataset(make_examples(LENGTHS.tolist()), made, RankRows(part=part)), seed=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

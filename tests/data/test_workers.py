@@ -14,7 +14,7 @@ from helpers import make_examples, make_layout_of
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data import loader, sources
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import WorkerError
 
@@ -23,7 +23,7 @@ LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 40
 
 def batches_of(workers: int) -> Batches:
     examples = make_examples(LENGTHS)
-    return Batches(examples, make_layout_of("packed", examples.lengths), 0, 0, 0, num_workers=workers)
+    return Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0, num_workers=workers)
 
 
 def documents_of(step: int, number: int) -> list[str]:

@@ -27,7 +27,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.data.collate import Batch
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_samples, step
 from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine, Training
@@ -86,7 +86,7 @@ def engine_with(
     layout = make_layout_of(kind, examples.lengths, micro=micro)
     rt = cpu_runtime()
     BUILT.append(engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout)))
-    return BUILT[-1], Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    return BUILT[-1], Batches(StepDataset(examples, layout), seed=0)
 
 
 def warm(engine: Engine) -> dict[str, Check]:
@@ -480,7 +480,7 @@ def test_a_head_whose_gradient_misses_rows_of_no_documents_token_is_found(tmp_pa
     handles: list[Any] = []
     monkeypatch.setattr(gradient_rows, "TOKENS", 4)
     monkeypatch.setattr(ModelWithLoss, "sums_of_chosen", wrong)
-    monkeypatch.setattr(gradient_check._Sides, "_plain", unhooked(gradient_check._Sides._plain, handles))
+    monkeypatch.setattr(gradient_check.Sides, "_plain", unhooked(gradient_check.Sides._plain, handles))
     engine, _ = engine_with(tmp_path, orig_model)
     check = warm(engine)[GRADIENTS]
     assert check.ok is False, check

@@ -23,11 +23,11 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
-from sftkit.data.loader import Batches
-from sftkit.data.pack import make_layout
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import BatchShape, DocumentLengths, make_layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import has_dropout, heaviest
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
@@ -55,7 +55,12 @@ def rows_of(
     examples: Examples, rows: Sequence[tuple[int, ...]], row_length: int = 32, places: int | None = None
 ) -> Batch:
     slots = sum(map(len, rows)) + len(rows)
-    return collate(examples, tuple(rows), row_length, 1, slots, row_length, docs_per_row=places)
+    return collate(
+        examples,
+        tuple(rows),
+        BatchShape(row_length, max_docs=slots, max_doc_length=row_length, docs_per_row=places),
+        pad_id=1,
+    )
 
 
 def gradients(model: ModelWithLoss) -> dict[str, torch.Tensor]:
@@ -128,9 +133,9 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
     examples = captions(model.orig_model, lengths)
     data = DataConfig(train=(), layout=kind, num_buckets=2 if kind == "bucketed" else None)  # type: ignore[arg-type]
     train = TrainConfig(global_batch_size=4, micro_batch_size=2)
-    layout = make_layout(data, 32, train, 1, examples.lengths, encoded=True)
+    layout = make_layout(data, train, DocumentLengths(examples.lengths, 32, encoded=True))
     seen, used, places = set(), 0, 0
-    for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 12):
+    for step in Batches(StepDataset(examples, layout, pad_id=1), seed=0).steps(0, 12):
         for batch in step.micro_batches:
             pixels = batch.inputs["pixel_values"]
             assert layout.declares(*batch.shape)
@@ -178,7 +183,7 @@ def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing
         model.zero_grad()
         watch.warm_up_done()
         with step_contract("error", watch.graph_break_reasons()):
-            for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 3):
+            for step in Batches(StepDataset(examples, layout, pad_id=1), seed=0).steps(0, 3):
                 for batch in step.micro_batches:
                     ours, plain = model(batch), eager(batch)
                     torch.testing.assert_close(ours.loss, plain.loss)
@@ -201,8 +206,8 @@ def test_captions_can_be_learned_from_their_pictures() -> None:
     layout = replace(layout, docs_per_row=4, encoded=True)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     losses = []
-    for step in Batches(examples, layout, seed=0, rank=0, pad_id=1).steps(0, 80):
-        outcome = optimizer_step(model, optimizer, model.objective, step, 5e-3, 1.0, rt)
+    for step in Batches(StepDataset(examples, layout, pad_id=1), seed=0).steps(0, 80):
+        outcome = optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 5e-3)
         losses.append(float(outcome.sums["nll"]) / step.num_targets)
     assert losses[0] > 3.5
     assert losses[-1] < 0.1  # without pictures all of them are as likely: ln 8 / 5 = 0.42 at least

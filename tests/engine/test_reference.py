@@ -38,7 +38,7 @@ from sftkit.config.schema import (
 )
 from sftkit.config.topology import Topology
 from sftkit.data.collate import documents
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
@@ -69,7 +69,7 @@ def steps(
     torch._dynamo.reset()
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
-    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, layout), seed=0)
     engine = engine_of(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, NextToken(cfg.loss), layout))
     engine.warm_up(lambda _: None)
     rows = []
@@ -141,7 +141,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_as_they_were(tmp_p
     plain = F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) * float("nan"))
     examples = make_examples(LENGTHS, target_share=0.4)
-    (step,) = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0).steps(0, 1)
+    (step,) = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0).steps(0, 1)
     outcome = engine.step(step, 1e-2)
     assert float(outcome.flags.nonfinite) == 1
     for name, value in engine.model.orig_model.named_parameters():

@@ -12,6 +12,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.engine import stage_trial
+from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.parallel.balance import layers_of_stages
 
@@ -31,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, layers: int = 12) -> tuple[int, ..
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     layout = make_layout_of("packed", make_examples([30, 4, 25]).lengths)
     return stage_trial.measured_layers(
-        CONFIG, tiny_llama(layers=layers), NextToken(LossConfig()), layout, "reference", rt
+        CONFIG, Training(tiny_llama(layers=layers), NextToken(LossConfig()), layout), "reference", rt
     )
 
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.loader import Batches, StepBatches
+from sftkit.data.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import forward_backward, optimizer_step
+from sftkit.engine.step import TrainStep, forward_backward, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -92,8 +92,10 @@ def step_of(micro_batch_size: int, layout_kind: str = "packed") -> tuple[dict[st
     layout = make_layout_of(layout_kind, examples.lengths, micro=micro_batch_size)
     model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-2, eps=1e-4))
-    (step,) = Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 1)
-    sums, grad_norm, *_ = optimizer_step(model, optimizer, model.objective, step, 1e-2, 1.0, rt)
+    (step,) = Batches(StepDataset(examples, layout), seed=0).steps(0, 1)
+    sums, grad_norm, *_ = optimizer_step(
+        TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-2
+    )
     return model.state_dict(), float(sums["nll"]), float(grad_norm)
 
 
@@ -126,7 +128,7 @@ def test_the_same_documents_give_the_same_loss_in_every_layout() -> None:
     orig_model = tiny_llama()
     sums = {}
     for kind in ("packed", "bucketed", "fixed", "dynamic"):
-        batches = Batches(examples, make_layout_of(kind, examples.lengths, batch=2), seed=0, rank=0, pad_id=0)
+        batches = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths, batch=2)), seed=0)
         micro = [b for step in batches.steps(0, batches.num_steps(1)) for b in step.micro_batches]
         for backend in ("reference", "sdpa") if kind != "packed" else ("reference",):
             model = ModelWithLoss(orig_model, backend, NextToken(LossConfig()))
@@ -143,7 +145,9 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     empty = make_batch(make_examples([4]), ((), ()), 16)
     step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
-    sums, grad_norm, *_ = optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+    sums, grad_norm, *_ = optimizer_step(
+        TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3
+    )
     assert sums.vector.tolist() == [0.0] * 4
     assert float(grad_norm) == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -178,7 +182,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
     """With the naive sum in bf16 the error grows with their number; in fp32 it stays that of a rounding or two."""
     examples = make_examples([31] * 64, target_share=0.5)
     whole, parts = (
-        Batches(examples, make_layout_of("packed", examples.lengths, batch=64, micro=m), seed=0, rank=0, pad_id=0)
+        Batches(StepDataset(examples, make_layout_of("packed", examples.lengths, batch=64, micro=m)), seed=0)
         for m in (64, 1)
     )
     gradients = {}
@@ -186,7 +190,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
         model = ModelWithLoss(tiny_llama().to(dtype), "reference", NextToken(LossConfig()))
         optimizer = GradientsOnly(model.parameters())
         (step,) = batches.steps(0, 1)
-        optimizer_step(model, optimizer, model.objective, step, 0.0, None, cpu_runtime())
+        optimizer_step(TrainStep(model, optimizer, model.objective, cpu_runtime(), max_grad_norm=None), step, 0.0)
         gradients[name] = optimizer.seen
     naive = [torch.zeros_like(g, dtype=torch.bfloat16) for g in gradients["exact"]]
     model = ModelWithLoss(tiny_llama().to(torch.bfloat16), "reference", NextToken(LossConfig()))
@@ -261,16 +265,16 @@ def test_no_step_waits_for_the_gpu() -> None:
 
     device = torch.device("cuda")
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 8, target_share=0.3)
-    batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0)
     model = ModelWithLoss(tiny_llama().to(device, torch.bfloat16), "varlen", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     steps = on_device(batches.steps(0, 6), device)
-    optimizer_step(model, optimizer, model.objective, next(steps), 1e-3, 1.0, rt)
+    optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), next(steps), 1e-3)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
-            optimizer_step(model, optimizer, model.objective, step, 1e-3, 1.0, rt)
+            optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -14,6 +14,7 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.collate import WHOLE, Batch, RowShard, collate, warm_up_batch
+from sftkit.data.pack import BatchShape
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
@@ -35,7 +36,11 @@ def make_batch(rows: Sequence[Sequence[int]], row_length: int = 256, slots: int 
     lengths = [n for row in rows for n in row]
     numbers = iter(range(len(lengths)))
     recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
-    return collate(make_examples(lengths), recipe, row_length, 0, slots * len(rows), max(256, row_length))
+    return collate(
+        make_examples(lengths),
+        recipe,
+        BatchShape(row_length, max_docs=slots * len(rows), max_doc_length=max(256, row_length)),
+    )
 
 
 def by_document(
@@ -330,7 +335,9 @@ def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tu
     examples = make_examples([length for row in rows for length in row])
     numbers = ((0, 1, 2), (3, 4, 5, 6))
     batches = [
-        collate(examples, numbers, 1024, 0, max_docs=10, max_doc_length=1024, part=part).to(torch.device("cuda"))
+        collate(examples, numbers, BatchShape(1024, max_docs=10, max_doc_length=1024), part=part).to(
+            torch.device("cuda")
+        )
         for part in (WHOLE, *(RowShard("chunks", index, 2) for index in range(2)))
     ]
     tensors = inputs(2, *heads, 128, "cuda", row_length=1024)
@@ -354,7 +361,7 @@ def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tu
 
 
 def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
-    batch = warm_up_batch(2, 300, VOCAB_SIZE, max_docs=8, max_doc_length=128)
+    batch = warm_up_batch(2, BatchShape(300, max_docs=8, max_doc_length=128), VOCAB_SIZE)
     assert batch.num_targets == 600
     loss = F.cross_entropy(torch.zeros(600, VOCAB_SIZE), batch.targets.flatten())
     assert torch.isfinite(loss)

@@ -19,7 +19,15 @@ from sftkit.errors import ConfigError
 from sftkit.ops.rounding import int32, noise16, stochastic_round
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.formula import Scalars, corrections, update_exact, update_stochastic
+from sftkit.optim.formula import (
+    Coefficients,
+    RandomBits,
+    Scalars,
+    WeightAndMoments,
+    corrections,
+    update_exact,
+    update_stochastic,
+)
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.rng import random_key
@@ -328,12 +336,12 @@ def test_the_kernel_of_all_parameters_computes_what_torch_does_for_each_with_the
     update_(ours, clip, corrected)
     for row, other, factors in zip(ours, theirs, corrected, strict=True):
         s = Scalars(*(torch.tensor(x, dtype=torch.float32) for x in other.scalars))
-        rest = (other.grad, other.exp_avg, other.exp_avg_sq, clip, s, factors)
-        keys = (int32(other.first), int32(other.key), int32(other.key >> 32))
+        stored = WeightAndMoments(other.weight, other.exp_avg, other.exp_avg_sq)
+        by, bits = Coefficients(clip, s, factors), RandomBits.of(other.first, other.key)
         if stochastic:
-            update_stochastic(other.weight, *rest, *keys)
+            update_stochastic(stored, other.grad, by, bits)
         else:
-            update_exact(other.weight, other.rounded, *rest, *keys)
+            update_exact(stored, other.rounded, other.grad, by, bits)
         pairs = [(getattr(row, name), getattr(other, name)) for name in ("weight", "exp_avg", "exp_avg_sq", "rounded")]
         for a, b in pairs:
             if b is not None:

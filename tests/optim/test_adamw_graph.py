@@ -46,7 +46,7 @@ def make(params: list[torch.nn.Parameter], implementation: str, backend: str = "
 
 def plain(params: list[torch.nn.Parameter]) -> AdamW:
     optim = OptimConfig(**OPTIM)
-    return AdamW(groups_of(params), optim.lr, optim.betas, optim.eps, seed=3)
+    return AdamW(groups_of(params), optim, seed=3)
 
 
 def set_gradients(params: list[torch.nn.Parameter], seed: int, factor: float = 1.0) -> None:

@@ -224,7 +224,7 @@ def test_muon_in_fp32_equals_torch_bitwise(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
     groups = [{"params": [ours], "weight_decay": 0.1, "block_matrices": True}]
-    optimizer = Muon(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = Muon(groups, OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8))
     reference = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
         for p in (ours, theirs):

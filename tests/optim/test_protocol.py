@@ -236,7 +236,7 @@ def test_a_warm_up_changes_nothing(name: str, dtype: torch.dtype, compiled: bool
     optimizer, other = make(name, model), make(name, twin)
     groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
     rng = torch.get_rng_state()
-    optimizer.warm_up(compiled)
+    optimizer.warm_up(compiled=compiled)
     assert torch.equal(torch.get_rng_state(), rng)
     assert not optimizer.state
     assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups
@@ -245,7 +245,7 @@ def test_a_warm_up_changes_nothing(name: str, dtype: torch.dtype, compiled: bool
         o.update(1e-2, torch.tensor(0.5))
     before = everything(model, optimizer)
     assert same(before, everything(twin, other))
-    optimizer.warm_up(compiled)
+    optimizer.warm_up(compiled=compiled)
     assert same(before, everything(model, optimizer))
 
 

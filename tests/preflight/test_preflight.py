@@ -29,7 +29,7 @@ from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
-from sftkit.data.pack import make_layout, num_positions, plan_epoch
+from sftkit.data.pack import DocumentLengths, make_layout, num_positions, plan_epoch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan
@@ -104,7 +104,7 @@ class Prepared:
         _, tokenize_of = stages.DATA_OF_STAGES[stage]
         tokenize = tokenize_of(self.cfg.data, tokenizer, max_length)
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
-        self.layout = make_layout(self.cfg.data, max_length, self.cfg.train, 1, self.examples.lengths)
+        self.layout = make_layout(self.cfg.data, self.cfg.train, DocumentLengths(self.examples.lengths, max_length))
 
     def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
@@ -312,7 +312,7 @@ def lognormal(count: int) -> np.ndarray:
 
 def layouts_of(lengths: np.ndarray, own: str) -> dict[str, dict[str, Any]]:
     data, train = DataConfig(train=(), layout=own), TrainConfig(global_batch_size=16, micro_batch_size=4)  # type: ignore[arg-type]
-    layout = make_layout(data, 128, train, 1, lengths)
+    layout = make_layout(data, train, DocumentLengths(lengths, 128))
     rows = preflight_costs.layout_facts(data, train, layout, plan_epoch(lengths, layout, 0, 0), lengths)
     return {row["layout"]: row for row in rows}
 
@@ -333,7 +333,7 @@ def test_layouts_have_the_positions_of_their_plans_and_the_own_one_is_marked() -
 def test_empty_places_of_an_encoder_are_told_beside_the_padding_of_the_text() -> None:
     data, train = DataConfig(train=(), layout="packed"), TrainConfig(global_batch_size=4, micro_batch_size=4)
     lengths = np.full(10, 50)  # two fit a row of 128: 5 rows, in 2 steps of 4
-    layout = replace(make_layout(data, 128, train, 1, lengths, encoded=True), docs_per_row=3)
+    layout = replace(make_layout(data, train, DocumentLengths(lengths, 128, encoded=True)), docs_per_row=3)
     plan = plan_epoch(lengths, layout, 0, 0)
     rows = preflight_costs.layout_facts(data, train, layout, plan, lengths)
     taken = {row["layout"]: row["taken_pct"] for row in rows}
@@ -447,7 +447,7 @@ def record(prepared: Prepared, run_dir: Path) -> None:
     orig_model = prepare.shell_model(cfg.model, prepared.tokenizer, "fp32")
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
-    batches = loader.Batches(prepared.examples, prepared.layout, 0, 0, 0)
+    batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
     data, model = preflight.data_of_run(batches, prepared.validation), preflight.PlannedModel(orig_model, plan)
     found = preflight.look(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
     preflight.record(run_dir, rt, found)
@@ -475,7 +475,9 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     lengths = np.clip(rng.lognormal(5.6, 0.9, 100_000), 4, 2048).astype(int)
     examples = make_examples(lengths.tolist())
     prepared.examples = Examples(**{**vars(examples), "source_names": ("data",)})
-    prepared.layout = make_layout(prepared.cfg.data, 2048, prepared.cfg.train, 1, prepared.examples.lengths)
+    prepared.layout = make_layout(
+        prepared.cfg.data, prepared.cfg.train, DocumentLengths(prepared.examples.lengths, 2048)
+    )
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()
     preflight.look(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))

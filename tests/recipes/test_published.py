@@ -21,7 +21,7 @@ from sftkit.config.load import read_config
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.topology import Topology, topology_of
 from sftkit.data import stages
-from sftkit.data.pack import make_layout
+from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.launch.hardware import Hardware
@@ -116,7 +116,7 @@ def shell(name: str) -> PreTrainedModel:
 def planned(cfg: Config, gib: float | None, topology: Topology) -> MemoryPlan:
     assert cfg.data.max_length is not None
     lengths = np.full(1000, cfg.data.max_length)
-    layout = make_layout(cfg.data, cfg.data.max_length, cfg.train, topology.row_ranks, lengths)
+    layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, cfg.data.max_length), topology.row_ranks)
     plan = prepare.memory_plan(cfg, shell(published(cfg)), layout, gib, topology)
     assert plan is not None
     return plan

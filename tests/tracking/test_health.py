@@ -13,8 +13,8 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
-from sftkit.data.loader import Batches, StepBatches
-from sftkit.engine.step import exchange, optimizer_step
+from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -45,7 +45,7 @@ def outcome(nll: float = 10.0, norm: float = 1.0, stop: int = 0, losses: torch.T
 
 def some_batches() -> Batches:
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 4)
-    return Batches(examples, make_layout_of("packed", examples.lengths), 0, 0, 0)
+    return Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0)
 
 
 def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatches]:
@@ -124,9 +124,8 @@ def test_a_norm_is_nan_only_if_a_gradient_is_and_infinite_also_where_all_are_fin
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.full((4,), gradient)
-    found, _ = exchange(
-        squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device), cpu_runtime(), stop=False
-    )
+    sums = RankSums(squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device))
+    found, _ = exchange(sums, cpu_runtime(), stop=False)
     torch.testing.assert_close(float(found), norm, equal_nan=True)
 
 
@@ -137,7 +136,7 @@ def test_a_step_tells_the_loss_of_each_of_its_micro_batches() -> None:
     (step_batches,) = some_batches().steps(0, 1)
     with torch.no_grad():
         expected = torch.stack([model(batch).loss for batch in step_batches.micro_batches])
-    found = optimizer_step(model, optimizer, OBJECTIVE, step_batches, 1e-2, 1.0, rt).losses
+    found = optimizer_step(TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2).losses
     assert torch.equal(found, expected)
 
 
@@ -147,7 +146,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
     model = replicate(ModelWithLoss(orig_model, "reference", objective), rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
     steps = some_batches().steps(0, 2)
-    assert optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt).flags.vector[:3].tolist() == [
+    assert optimizer_step(
+        TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0), next(steps), 1e-2
+    ).flags.vector[:3].tolist() == [
         0,
         0,
         0,
@@ -160,7 +161,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
         return sums._replace(loss=sums.loss + NAN)
 
     monkeypatch.setattr(ModelWithLoss, "forward", shifted)
-    left_out = optimizer_step(model, optimizer, objective, next(steps), 1e-2, 1.0, rt)
+    left_out = optimizer_step(TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0), next(steps), 1e-2)
     assert left_out.grad_norm.isfinite()
     assert left_out.flags.vector[:3].tolist() == [0, 1, 1]
     assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())

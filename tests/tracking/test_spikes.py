@@ -15,8 +15,8 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
-from sftkit.data.loader import Batches, StepBatches
-from sftkit.engine.step import optimizer_step
+from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import SpikeError
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -143,7 +143,7 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     model = ModelWithLoss(orig_model, "reference", OBJECTIVE)
     optimizer = build_optimizer(orig_model, OptimConfig(name=name))  # type: ignore[arg-type]
     steps = some_batches().steps(0, 3)
-    optimizer_step(model, optimizer, OBJECTIVE, next(steps), 1e-2, 1.0, rt)
+    optimizer_step(TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), next(steps), 1e-2)
 
     def everything() -> dict[str, torch.Tensor]:
         states = {
@@ -157,20 +157,24 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     before, step_batches = everything(), next(steps)
     spikes = primed("skip")
     window = spikes.window()
-    outcome = optimizer_step(model, optimizer, OBJECTIVE, step_batches, 1e-2, 1.0, rt, spikes=spikes)
+    outcome = optimizer_step(
+        TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2, spikes=spikes
+    )
     assert outcome.flags.vector[:3].tolist() == [0, 0, 1]
     assert [spike.name for spike in spikes_in(outcome.flags.verdict)] == ["loss", "gradient norm"]
     after = everything()
     assert all(torch.equal(value, before[key]) for key, value in after.items())
     assert spikes.window() == window
-    outcome = optimizer_step(model, optimizer, OBJECTIVE, step_batches, 1e-2, 1.0, rt, spikes=primed("warn"))
+    outcome = optimizer_step(
+        TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2, spikes=primed("warn")
+    )
     assert outcome.flags.left_out == 0
     assert not all(torch.equal(value, before[key]) for key, value in everything().items())
 
 
 def some_batches() -> Batches:
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 4)
-    return Batches(examples, make_layout_of("packed", examples.lengths), 0, 0, 0)
+    return Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0)
 
 
 class Told:

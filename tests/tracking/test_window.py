@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.runtime.start import Runtime
@@ -34,7 +34,7 @@ def meter_of(sources: Iterable[str] = ("test",), micro: int = 2) -> tuple[Meter,
     names = tuple(sources)
     of_source = (examples.source + [i % len(names) for i in range(len(examples))]).astype(examples.source.dtype)
     examples = replace(examples, source_names=names, source=of_source)
-    batches = Batches(examples, make_layout_of("packed", examples.lengths, micro=micro), 0, 0, 0)
+    batches = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths, micro=micro)), seed=0)
     return Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime()), batches
 
 
@@ -54,7 +54,7 @@ def resume(meter: Meter, window: dict[str, Any], health: Any = None) -> str | No
 def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:
     meter, batches = meter_of()
     other = make_layout_of("packed", batches.examples.lengths, row_length=64)
-    meter.shapes.add(next(iter(Batches(batches.examples, other, 0, 0, 0).steps(0, 1))))
+    meter.shapes.add(next(iter(Batches(StepDataset(batches.examples, other), seed=0).steps(0, 1))))
     window = saved(meter, batches)
     back, _ = meter_of()
     assert back.go_on(window, same_ranks=True)

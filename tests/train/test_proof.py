@@ -17,7 +17,7 @@ from sftkit.compile.records import records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks
 from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError
@@ -88,7 +88,7 @@ def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:
 
 def test_targets_that_reach_the_model_must_be_those_that_are_divided_by() -> None:
     examples = make_examples(LENGTHS)
-    batches = Batches(examples, make_layout_of("packed", examples.lengths), seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0)
     meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
     assert proof.divisor_check(meter.seen_targets, meter.planned_targets).ok is None, "nothing has run"
@@ -158,7 +158,7 @@ def test_shapes_are_counted_as_they_come_and_others_than_declared_are_found(kind
     layout = make_layout_of(kind, examples.lengths)
     counts = ShapeCounts(layout, parts=1)
     assert proof.shapes_check(counts, layout).ok is None, "nothing has run"
-    for step in Batches(examples, layout, seed=0, rank=0, pad_id=0).steps(0, 3):
+    for step in Batches(StepDataset(examples, layout), seed=0).steps(0, 3):
         counts.add(step)
     total = sum(counts.seen.values())
     assert total == 3 * layout.accumulation
@@ -167,7 +167,7 @@ def test_shapes_are_counted_as_they_come_and_others_than_declared_are_found(kind
     if kind != "dynamic":
         assert sum(v or 0 for k, v in counts.values().items() if "x" in k) == total
     other = make_layout_of("fixed", examples.lengths, row_length=48)
-    counts.add(next(iter(Batches(examples, other, seed=0, rank=0, pad_id=0).steps(0, 1))))
+    counts.add(next(iter(Batches(StepDataset(examples, other), seed=0).steps(0, 1))))
     assert counts.undeclared == other.accumulation
     assert proof.shapes_check(counts, layout).ok is False
     assert counts.values()["shape/id"] is None
@@ -179,7 +179,7 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     counts = {"long": {"truncated": 3, "dropped_too_long": 2}, "short": {"skipped_bad": 1, "dropped_no_target": 4}}
     examples = replace(examples, source=source, source_names=("long", "short"), counts=counts)
     layout = make_layout_of("packed", examples.lengths, batch=8, micro=8)
-    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, layout), seed=0)
     meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
     meter.start()
     step = next(iter(batches.steps(0, 1)))

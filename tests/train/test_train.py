@@ -26,7 +26,7 @@ from sftkit.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from sftkit.data.loader import Batches
+from sftkit.data.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score
@@ -96,10 +96,10 @@ def run(
     orig_model = tiny_llama()
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
-    batches = Batches(examples, layout, seed=0, rank=0, pad_id=0)
+    batches = Batches(StepDataset(examples, layout), seed=0)
     engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout))
     if disturb:
-        other = Batches(examples, make_layout_of(kind, examples.lengths, row_length=48), seed=0, rank=0, pad_id=0)
+        other = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths, row_length=48)), seed=0)
         declared = batches.steps
         batches.steps = lambda first, last: [*list(declared(first, last))[:9], *other.steps(9, last)]  # type: ignore[method-assign,assignment]
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sftkit.config.commands import running, typed
 from sftkit.config.paths import expanded
@@ -31,7 +31,7 @@ def path_or_id(word: str) -> str:
 class Parser(argparse.ArgumentParser):
     """The flags of a script; the text in front of them is its docstring."""
 
-    def __init__(self, description: str | None = None, **more) -> None:
+    def __init__(self, description: str | None = None, **more: Any) -> None:  # Any: the arguments of ArgumentParser
         more = {"prog": running(), **more}
         description = typed(description or "")
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)

@@ -16,8 +16,10 @@ from pydantic import TypeAdapter
 from sftkit.config import schema as config_module
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
-from sftkit.config.yaml_text import Keys
+from sftkit.config.yaml_text import Keys, Plain
 
+JsonSchema = dict[str, Any]
+"A JSON schema, as pydantic types it: Any, for its keys have values of many types."
 USAGE = "RECIPE.yaml [key.sub=value ...] [--print-config] [--help]"
 
 
@@ -34,7 +36,7 @@ class Key:
     kind: str
     doc: str
     required: bool
-    default: Any
+    default: Plain
     is_path: bool
     "Its text is a path, or may be one."
 
@@ -55,7 +57,7 @@ def sections() -> dict[str, str]:
     return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
 
 
-def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
+def _rows(classes: dict[str, JsonSchema], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
     schema = classes[name]
     for field, prop in schema["properties"].items():
         target = _target(prop)
@@ -70,20 +72,21 @@ def _rows(classes: dict[str, Any], name: str, prefix: str) -> Iterator[tuple[str
             yield from _rows(classes, target, inner)
 
 
-def _target(prop: dict[str, Any]) -> str | None:
+def _target(prop: JsonSchema) -> str | None:
     """Return the class that a property, its items or values, or its non-null alternative refers to."""
     parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
     for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
         if isinstance(part, dict) and "$ref" in part:
-            return part["$ref"].rpartition("/")[2]
+            reference: str = part["$ref"]
+            return reference.rpartition("/")[2]
     return None
 
 
-def _is_path(prop: dict[str, Any]) -> bool:
+def _is_path(prop: JsonSchema) -> bool:
     return any(part.get("format") == "path" for part in (prop, *prop.get("anyOf", ())))
 
 
-def _kind(prop: dict[str, Any]) -> str:
+def _kind(prop: JsonSchema) -> str:
     if "anyOf" in prop:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
@@ -133,7 +136,7 @@ def _mappings() -> frozenset[str]:
     return frozenset(key.rpartition(".")[0] for key in table() if key.rpartition(".")[0].endswith(".PATH"))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value for a message, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -9,12 +9,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
@@ -25,7 +26,16 @@ from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
-from sftkit.config.yaml_text import COMMAND_LINE, MOST_CHARACTERS, MOST_RECIPE_BYTES, MOST_VALUES, Keys, Node, dotted
+from sftkit.config.yaml_text import (
+    COMMAND_LINE,
+    MOST_CHARACTERS,
+    MOST_RECIPE_BYTES,
+    MOST_VALUES,
+    Keys,
+    Node,
+    Plain,
+    dotted,
+)
 from sftkit.config.yaml_tree import apply_override, read_tree, render
 from sftkit.errors import ConfigError
 
@@ -88,8 +98,9 @@ def to_yaml(cfg: Config) -> str:
     return render(_json(cfg))
 
 
-def _json(cfg: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists
+def _json(cfg: Config) -> dict[str, Plain]:
+    plain: dict[str, Plain] = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists
+    return plain
 
 
 def fail(message: str) -> NoReturn:
@@ -110,8 +121,9 @@ def kept_settings(tree: Node) -> list[str]:
     for keys, node in _walk(tree, ()):
         if keys[-1] != "path" or node.place != COMMAND_LINE or not _is_item(keys):
             continue
-        item = dotted(keys[:-1])
-        kept = {name: own for name, own in tree.nearest(keys[:-1]).value.items() if own.place != COMMAND_LINE}
+        item, source = dotted(keys[:-1]), tree.nearest(keys[:-1]).value
+        assert isinstance(source, dict)
+        kept = {name: own for name, own in source.items() if own.place != COMMAND_LINE}
         if kept:
             settings = " and ".join(f"{name}: {shown(own.plain())} of {own.place}" for name, own in kept.items())
             words = " ".join(f"{item}.{name}=..." for name in kept)
@@ -143,8 +155,9 @@ def _resolve(
         apply_override(tree, word, problems)
         _refuse_too_many(tree, recipe)
     _expand(tree, problems)
+    assert isinstance(tree.value, dict)
     for section in sections():  # an absent or emptied section has its defaults
-        if tree.nearest((section,)).value is None or section not in tree.value:
+        if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
     cfg = _validate(tree, str(recipe), dropped, problems)
@@ -185,9 +198,17 @@ def _expand(tree: Node, problems: list[str]) -> None:
         key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
-                tree.nearest(keys[:-1]).value[keys[-1]] = Node(expanded(node.value), node.place)
+                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.place))
             except ConfigError as error:
                 problems.append(f"{node.place}: {dotted(keys)}: {error}")
+
+
+def _put(parent: Node, key: str | int, child: Node) -> None:
+    """Set an entry of a mapping or an item of a list."""
+    if isinstance(parent.value, dict):
+        parent.value[str(key)] = child
+    elif isinstance(parent.value, list):
+        parent.value[int(key)] = child
 
 
 def _secret_word(word: str, problems: list[str]) -> bool:
@@ -215,7 +236,11 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
 
 def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
     """Yield (keys, node) of everything below a node, outer ones first."""
-    entries = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+    entries: Iterable[tuple[str | int, Node]] = ()
+    if isinstance(node.value, dict):
+        entries = node.value.items()
+    elif isinstance(node.value, list):
+        entries = enumerate(node.value)
     for key, child in entries:
         yield (*keys, key), child
         if isinstance(child.value, (dict, list)):
@@ -227,7 +252,7 @@ def _remove(tree: Node, keys: Keys) -> Keys:
     for end in range(len(keys), 0, -1):
         parent = tree.nearest(keys[: end - 1]).value
         if isinstance(parent, dict):
-            parent.pop(keys[end - 1], None)
+            parent.pop(str(keys[end - 1]), None)
             return keys[:end]
     return keys
 
@@ -247,7 +272,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
-        text, meant = _explain(dict(e), keys)
+        text, meant = _explain(e, keys)
         problems.append(f"{place}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
@@ -261,7 +286,7 @@ def _is_item(keys: Keys) -> bool:
     return any(isinstance(key, int) for key in keys)
 
 
-def _explain(error: dict[str, Any], keys: Keys) -> tuple[str, list[Keys]]:
+def _explain(error: ErrorDetails, keys: Keys) -> tuple[str, list[Keys]]:
     """Return what is wrong in words, and the keys that were probably meant."""
     kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
     key = table().get(row_of(keys))
@@ -332,7 +357,7 @@ def _indexed(key: str, keys: Keys) -> str:
     return ".".join(mine if part in instead else part for part, mine in zip(parts, own, strict=True))
 
 
-def _get(tree: Node, dropped: set[Keys], key: str) -> Any:
+def _get(tree: Node, dropped: set[Keys], key: str) -> Any:  # as rule.Get
     """Return the value of a dotted key, or its default; raises Unusable for a key that already has a problem."""
     keys = _keys(key)
     for gone in dropped:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: type[T]) -> type[T]:
     """Make a frozen dataclass that refuses keys it does not know."""
+    # pydantic reads it from a dataclass, whose type has no such attribute
     cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
@@ -81,6 +82,7 @@ class ModelConfig:
 
     path: FilePath | None = None
     "Hub id, local model folder, run directory (its latest checkpoint) or step directory. Null with model.scratch."
+    # Any here and below: what another library takes, which checks it by itself
     scratch: dict[str, Any] | None = None
     "Fields of a transformers config with model_type: random weights of that shape, no checkpoint."
     tokenizer: FilePath | None = None

@@ -6,23 +6,25 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import yaml
 
 Keys = tuple[str | int, ...]
 COMMAND_LINE = "command line"
+Scalar = bool | int | float | str | None
+Plain: TypeAlias = "dict[str, Plain] | list[Plain] | Scalar"
+"A value as JSON has it."
 
 
 @dataclass(frozen=True)
 class Node:
     """A value of a recipe and the file (or the command line) that it was written in."""
 
-    value: Any
-    "dict[str, Node], list[Node] or a scalar."
+    value: dict[str, Node] | list[Node] | Scalar
     place: str
 
-    def plain(self) -> Any:
+    def plain(self) -> Plain:
         """Return the value without places, as json.dumps takes it."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
@@ -33,7 +35,7 @@ class Node:
     def child(self, key: str | int) -> Node | None:
         """Return the node at a key of a mapping or an index of a list; None if it is not there."""
         if isinstance(self.value, dict):
-            return self.value.get(key)
+            return self.value.get(key) if isinstance(key, str) else None
         if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
             return self.value[key]
         return None
@@ -83,7 +85,7 @@ def check_size(values: int, levels: int) -> None:
 class RecipeLoader(yaml.SafeLoader):
     """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text. And only so many."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -180,7 +182,7 @@ _INVALID = {
 }
 
 
-def _scalar(kind: str, text: str) -> Any:
+def _scalar(kind: str, text: str) -> Scalar:
     if kind == "null":
         return None
     if kind == "bool":

@@ -6,16 +6,25 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from sftkit.config import recipes
 from sftkit.config.commands import shipped, shipped_recipes
 from sftkit.config.paths import expanded
-from sftkit.config.yaml_text import COMMAND_LINE, MOST_FILES, MOST_OF_KEY, MOST_RECIPE_BYTES, Keys, Node, dotted, parse
+from sftkit.config.yaml_text import (
+    COMMAND_LINE,
+    MOST_FILES,
+    MOST_OF_KEY,
+    MOST_RECIPE_BYTES,
+    Keys,
+    Node,
+    Plain,
+    dotted,
+    parse,
+)
 from sftkit.errors import ConfigError
 
 
@@ -130,24 +139,28 @@ def _moved(node: Node) -> Node:
 def _set(tree: Node, keys: list[str | int], value: Node, name: str, problems: list[str]) -> None:
     node = tree
     for i, part in enumerate(keys):
-        inside: Any = node.value
-        kind = type(inside)
-        key = str(part) if kind is dict else part
-        if kind is list and node.child(key) is None:
-            many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
-            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
-            return
-        if kind not in (list, dict):
+        inside, last = node.value, i == len(keys) - 1
+        if isinstance(inside, dict):
+            key = str(part)
+            if last:
+                inside[key] = value
+            elif key not in inside or inside[key].value is None:
+                inside[key] = Node({}, COMMAND_LINE)
+            node = inside[key]
+        elif isinstance(inside, list):
+            if not isinstance(part, int) or part >= len(inside):
+                many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
+                problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
+                return
+            if last:
+                inside[part] = value
+            node = inside[part]
+        else:
             problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a plain value and has no keys")
             return
-        if i == len(keys) - 1:
-            inside[key] = value
-        elif kind is dict and (key not in inside or inside[key].value is None):
-            inside[key] = Node({}, COMMAND_LINE)
-        node = inside[key]
 
 
-def render(value: dict[str, Any], comment: Callable[[Keys], str] = lambda keys: "") -> str:
+def render(value: dict[str, Plain], comment: Callable[[Keys], str] = lambda keys: "") -> str:
     """Render YAML text, one line per leaf, each with its comment. It reads the same under YAML 1.1 and 1.2."""
     lines = list(_lines(value, (), ""))
     width = min(72, max((len(text) for text, keys in lines if keys), default=0))
@@ -155,9 +168,9 @@ def render(value: dict[str, Any], comment: Callable[[Keys], str] = lambda keys: 
     return "".join((f"{text:<{width}}  # {note}" if note else text) + "\n" for text, note in notes)
 
 
-def _lines(value: Any, keys: Keys, indent: str):
+def _lines(value: dict[str, Plain] | list[Plain], keys: Keys, indent: str) -> Iterator[tuple[str, Keys]]:
     """Yield (line, keys of its leaf), with () as keys of a line that only opens a block."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    entries: Iterable[tuple[str | int, Plain]] = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in entries:
         here = (*keys, key)
         lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
@@ -172,11 +185,11 @@ def _lines(value: Any, keys: Keys, indent: str):
             yield f"{lead} {_flow(item)}", here
 
 
-def _is_short(item: dict | list) -> bool:
+def _is_short(item: dict[str, Plain] | list[Plain]) -> bool:
     return not item or (isinstance(item, list) and not any(isinstance(entry, (dict, list)) for entry in item))
 
 
-def _flow(item: Any) -> str:
+def _flow(item: Plain) -> str:
     if isinstance(item, list):
         return "[" + ", ".join(_text(entry) for entry in item) + "]"
     return "{}" if item == {} else _text(item)
@@ -185,7 +198,7 @@ def _flow(item: Any) -> str:
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
 
 
-def _text(scalar: Any) -> str:
+def _text(scalar: object) -> str:
     if isinstance(scalar, str):
         same_in_1_2 = _PLAIN.fullmatch(scalar) and parse(scalar, "", []).value == scalar
         if same_in_1_2 and isinstance(yaml.safe_load(scalar), str):  # and in YAML 1.1

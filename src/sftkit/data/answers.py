@@ -10,9 +10,8 @@ its own, in exactly the context in which it would be asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +31,7 @@ from sftkit.data.spans import (
     reasoning_not_rendered,
     within,
 )
-from sftkit.data.template import Span, render, template_of
+from sftkit.data.template import Conversation, Span, render, template_of
 from sftkit.errors import DataError
 
 HISTORY = "not_learned_history"
@@ -66,25 +65,22 @@ class Finder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        args: Mapping[str, Any] | None,
+        conversation: Conversation,
         thinking: Thinking,
         where: str,
     ) -> None:
         """
         Args:
-            messages: checked, see conversation.validated.
-            args: arguments of the template that the record gives.
+            conversation: of a record, its messages checked, see conversation.validated.
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
-        self.tokenizer, self.tools, self.thinking, self.where = tokenizer, tools, thinking, where
-        self.template = template_of(tokenizer, with_tools=bool(tools))
-        self.messages = with_reasoning(messages, self.template, thinking)
-        self._reasons = [reasoning_of(message) for message in messages if message["role"] == "assistant"]
-        self._given = args
-        self._args: dict[str, Any] = {}
+        self.tokenizer, self.tools, self.thinking, self.where = tokenizer, conversation.tools, thinking, where
+        self.template = template_of(tokenizer, with_tools=bool(self.tools))
+        self.messages = with_reasoning(conversation.messages, self.template, thinking)
+        self._reasons = [reasoning_of(one) for one in conversation.messages if one["role"] == "assistant"]
+        self._given = conversation.args
+        self._args: dict[str, object] = {}
         self._known: dict[int, _Own] = {}
 
     @property
@@ -187,7 +183,7 @@ class Finder:
         messages = [
             with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
         ]
-        text, _ = render(self.tokenizer, self.template, messages, self.tools, args=self._args)
+        text, _ = render(self.tokenizer, self.template, self._with(messages))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in found}
 
@@ -246,7 +242,7 @@ class Finder:
         """Return the rendered text and the spans that the template marks, empty ones left out."""
         messages = self.messages[: last + 1]
         self._args = self._arguments(last)
-        text, marks = render(self.tokenizer, self.template, messages, self.tools, marks=True, args=self._args)
+        text, marks = render(self.tokenizer, self.template, self._with(messages), marks=True)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
@@ -275,7 +271,7 @@ class Finder:
         self._known[k] = _Own(text, start, end - length, end)
         return self._known[k]
 
-    def _arguments(self, k: int) -> dict[str, Any]:
+    def _arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
         return template_arguments(self.template, self.messages, k, self._given, self.thinking)
 
@@ -360,12 +356,9 @@ class Finder:
 
     def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""
-        messages = self.messages[:k]
-        return render(
-            self.tokenizer,
-            self.template,
-            messages,
-            self.tools,
-            add_generation_prompt=add_generation_prompt,
-            args=self._args,
-        )[0]
+        asked = self._with(self.messages[:k])
+        return render(self.tokenizer, self.template, asked, add_generation_prompt=add_generation_prompt)[0]
+
+    def _with(self, messages: list[Message]) -> Conversation:
+        """Return messages with the tools and the current arguments of the template."""
+        return Conversation(messages, self.tools, self._args)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def without_fill(value: Any, feature: Any = None) -> Any:
+def without_fill(value: object, feature: object = None) -> object:
     """Return a row of a table without the nulls of its structs.
 
     A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as

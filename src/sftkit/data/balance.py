@@ -31,7 +31,8 @@ def row_pairs(
     pairs = np.bincount(row, weights=_pairs(lengths[docs]), minlength=len(rows)).astype(np.int64)
     used = np.bincount(row, weights=lengths[docs], minlength=len(rows)).astype(np.int64)
     whole, rest = np.divmod(row_lengths - used, max_doc_length)
-    return pairs + whole * _pairs(max_doc_length) + _pairs(rest)
+    of_rows: np.ndarray = pairs + whole * _pairs(max_doc_length) + _pairs(rest)
+    return of_rows
 
 
 def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
@@ -83,7 +84,7 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     return np.array(dealt)
 
 
-def causal_pairs(lengths: np.ndarray, window: int | None = None, chunked: bool = False) -> np.ndarray:
+def causal_pairs(lengths: np.ndarray, window: int | None = None, *, chunked: bool = False) -> np.ndarray:
     """Return the (query, key) pairs of causal attention in each document: the sum over its positions i of min(i + 1,
     window) or, with chunks, of i % window + 1.
 
@@ -98,9 +99,11 @@ def causal_pairs(lengths: np.ndarray, window: int | None = None, chunked: bool =
         return _pairs(lengths)
     if chunked:
         whole, rest = np.divmod(lengths, window)
-        return whole * _pairs(window) + _pairs(rest)
+        chunks: np.ndarray = whole * _pairs(window) + _pairs(rest)
+        return chunks
     ramp = np.minimum(lengths, window)
-    return _pairs(ramp) + (lengths - ramp).astype(np.int64) * window
+    pairs: np.ndarray = _pairs(ramp) + (lengths - ramp).astype(np.int64) * window
+    return pairs
 
 
 def _pairs(lengths: np.ndarray | int) -> np.ndarray:

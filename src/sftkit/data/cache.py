@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
     parts = [
-        tokenizer.backend_tokenizer.to_str(),  # type: ignore[attr-defined]
+        tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def key(description: dict[str, Any]) -> str:
+def key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
     code = hashlib.sha256()
     for module in DECIDING:

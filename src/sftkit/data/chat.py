@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
 from sftkit.data.answers import HISTORY, Finder
+from sftkit.data.conversation import Message
 from sftkit.data.encode import Encoded, encode
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
 from sftkit.data.spans import special_pattern
-from sftkit.data.template import Span, render, special_tokens_of, template_of, unused_arguments
+from sftkit.data.template import Conversation, Span, render, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -39,26 +40,34 @@ ANSWER_COUNTS = ("answers", "answers_learned", *NOT_LEARNED, "reasoning_left_out
 "Names of the counts that `tokenize` makes of the answers of conversations."
 
 
+@dataclass(frozen=True)
+class Learning:
+    """What of a conversation is learned: the settings of data that decide it."""
+
+    targets: Targets = "assistant"
+    "assistant: every answer; last_turn: those after the last user message; all: every token but the first"
+    thinking: Thinking = "auto"
+    "see answers.Finder"
+    split_turns: bool = True
+    """Answers that the template renders otherwise in the middle of a conversation end documents of their own; of a
+    conversation that is learned whole, those whose reasoning is left out there."""
+
+
+ANSWERS, EVERYTHING = Learning(), Learning(targets="all")
+
+
 def tokenize(
     row: Row,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
     too_long: str = "truncate",
-    targets: Targets = "assistant",
-    thinking: Thinking = "auto",
-    split_turns: bool = True,
+    learning: Learning = ANSWERS,
 ) -> Tokenized:
     """Tokenize one conversation to documents of at most `max_length` row positions, which hold max_length + 1 tokens.
 
     The text is the template's own, special tokens included, so nothing is added to it but an eos token where the
     template ends turns with none.
-
-    Args:
-        targets: assistant: every answer; last_turn: those after the last user message; all: every token but the first.
-        thinking: see answers.Finder.
-        split_turns: answers that the template renders otherwise in the middle of a conversation end documents of their
-            own; of a conversation that is learned whole, those whose reasoning is left out there.
 
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
@@ -66,9 +75,10 @@ def tokenize(
     given = require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
-    skipped = not_learned(row, messages, targets)
+    skipped = not_learned(row, messages, learning.targets)
     unused = unused_arguments(row, template_of(tokenizer, with_tools=bool(row.tools)))
-    finder = Finder(tokenizer, without_marks(messages), row.tools, row.template_args, thinking, row.where)
+    asked = Conversation(without_marks(messages), row.tools, row.template_args)
+    finder = Finder(tokenizer, asked, learning.thinking, row.where)
     # why answers are not learned, by what is known before rendering
     counts = {"answers": len(finder.answers), TOO_LONG: 0}
     for reason in skipped.values():
@@ -76,10 +86,10 @@ def tokenize(
     conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
     # documents before they are cut to max_length
     learnable = set(finder.answers) - skipped.keys()
-    if targets == "all":
-        texts = _everything(finder, tokenizer, skipped, max_length, counts, split=split_turns)
+    if learning.targets == "all":
+        texts = _everything(finder, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = _answers(finder, tokenizer, learnable, max_length, counts, split=split_turns)
+        texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
     found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
@@ -112,7 +122,6 @@ class _Text(NamedTuple):
 
 def _answers(
     finder: Finder,
-    tokenizer: PreTrainedTokenizerBase,
     learnable: set[int],
     max_length: int,
     counts: dict[str, int],
@@ -122,7 +131,7 @@ def _answers(
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered: it would be
     rendered for nothing with each of its turns."""
-    found, left = [], set(learnable)
+    tokenizer, found, left = finder.tokenizer, list[_Text](), set(learnable)
     while left:
         last = max(left)
         document = finder.document(last, left)
@@ -146,7 +155,7 @@ def _answers(
     return found[::-1]
 
 
-def _reach(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
+def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
     """Return the index of the first message before which the others have more than `most` tokens, whatever the template
     writes around them. Merging at its borders may take a token from either side of a text."""
     tokens = 0
@@ -160,7 +169,6 @@ def _reach(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, m
 
 def _everything(
     finder: Finder,
-    tokenizer: PreTrainedTokenizerBase,
     skipped: dict[int, str],
     max_length: int,
     counts: dict[str, int],
@@ -172,11 +180,11 @@ def _everything(
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its own;
     these come first.
     """
-    last = finder.answers[-1]
+    tokenizer, last = finder.tokenizer, finder.answers[-1]
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(finder, tokenizer, apart, max_length, counts, split=split)
+    before = _answers(finder, apart, max_length, counts, split=split)
     encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
     hidden = skipped.keys() | shared
@@ -222,10 +230,10 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def render_prompt(
-    messages: list[dict[str, Any]],
+    messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict[str, Any]] | None = None,
-    args: Mapping[str, Any] | None = None,
+    tools: list[Message] | None = None,
+    args: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Return the token ids after which the model writes the next answer.
 
@@ -233,10 +241,10 @@ def render_prompt(
         args: arguments of the template; None: its own.
     """
     checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
-    text, _ = render(
-        tokenizer, template_of(tokenizer, with_tools=bool(tools)), checked, tools, add_generation_prompt=True, args=args
-    )
-    return encode(tokenizer, text).ids.tolist()
+    template = template_of(tokenizer, with_tools=bool(tools))
+    text, _ = render(tokenizer, template, Conversation(checked, tools, args), add_generation_prompt=True)
+    ids: list[int] = encode(tokenizer, text).ids.tolist()
+    return ids
 
 
 def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
@@ -327,7 +335,8 @@ def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) 
     Args:
         vocab_size: len(tokenizer), which grows with tokens that are added.
     """
-    return encode(tokenizer, text).ids.tolist()
+    ids: list[int] = encode(tokenizer, text).ids.tolist()
+    return ids
 
 
 def _inside(spans: list[Span], encoded: Encoded) -> np.ndarray:

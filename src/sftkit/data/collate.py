@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from sftkit.config.topology import Topology
-from sftkit.data.pack import Layout
+from sftkit.data.pack import BatchShape, Layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 
@@ -42,9 +42,9 @@ class RowShard:
         """Return the positions of a row that belong to this shard, in its order: int64 [T / count]."""
         assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} pieces"
         pieces = np.arange(row_length).reshape(self.multiple, -1)
-        if self.kind == "chunks":
-            return pieces[[self.index, self.multiple - 1 - self.index]].ravel()
-        return pieces[self.index]
+        at = [self.index, self.multiple - 1 - self.index] if self.kind == "chunks" else [self.index]
+        columns: np.ndarray = pieces[at].ravel()
+        return columns
 
 
 WHOLE = RowShard("whole", 0, 1)
@@ -56,6 +56,20 @@ def part_of(topology: Topology, rank: int) -> RowShard:
     if topology.context > 1:
         return RowShard("chunks", index, topology.context)
     return RowShard("columns", index, topology.tensor) if topology.tensor > 1 else WHOLE
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Which rows of a global batch a process computes, and what of each."""
+
+    rank: int = 0
+    "of its group among the layout.world_size groups of processes that hold different rows"
+    part: RowShard = WHOLE
+    "what of each row a process of such a group computes"
+
+
+ALL_ROWS = RankRows()
+"Those of the only process."
 
 
 @dataclass(frozen=True)
@@ -107,12 +121,11 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch."""
-        found: list[torch.Tensor] = []
-        self._each(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        return [value for value in (*vars(self).values(), *self.inputs.values()) if isinstance(value, torch.Tensor)]
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with every tensor changed by a function."""
+        # Any: `replace` takes the tensors among the fields, which it cannot tell from the numbers
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)
 
@@ -120,22 +133,17 @@ class Batch:
 def collate(
     examples: Examples,
     rows: tuple[tuple[int, ...], ...],
-    row_length: int,
-    pad_id: int,
-    max_docs: int,
-    max_doc_length: int,
+    shape: BatchShape,
+    pad_id: int = 0,
     part: RowShard = WHOLE,
-    docs_per_row: int | None = None,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
     Args:
-        max_docs: D, document slots of the batch, those for padding included.
-        max_doc_length: also the most that one padding document covers.
-        part: what of the rows this process computes; row_length is a multiple of `part.multiple`.
-        docs_per_row: K, encoded inputs of a row, of examples that have any; None: as many as these rows need.
+        part: what of the rows this process computes; the row length is a multiple of `part.multiple`.
     """
     # Of each of the M documents: its row, its positions, and where it starts in the B * T positions.
+    row_length, max_doc_length = shape.row_length, shape.max_doc_length
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
@@ -163,16 +171,18 @@ def collate(
     doc_ids[at] = np.repeat(number_in_row, lengths)
 
     is_target = targets != IGNORE
-    shape = (len(rows), row_length)
+    size = (len(rows), row_length)
+    per_row, most = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
+    assert examples.encoder_inputs is None or most <= per_row, f"{most} documents for {per_row} encoded inputs"
     batch = Batch(
         {
-            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
-            "position_ids": torch.from_numpy(position_ids.reshape(shape)),
-            **_encoder_inputs(examples, docs, row, number_in_row, len(rows), docs_per_row or max(docs_in_row.max(), 1)),
+            "input_ids": torch.from_numpy(input_ids.reshape(size)),
+            "position_ids": torch.from_numpy(position_ids.reshape(size)),
+            **_encoder_inputs(examples, docs, row * per_row + number_in_row, len(rows) * per_row),
         },
-        torch.from_numpy(targets.reshape(shape)),
-        torch.from_numpy(doc_ids.reshape(shape)),
-        torch.from_numpy(_cu_seqlens(starts, used, row_length, max_docs, max_doc_length)),
+        torch.from_numpy(targets.reshape(size)),
+        torch.from_numpy(doc_ids.reshape(size)),
+        torch.from_numpy(_cu_seqlens(starts, used, shape)),
         torch.from_numpy(_target_index(is_target)),
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
@@ -181,18 +191,15 @@ def collate(
     return batch if part.kind == "whole" else _part_of(batch, part)
 
 
-def _encoder_inputs(
-    examples: Examples, docs: np.ndarray, row: np.ndarray, number_in_row: np.ndarray, rows: int, per_row: int
-) -> dict[str, torch.Tensor]:
-    """Return an encoder's inputs by argument name, [rows * per_row, ...]. docs, row and number_in_row are int [M]:
-    documents, and for each its row and its number there."""
+def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, places: int) -> dict[str, torch.Tensor]:
+    """Return an encoder's inputs by argument name, [places, ...]. docs and at are int [M]: documents, and the place of
+    each."""
     if examples.encoder_inputs is None:
         return {}
-    at, entries = row * per_row + number_in_row, examples.encoder_inputs.index[docs]
-    assert number_in_row.max(initial=0) < per_row, f"{number_in_row.max() + 1} documents for {per_row} encoded inputs"
+    entries = examples.encoder_inputs.index[docs]
     found = {}
     for name, array in examples.encoder_inputs.arrays.items():
-        filled = np.zeros((rows * per_row, *array.shape[1:]), array.dtype)
+        filled = np.zeros((places, *array.shape[1:]), array.dtype)
         filled[at] = array[entries]
         found[name] = torch.from_numpy(filled)
     return found
@@ -281,10 +288,9 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     return starts
 
 
-def _cu_seqlens(
-    starts: np.ndarray, used: np.ndarray, row_length: int, max_docs: int, max_doc_length: int
-) -> np.ndarray:
+def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in pieces of max_doc_length: int32 [D + 1]."""
+    row_length, max_docs, max_doc_length = shape.row_length, shape.max_docs, shape.max_doc_length
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"
@@ -303,12 +309,9 @@ def _target_index(is_target: np.ndarray) -> np.ndarray:
 
 def warm_up_batch(
     rows: int,
-    row_length: int,
+    shape: BatchShape,
     vocab_size: int,
-    max_docs: int,
-    max_doc_length: int,
     part: RowShard = WHOLE,
-    docs_per_row: int | None = None,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
     """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target.
@@ -316,14 +319,14 @@ def warm_up_batch(
     Args:
         made_up: gives so many documents something to encode.
     """
-    whole, rest = divmod(row_length, max_doc_length)
-    row = [max_doc_length] * whole + [rest] * (rest > 0)
+    whole, rest = divmod(shape.row_length, shape.max_doc_length)
+    row = [shape.max_doc_length] * whole + [rest] * (rest > 0)
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     numbers = np.arange(len(sizes)).reshape(rows, len(row))
     recipe = tuple(map(tuple, numbers.tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
-    return collate(examples, recipe, row_length, 0, max_docs, max_doc_length, part, docs_per_row)
+    return collate(examples, recipe, shape, part=part)
 
 
 def check_part(layout: Layout, part: RowShard) -> None:

@@ -9,10 +9,9 @@ import json
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 from sftkit.data.readers import loads
-from sftkit.data.types import Row
+from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -20,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 "Reasoning that is written into the content."
 
-Message = dict[str, Any]
+Message = JsonObject
 
 
 def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
@@ -115,7 +114,7 @@ def function_of(call: Message) -> Message:
     return call["function"] if isinstance(call.get("function"), dict) else call
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
     if not isinstance(message, dict):
         raise DataError(
@@ -164,7 +163,7 @@ def _content(message: Message, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[Message]:
+def _tool_calls(calls: object, where: str) -> list[Message]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{where}: tool_calls must be a list of objects", reason="malformed tool call")
     return [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
@@ -180,7 +179,7 @@ def _tool_call(call: Message, where: str) -> Message:
     return {"type": "function", **kept, "function": function}
 
 
-def _arguments(function: Message) -> Any:
+def _arguments(function: Message) -> object:
     """Return tool arguments as an object, {} if there are none; unchanged if they are something
     else, or name a key twice."""
     arguments = function.get("arguments")
@@ -225,7 +224,7 @@ def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, by_length))) if by_length else None
 
 
-def _strings(value: Any) -> Iterable[str]:
+def _strings(value: object) -> Iterable[str]:
     """Yield all strings in a value, keys of mappings included."""
     if isinstance(value, str):
         yield value
@@ -238,7 +237,7 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(item)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Return what a JSON value is, for messages."""
     names = {"NoneType": "null", "str": "text", "dict": "an object", "list": "a list", "bool": "a truth value"}
     return names.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)

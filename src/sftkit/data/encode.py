@@ -70,7 +70,7 @@ def encode(
 
 def _call(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens: bool) -> BatchEncoding:
     """Tokenize a text in one call, without special tokens of the tokenizer's own."""
-    return tokenizer(
+    encoded: BatchEncoding = tokenizer(
         text,
         add_special_tokens=False,
         return_offsets_mapping=True,
@@ -78,6 +78,7 @@ def _call(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens
         split_special_tokens=split_special_tokens,
         verbose=False,
     )
+    return encoded
 
 
 def _arrays(encoded: BatchEncoding) -> Encoded:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from sftkit.config.paths import did_you_mean
 from sftkit.config.schema import SourceConfig
@@ -13,7 +13,16 @@ from sftkit.errors import ConfigError
 from sftkit.runtime.hub import hub_answers, not_found, unreachable, why_not_there
 
 
-def load(source: SourceConfig) -> Any:
+class HubDataset(Protocol):
+    """What is used of a datasets.Dataset, whose package has no types."""
+
+    features: Mapping[str, object] | None
+    _fingerprint: str
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
+def load(source: SourceConfig) -> HubDataset | Path:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
@@ -23,7 +32,8 @@ def load(source: SourceConfig) -> Any:
         return _load_dataset(source)
     try:
         with offline():
-            return datasets.load_dataset(source.path, source.subset, split=source.split)
+            found: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
+            return found
     except Exception:
         return _snapshot(source)
 
@@ -38,12 +48,13 @@ def check(source: SourceConfig) -> None:
         raise _missing(source, why)
 
 
-def _load_dataset(source: SourceConfig) -> Any:
+def _load_dataset(source: SourceConfig) -> HubDataset:
     """Load a dataset over the network."""
     import datasets
 
     try:
-        return datasets.load_dataset(source.path, source.subset, split=source.split)
+        found: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
+        return found
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
         reason = str(error).strip() or type(error).__name__
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from sftkit.data.conversation import Message
 from sftkit.data.types import Row
@@ -44,7 +44,7 @@ def without_marks(messages: list[Message]) -> list[Message]:
     return [{key: value for key, value in m.items() if key not in ("weight", "train")} for m in messages]
 
 
-def _marked(message: dict[str, Any], where: str) -> bool | None:
+def _marked(message: Message, where: str) -> bool | None:
     """Return whether the message says that it is learned; None if it says nothing."""
     if "weight" not in message and "train" not in message:
         return None

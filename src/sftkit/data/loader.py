@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
-from sftkit.data.collate import WHOLE, Batch, RowShard, check_part, collate
+from sftkit.data.collate import ALL_ROWS, Batch, RankRows, check_part, collate
 from sftkit.data.order import Order, with_stretch
-from sftkit.data.pack import GlobalBatch, Layout, Stretch
+from sftkit.data.pack import BatchShape, GlobalBatch, Layout, Stretch
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
@@ -61,28 +61,40 @@ _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
 "torch's error message when a data worker is gone."
 
 
-class _Steps(Dataset[StepBatches]):
+class StepDataset(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
 
     at_work: torch.Tensor
     "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that it is making; 0: none"
 
     def __init__(
-        self, examples: Examples, layout: Layout, rank: int, pad_id: int, part: RowShard, divisors: np.ndarray
+        self,
+        examples: Examples,
+        layout: Layout,
+        share: RankRows = ALL_ROWS,
+        pad_id: int = 0,
+        divisors: np.ndarray | None = None,
     ) -> None:
-        self.examples, self.layout, self.rank, self.pad_id, self.part = examples, layout, rank, pad_id, part
-        self.lengths, self.num_targets, self.divisors = examples.lengths, examples.num_targets, divisors
+        """
+        Args:
+            share: of this process.
+            divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
+        """
+        check_part(layout, share.part)
+        self.examples, self.layout, self.share, self.pad_id = examples, layout, share, pad_id
+        self.lengths, self.num_targets = examples.lengths, examples.num_targets
+        self.divisors = self.num_targets if divisors is None else divisors
 
-    def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:  # type: ignore[override]
+    def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
         docs = [i for row in batch.rows for i in row]
         lengths = self.lengths[docs]
-        max_docs = self.layout.max_docs(self.layout.micro_rows(batch.row_length), batch.row_length)
-        mine = list(batch.micro_batches(self.layout, self.rank))
+        shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
+        mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=list(self._made(step, mine, batch.row_length, max_docs)),
+            micro_batches=list(self._made(step, mine, shape)),
             num_targets=int(self.num_targets[docs].sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -98,59 +110,46 @@ class _Steps(Dataset[StepBatches]):
         """Return the document tokens of each source."""
         sources = self.examples.source[docs]
         found = np.bincount(sources, weights=lengths, minlength=len(self.examples.source_names))
-        return found.astype(np.int64).tolist()
+        tokens: list[int] = found.astype(np.int64).tolist()
+        return tokens
 
-    def _made(
-        self, step: int, mine: list[tuple[tuple[int, ...], ...]], row_length: int, max_docs: int
-    ) -> Iterator[Batch]:
+    def _made(self, step: int, mine: list[tuple[tuple[int, ...], ...]], shape: BatchShape) -> Iterator[Batch]:
         """Yield the micro-batches, and record in `at_work` which one this worker is making."""
-        worker, longest = get_worker_info(), self.layout.max_doc_length
+        worker = get_worker_info()
         own = None if worker is None else self.at_work[worker.id]
         for number, rows in enumerate(mine, start=1):
             if own is not None:
                 own.copy_(torch.tensor([os.getpid(), step, number]))
-            yield collate(
-                self.examples, rows, row_length, self.pad_id, max_docs, longest, self.part, self.layout.docs_per_row
-            )
+            yield collate(self.examples, rows, shape, self.pad_id, self.share.part)
         if own is not None:
             own[1:] = 0
 
 
 class Batches:
-    """The training data of a run as a function of the step number. State: only plans of epochs.
-
-    `rank` counts the `layout.world_size` groups of processes that hold different rows; `part` says what of each row a
-    process of such a group computes.
-    """
+    """The training data of a run as a function of the step number. State: only plans of epochs."""
 
     def __init__(
         self,
-        examples: Examples,
-        layout: Layout,
+        dataset: StepDataset,
         seed: int,
-        rank: int,
-        pad_id: int,
+        *,
         num_workers: int | None = 0,
-        part: RowShard = WHOLE,
-        divisors: np.ndarray | None = None,
         earlier: Sequence[Stretch] = (),
         first_step: int = 0,
     ) -> None:
         """
         Args:
+            dataset: makes the batches of this process.
+            seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
-            divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
             earlier, first_step: the stretches of the checkpoint that is resumed, and its step.
         """
-        check_part(layout, part)
-        self.examples, self.layout, self.seed = examples, layout, seed
-        self._dataset = _Steps(
-            examples, layout, rank, pad_id, part, examples.num_targets if divisors is None else divisors
-        )
+        self.examples, self.layout, self.seed = dataset.examples, dataset.layout, seed
+        self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.stretches = with_stretch(earlier, first_step, layout, seed)
-        order = Order(self._dataset.lengths, layout, self.stretches)
+        self.stretches = with_stretch(earlier, first_step, self.layout, seed)
+        order = Order(dataset.lengths, self.layout, self.stretches)
         self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:
@@ -163,7 +162,7 @@ class Batches:
         loader = DataLoader(
             self._dataset,
             batch_size=None,
-            sampler=_Lazy(self._items(first_step, last_step)),  # type: ignore[arg-type]
+            sampler=_Lazy(self._items(first_step, last_step)),
             num_workers=self._num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
@@ -207,7 +206,7 @@ class Batches:
         what = "It had nothing in hand"
         if step:
             _, _, batch = next(self._items(step - 1, step))
-            rows = list(batch.micro_batches(self.layout, self._dataset.rank))[number - 1]
+            rows = list(batch.micro_batches(self.layout, self._dataset.share.rank))[number - 1]
             names = [self.examples.name(i) for i in chain.from_iterable(rows)]
             what = f"It was making step {step}, micro-batch {number}: {listed(names)}"
         return (
@@ -236,10 +235,10 @@ def load_examples(
 class _Lazy:
     """An iterator as a DataLoader sampler."""
 
-    def __init__(self, items: Iterator[tuple[int, GlobalBatch]]) -> None:
+    def __init__(self, items: Iterator[tuple[int, int, GlobalBatch]]) -> None:
         self.items = items
 
-    def __iter__(self) -> Iterator[tuple[int, GlobalBatch]]:
+    def __iter__(self) -> Iterator[tuple[int, int, GlobalBatch]]:
         return self.items
 
 

@@ -18,7 +18,8 @@ from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
 from sftkit.errors import ConfigError
 
-BUILTINS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+# Any: what each module makes has a type of its own.
+BUILTINS: dict[str, tuple[str, Callable[[Any], dict[str, object]]]] = {
     "docs": ("builtin", lambda text: {"text": text}),
     "tasks": ("builtin", lambda task: {"messages": task.messages}),
     "pictures": ("pictures", dict),
@@ -33,7 +34,7 @@ class Origin:
     """A source that exists: how to read its rows, and what identifies its content."""
 
     rows: Callable[[], Iterator[RawRow]]
-    identity: Any
+    identity: object
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None
@@ -91,7 +92,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     files = readers.files_of(source, path)
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
-    def raw_rows(beginning: bool = False) -> Iterator[RawRow]:
+    def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
     first = partial(readers.sliced_beginning, partial(raw_rows, beginning=True), source)

@@ -25,6 +25,32 @@ SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own 
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """What a batch declares besides the number of its rows, whatever documents are in them."""
+
+    row_length: int
+    "T, positions of a row"
+    max_docs: int
+    "D, document slots of the batch, those for padding included"
+    max_doc_length: int
+    "no document is longer; also the most that one padding document covers"
+    docs_per_row: int | None = None
+    "K, encoded inputs of a row, of examples that have any; None: as many as the rows of a batch need"
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """The lengths of the documents that a layout is made for."""
+
+    lengths: np.ndarray
+    "int [D] in positions, equal on all ranks"
+    max_length: int
+    "positions that a document may have: of the recipe, or inherited"
+    encoded: bool = False
+    "each document has an input for an encoder"
+
+
+@dataclass(frozen=True)
 class Layout:
     """The row shapes that a run declares up front, and how many rows of each make a global and a micro-batch."""
 
@@ -77,6 +103,10 @@ class Layout:
         pieces of max_doc_length."""
         pieces_of_padding = -(-row_length // self.max_doc_length)
         return rows * (self.docs_per_row + pieces_of_padding)
+
+    def batch_shape(self, rows: int, row_length: int) -> BatchShape:
+        """Return what a batch of so many rows of this length declares."""
+        return BatchShape(row_length, self.max_docs(rows, row_length), self.max_doc_length, self.docs_per_row)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -140,24 +170,21 @@ class Stretch(NamedTuple):
 
 def make_layout(
     data: DataConfig,
-    max_length: int,
     train: TrainConfig,
-    world_size: int,
-    lengths: np.ndarray,
+    documents: DocumentLengths,
+    world_size: int = 1,
     earlier: Sequence[Stretch] = (),
-    *,
-    encoded: bool = False,
 ) -> Layout:
-    """Return the layout of a run, from the recipe and the lengths of its training documents.
+    """Return the layout of a run, from the recipe and the lengths of its training documents; equal on all ranks.
 
-    The micro-batch is lowered to the largest that divides a rank's share of the global batch. `max_length` is the
-    recipe's or inherited; `lengths`, int [D] in positions, are equal on all ranks, and so is the layout.
+    The micro-batch is lowered to the largest that divides a rank's share of the global batch.
 
     Args:
+        world_size: groups of processes that hold different rows.
         earlier: of the checkpoint that is resumed. Buckets are those that the run began with, and their numbers of rows
             change with the global batch only, so that another micro-batch makes no other global batches.
-        encoded: each document has an input for an encoder.
     """
+    lengths, max_length = documents.lengths, documents.max_length
     share = train.global_batch_size // world_size
     # Lowered to a divisor, so that all micro-batches have one size.
     micro = largest_divisor(share, train.micro_batch_size)
@@ -173,7 +200,7 @@ def make_layout(
         max_doc_length=max_length,
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
-        encoded=encoded,
+        encoded=documents.encoded,
     )
     # A resumed run keeps the budget, so that another micro-batch makes no other global batches.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
@@ -297,22 +324,21 @@ def pack(
 def plan_epoch(
     lengths: np.ndarray,
     layout: Layout,
-    seed: int,
+    seed: int | None,
     epoch: int,
     documents: np.ndarray | None = None,
-    *,
-    shuffle: bool = True,
 ) -> list[GlobalBatch]:
     """Plan all global batches of an epoch. Each document appears exactly once; the last batch
     is filled with empty rows.
 
     Args:
+        seed: with the epoch it decides the shuffle; None: documents, rows and batches keep their order.
         documents: those that the epoch still has to take, indices in ascending order; None: all.
     """
     assert lengths.max(initial=0) <= layout.row_lengths[-1]
-    rng = np.random.default_rng([seed, epoch])
+    rng = None if seed is None else np.random.default_rng([seed, epoch])
     order = np.arange(len(lengths)) if documents is None else documents
-    if shuffle:
+    if rng is not None:
         order = order[rng.permutation(len(order))]
     batches = []
     buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
@@ -321,11 +347,11 @@ def plan_epoch(
         rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
         if layout.kind == "packed":
             rows = pack(lengths, mine, row_length, layout.docs_per_row)
-        if shuffle:
+        if rng is not None:
             rows = [rows[j] for j in rng.permutation(len(rows))]
         rows += [()] * (-len(rows) % layout.rows(row_length))
         batches += _global_batches(lengths, layout, row_length, rows)
-    return [batches[j] for j in rng.permutation(len(batches))] if shuffle else batches
+    return batches if rng is None else [batches[j] for j in rng.permutation(len(batches))]
 
 
 def _global_batches(

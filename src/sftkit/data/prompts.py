@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.data.chat import Learning
 from sftkit.data.conversation import Message
 from sftkit.data.reasoning import Thinking, with_reasoning
 from sftkit.data.template import Template, template_of
@@ -56,7 +57,8 @@ def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
     Args:
         tokenize: of a run, as loader.load_examples takes it.
     """
-    if tokenize.keywords.get("targets", "all") == "all":
+    learning: Learning | None = tokenize.keywords.get("learning")
+    if learning is None or learning.targets == "all":
         return None
     tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
     template, count, rendered = template_of(tokenizer), 0, []
@@ -67,7 +69,7 @@ def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
         except DataError:  # a template without tools or reasoning refuses such conversations, as it does in the data
             continue
         rendered.append(name)
-        prompts = _prompts(tokenizer, template, messages, tokenize.keywords.get("thinking", "auto"))
+        prompts = _prompts(tokenizer, template, messages, learning.thinking)
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)
@@ -84,6 +86,7 @@ def _prompts(
 ) -> list[list[int]]:
     """Return, for each answer, the token ids of the prompts that lead to it."""
     name = template.thinking_argument
+    # Any, and the ignored error: arguments of a template go by name, beside those of apply_chat_template itself.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)
     return [

@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.arrow import without_fill
 from sftkit.errors import ConfigError, DataError
 
-RawRow = tuple[str, Any]
+RawRow = tuple[str, object]
 "Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
 DataError that is to be raised for it."
 LONGEST_RECORD = 32 * 2**20
@@ -86,18 +86,18 @@ class DuplicateKey(ValueError):
     """JSON with an object that has a key twice: readers would silently take the last one."""
 
 
-def loads(content: bytes | str) -> Any:
+def loads(content: bytes | str) -> object:
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which JSON can write but no text can hold, and
     DuplicateKey for an object that has a key twice."""
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
     text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
-    value = _STRICT.decode(text)
+    value: object = _STRICT.decode(text)
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def parsed(raw: RawRow) -> Any:
+def parsed(raw: RawRow) -> object:
     """Parse a raw row.
 
     Raises:
@@ -121,13 +121,15 @@ def json_error(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: not JSON: {error}", reason="not JSON")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raises DuplicateKey if it has a key twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
-        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
+        for key, _ in pairs:
+            if key in seen:
+                raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
+            seen.add(key)
     return made
 
 
@@ -276,14 +278,20 @@ def _elements(content: bytes) -> Iterator[bytes]:
     breaks off, those that are complete."""
     text = content.decode(json.detect_encoding(content))
     gap, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
-    at = gap.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+
+    def after_gap(at: int) -> int:
+        found = gap.match(text, at)
+        assert found is not None, "a gap may be empty"
+        return found.end()
+
+    at = after_gap(text.index("[") + 1)
     while text[at : at + 1] not in ("]", ""):
         try:
             _, end = decoder.raw_decode(text, at)
         except ValueError:
             return
         yield text[at:end].encode()
-        at = gap.match(text, end).end()  # type: ignore[union-attr]
+        at = after_gap(end)
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:

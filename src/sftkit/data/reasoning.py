@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from sftkit.data.conversation import THOUGHT, Message
 from sftkit.data.template import REASONING_KEYS, Template
@@ -73,8 +73,8 @@ def check_reasoning(messages: list[Message], where: str) -> None:
 
 
 def template_arguments(
-    template: Template, messages: list[Message], k: int, args: Mapping[str, Any] | None, thinking: Thinking
-) -> dict[str, Any]:
+    template: Template, messages: list[Message], k: int, args: Mapping[str, object] | None, thinking: Thinking
+) -> dict[str, object]:
     """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
     and off elsewhere, unless the recipe or the record says otherwise."""
     result, name = dict(args or {}), template.thinking_argument

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sftkit.data.readers import json_error, loads
-from sftkit.data.types import Row
+from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 
-Raw = dict[str, Any]
+Raw = JsonObject
 
 ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
 instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
@@ -45,7 +44,7 @@ RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", 
 "Arguments of rendering that a record may not set."
 
 
-def convert(raw: Any, where: str) -> Row:
+def convert(raw: object, where: str) -> Row:
     """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null
     columns count as absent."""
     if not isinstance(raw, dict):
@@ -77,7 +76,7 @@ def require_text(row: Row) -> str:
     return row.text
 
 
-def require_conversation(row: Row) -> list[dict[str, Any]]:
+def require_conversation(row: Row) -> list[JsonObject]:
     """Return the messages of a row of chat SFT; raises a DataError if it has none."""
     refuse_picture(row)
     if row.messages is None:
@@ -133,7 +132,7 @@ def _letter(index: int) -> str:
     return chr(ord("A") + index)
 
 
-def _turns(user: str, assistant: str) -> list[dict[str, Any]]:
+def _turns(user: str, assistant: str) -> list[JsonObject]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
@@ -206,9 +205,10 @@ def _turn(turn: Raw, where: str) -> Raw:
         return {**rest, "role": role, "content": turn["value"]}
     value = _json(turn["value"], f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
+    named = [call for call in calls if isinstance(call, dict) and "name" in call]
+    if len(named) < len(calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in named]
     return {
         **rest,
         "role": "assistant",
@@ -232,7 +232,7 @@ def _prompt(raw: Raw, where: str) -> Row:
     prompt nothing is learned."""
     answer = "completion" if "completion" in raw else "response"
     sides = {"prompt": "user", answer: "assistant"}
-    messages: list[Any] = []
+    messages: list[JsonObject] = []
     for column, role in sides.items():
         value = raw[column]
         if not isinstance(value, str | list):
@@ -248,10 +248,8 @@ def _prompt(raw: Raw, where: str) -> Row:
 def _choices(raw: Raw, where: str) -> Row:
     """Convert MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
     question = _text(raw, "question" if "question" in raw else "question_stem", where)
-    choices: Any = raw["choices"]
-    key, labels = raw.get("answerKey", raw.get("answer")), None
-    if isinstance(choices, dict):
-        choices, labels = choices.get("text"), choices.get("label")
+    given, key = raw["choices"], raw.get("answerKey", raw.get("answer"))
+    choices, labels = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise DataError(
             f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
@@ -329,14 +327,13 @@ SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
 
 def _text(raw: Raw, column: str, where: str) -> str:
     """Return a cell that must be text."""
-    if not isinstance(raw[column], str):
-        raise DataError(
-            f"{where}: {column} is {type(raw[column]).__name__}, expected text", reason="column is not text"
-        )
-    return raw[column]
+    text = raw[column]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {column} is {type(text).__name__}, expected text", reason="column is not text")
+    return text
 
 
-def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
+def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
     """Return tool schemas, given as a list or its JSON text; bare functions are wrapped in
     OpenAI's {type, function}."""
     tools = raw.get("tools")
@@ -349,7 +346,7 @@ def _tools(raw: Raw, where: str) -> list[dict[str, Any]] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
 
-def _json(text: Any, where: str) -> Any:
+def _json(text: object, where: str) -> object:
     """Parse a cell that may be JSON text."""
     if not isinstance(text, str):
         return text

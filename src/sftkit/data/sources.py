@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -147,16 +147,17 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 def _description(
     sources: Sequence[SourceConfig], found: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return all that the tokenized data depends on, besides the code, for the cache key."""
     bound = getattr(tokenize, "keywords", {})
+    plain = {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)}
     return {
         "sources": [[asdict(source), one.identity] for source, one in zip(sources, found, strict=True)],
         "cache_key": cache_key,
         "max_length": data.max_length,
         "too_long": data.too_long,
         "on_bad_row": data.on_bad_row,
-        "bound": {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)},
+        "bound": plain | {name: asdict(value) for name, value in bound.items() if isinstance(value, chat.Learning)},
     }
 
 
@@ -249,8 +250,15 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
-_worker: dict[str, Any] = {}
-"What a worker process was started with."
+
+class _Worker(TypedDict, total=False):
+    """What a worker process was started with."""
+
+    tokenize: Tokenize
+    on_bad_row: OnBadRow
+
+
+_worker: _Worker = {}
 
 
 class _Pool:
@@ -297,7 +305,7 @@ class _Pool:
 def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
     for number in SIGNALS:  # the main process decides
         signal.signal(number, signal.SIG_IGN)
-    _worker.update(tokenize=tokenize, on_bad_row=on_bad_row)
+    _worker["tokenize"], _worker["on_bad_row"] = tokenize, on_bad_row
 
 
 def _work(chunk: list[RawRow]) -> _Part:

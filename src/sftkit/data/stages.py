@@ -69,15 +69,8 @@ def _conversations(
     max_length: int,
     targets: Targets,
 ) -> partial[Tokenized]:
-    return partial(
-        tokenize,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        too_long=data.too_long,
-        targets=targets,
-        thinking=data.thinking,
-        split_turns=data.split_turns,
-    )
+    learning = chat.Learning(targets, data.thinking, data.split_turns)
+    return partial(tokenize, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long, learning=learning)
 
 
 DATA_OF_STAGES: dict[str, tuple[str, OfStage]] = {

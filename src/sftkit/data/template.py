@@ -87,26 +87,33 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *_added_special_tokens(tokenizer, len(tokenizer))]))
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: list[Message]
+    tools: list[Message] | None = None
+    args: Mapping[str, object] | None = None
+    "further arguments of the template, such as enable_thinking"
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     template: Template | str,
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None = None,
-    args: Mapping[str, Any] | None = None,
+    conversation: Conversation,
     *,
     add_generation_prompt: bool = False,
     marks: bool = False,
 ) -> tuple[str, list[Span]]:
     """Return the text of a conversation and, with `marks`, the spans inside {% generation %}.
     Raises jinja's TemplateError.
-
-    Args:
-        args: further arguments of the template, such as enable_thinking.
     """
     source = template if isinstance(template, str) else template.source
+    messages, tools = conversation.messages, conversation.tools
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(args or {})}
+    # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(conversation.args or {})}
     variables |= {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
     try:
         if marks:
@@ -163,22 +170,26 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         {"role": "user", "content": ASKED_AGAIN},
         {"role": "assistant", "content": ANSWERED_AGAIN},
     ]
+
+    def rendered(messages: list[Message]) -> str:
+        return render(tokenizer, source, Conversation(messages))[0]
+
     try:
-        text, _ = render(tokenizer, source, conversation)
-        question, _ = render(tokenizer, source, conversation[:1])
-        answered_last, _ = render(tokenizer, source, conversation[:2])
+        text = rendered(conversation)
+        question = rendered(conversation[:1])
+        answered_last = rendered(conversation[:2])
         asked, answered = _find(text, ASKED), _find(text, ANSWERED)
         asked_again, answered_again = _find(text, ASKED_AGAIN), _find(text, ANSWERED_AGAIN)
         argument = _thinking_argument(tokenizer, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
         key = _reasoning_key(tokenizer, source, conversation[:2])
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{ANSWERED}"}
-        keeps = "<think>" in source and _REASONED in render(tokenizer, source, [conversation[0], thought])[0]
+        keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         append_only = text.startswith(answered_last[: _find(answered_last, ANSWERED)[1]])
         if append_only and key:
             reasoned = _with_reasoning(conversation, key)
-            first = render(tokenizer, source, reasoned[:2])[0]
-            append_only = render(tokenizer, source, reasoned)[0].startswith(first[: _find(first, ANSWERED)[1]])
+            first = rendered(reasoned[:2])
+            append_only = rendered(reasoned).startswith(first[: _find(first, ANSWERED)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
     turn_start = len(question) if text.startswith(question) else asked[1]
@@ -205,7 +216,8 @@ def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Messag
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
         question, prompt = (
-            render(tokenizer, source, asked, None, add_generation_prompt=add, args=args)[0] for add in (False, True)
+            render(tokenizer, source, Conversation(asked, args=args), add_generation_prompt=add)[0]
+            for add in (False, True)
         )
         found.append(prompt[len(question) :] if prompt.startswith(question) else "")
     return found
@@ -217,7 +229,7 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: l
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
             on, off = (
-                render(tokenizer, source, asked, None, add_generation_prompt=True, args={name: value})[0]
+                render(tokenizer, source, Conversation(asked, args={name: value}), add_generation_prompt=True)[0]
                 for value in (True, False)
             )
             if on != off:
@@ -228,7 +240,7 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: l
 def _reasoning_key(tokenizer: PreTrainedTokenizerBase, source: str, answered: list[Message]) -> str | None:
     """Return the field whose text is rendered when the answer is the last message; None if none is."""
     for key in REASONING_KEYS:
-        if key in source and _REASONED in render(tokenizer, source, _with_reasoning(answered, key))[0]:
+        if key in source and _REASONED in render(tokenizer, source, Conversation(_with_reasoning(answered, key)))[0]:
             return key
     return None
 
@@ -237,7 +249,7 @@ def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
     return [{**m, key: _REASONED} if m["role"] == "assistant" else m for m in messages]
 
 
-def with_arguments(source: str, args: Mapping[str, Any]) -> str:
+def with_arguments(source: str, args: Mapping[str, object]) -> str:
     """Return a template whose arguments have these values where the caller gives none, so that whoever loads it (chat,
     evaluation, transformers, a server) renders as training does. Arguments set so before are replaced.
 

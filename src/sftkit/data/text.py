@@ -34,23 +34,13 @@ def tokenize_any(
     *,
     max_length: int,
     too_long: str = "truncate",
-    targets: chat.Targets = "all",
-    thinking: chat.Thinking = "auto",
-    split_turns: bool = True,
+    learning: chat.Learning = chat.EVERYTHING,
 ) -> Tokenized:
     """Tokenize text as text, conversations as conversations; mid-training learns every token of both."""
     refuse_picture(row)
     if row.messages is None:
         return tokenize(row, tokenizer, max_length=max_length)
-    return chat.tokenize(
-        row,
-        tokenizer,
-        max_length=max_length,
-        too_long=too_long,
-        targets=targets,
-        thinking=thinking,
-        split_turns=split_turns,
-    )
+    return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

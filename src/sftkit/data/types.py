@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object of the data: a record, a message, a tool, arguments. Any, for what the keys hold is checked where they
+are read, and most of it is the chat template's to know."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,11 @@ class Row:
     where: str
     "file:line, or dataset[split]:index, for error messages."
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
     context_messages: int = 0
     "The first so many messages are given, not learned: `prompt` beside `completion`."
-    template_args: dict[str, Any] | None = None
+    template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
     "File of a picture, or the name of a generated one; beside a text a name of which there is no such file."
@@ -145,7 +149,8 @@ and the messages of each role in conversations that are learned from, see source
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
-        return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+        counts: np.ndarray = sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+        return counts
 
 
 SHOWN = 5

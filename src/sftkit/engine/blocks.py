@@ -6,12 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import Ranks, compile_model, step_contract, warm_up
@@ -22,16 +21,16 @@ from sftkit.compile.modules import check_marked, check_options, compile_argument
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import Config, ModelConfig
+from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
-from sftkit.engine.engine import EngineReport, Setup, WarmUp
-from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
+from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.memory.explain import explained
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
@@ -39,7 +38,6 @@ from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
@@ -60,24 +58,20 @@ log = logging.getLogger(__name__)
 
 def build(
     cfg: Config,
-    orig_model: PreTrainedModel,
-    objective: Objective,
-    layout: Layout,
+    training: Training,
     rt: Runtime,
     run_dir: Path,
-    source: ModelConfig | None = None,
     planned: Callable[[MemoryPlan], None] = lambda _: None,
 ) -> Blocks:
     """Turn a model into an engine, in the one order that works; every rank calls it.
 
     Args:
-        orig_model: as loaded; it is compiled in place and moved to the device.
-        source: where the weights of an empty model come from (models.load).
         planned: called with the memory plan, before weights are read, moved or sharded.
 
     Raises:
         ConfigError: the recipe asks for what this model, layout or machine cannot do.
     """
+    orig_model, layout = training.orig_model, training.layout
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
@@ -89,58 +83,56 @@ def build(
         check_marked(cfg.compile, choice.backend)
         # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
-            layers = measured_layers(cfg, orig_model, objective, layout, choice.backend, rt)
+            layers = measured_layers(cfg, training, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
         plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
         planned(plan)
         # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
         # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
         model = ModelWithLoss(
-            orig_model, choice.backend, objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+            orig_model, choice.backend, training.objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
         )
         modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
-        wrapped = distribute(model, source, plan.sharding, rt, cfg.train)
+        wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
         # Last, for its states belong to the parameters as they are now: DTensors where the model is sharded.
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
-        engine = Blocks(cfg, rt, layout, plan, model, wrapped, optimizer, choice, stack.pop_all(), write_logs)
+        assembled = Assembled(choice, plan, model, wrapped, optimizer, write_logs)
+        engine = Blocks(cfg, rt, layout, assembled, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What `build` has made, in its order."""
+
+    attention: AttentionChoice
+    "the backend that the model has, and why"
+    plan: MemoryPlan
+    model: ModelWithLoss
+    wrapped: torch.nn.Module
+    "what the step calls: `model`, compiled and distributed"
+    optimizer: Optimizer
+    write_logs: Callable[[], None]
+    "writes the summary of the compiler's logs"
 
 
 class Blocks:
     """The engine that trains. See engine.Engine."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        rt: Runtime,
-        layout: Layout,
-        plan: MemoryPlan,
-        model: ModelWithLoss,
-        wrapped: torch.nn.Module,
-        optimizer: Optimizer,
-        attention: AttentionChoice,
-        at_close: ExitStack,
-        write_logs: Callable[[], None],
-    ) -> None:
-        """Keep what `build` has made.
-
-        Args:
-            wrapped: what the step calls: `model`, compiled and distributed.
-            attention: the backend that the model has, and why.
-            at_close: puts back what the engine has set in the process.
-            write_logs: writes the summary of the compiler's logs.
-        """
+    def __init__(self, cfg: Config, rt: Runtime, layout: Layout, assembled: Assembled, at_close: ExitStack) -> None:
+        """Keep what `build` has made. `at_close`: puts back what it has set in the process."""
+        attention, plan, wrapped = assembled.attention, assembled.plan, assembled.wrapped
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
-        self._layout, self.model, self.optimizer = layout, model, optimizer
-        size = checkpoint_bytes(model.orig_model, plan)
+        self._layout, self.model, self.optimizer = layout, assembled.model, assembled.optimizer
+        size = checkpoint_bytes(self.model.orig_model, plan)
         layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
         self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size, layers)
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
-        self._at_close, self._write_logs = at_close, write_logs
+        self._at_close, self._write_logs = at_close, assembled.write_logs
         self._watch: CompileWatch | None = None
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
@@ -160,7 +152,7 @@ class Blocks:
         # Build every graph with the optimizer's states allocated, so that the peak is that of a step.
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
-        run_shape = shape_runner(rt, self._wrapped, orig_model, layout, self.model.objective, losses)
+        run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         key = compile_cache.key(cfg, orig_model, layout, rt)
         with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
@@ -168,15 +160,14 @@ class Blocks:
                 self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
             if not self.compiled:
                 self.model.backend = eager
-            self.optimizer.warm_up(self.compiled)
+            self.optimizer.warm_up(compiled=self.compiled)
             # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
             # graphs that are there.
             watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             parameters = list(parameters_of(self.optimizer.param_groups))
-            same = check_gradients(
-                self.model, self._wrapped, parameters, layout, rt, eager, allowed, compiled=self.compiled
-            )
+            sides = Sides(self.model, self._wrapped, parameters, rt)
+            same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
         say(self._line(watch.counts(), seconds))
@@ -236,11 +227,9 @@ class Blocks:
     ) -> StepOutcome:
         """Run the compiled forward and backward passes and update: gradients are summed in fp32, exchanged once, and
         clipped inside the update."""
-        model, optimizer, objective = self._wrapped, self.optimizer, self.model.objective
         max_norm = self._cfg.optim.max_grad_norm
-        return optimizer_step(
-            model, optimizer, objective, batches, learning_rate, max_norm, self._rt, stop=stop, spikes=spikes
-        )
+        of_run = TrainStep(self._wrapped, self.optimizer, self.model.objective, self._rt, max_norm)
+        return optimizer_step(of_run, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

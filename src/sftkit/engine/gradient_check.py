@@ -27,7 +27,7 @@ from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, to
 from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, places_of, taken
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
-from sftkit.engine.step import gradients
+from sftkit.engine.step import MicroBatches, gradients
 from sftkit.engine.warmup import has_dropout
 from sftkit.models.float8 import position_multiple
 from sftkit.models.stages import stages_of
@@ -56,11 +56,8 @@ class GradientCheck:
 
 
 def check_gradients(
-    model: ModelWithLoss,
-    wrapped: torch.nn.Module,
-    parameters: Sequence[torch.nn.Parameter],
+    sides: Sides,
     layout: Layout,
-    rt: Runtime,
     eager: str,
     allowed: Limits,
     *,
@@ -69,15 +66,13 @@ def check_gradients(
     """Compare our gradients with the plain model's, after the warm-up; every rank calls it.
 
     Args:
-        wrapped: what the step calls: `model`, distributed.
-        parameters: those that are trained.
         eager: attention backend where nothing is compiled.
         compiled: whether the step is compiled. It is not compared with dropout, where two passes differ.
         allowed: beyond these limits, in half precision, what roundings alone do is measured (engine.roundings).
     """
+    model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
     dtype = orig_model.dtype
-    sides = _Sides(model, wrapped, parameters, rt)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     was_training, attention = orig_model.training, model.backend
     with torch.random.fork_rng(devices=devices):
@@ -108,7 +103,7 @@ def check_gradients(
             let_go(orig_model)
 
 
-class _Sides:
+class Sides:
     """The two ways to the same gradients: our step and the plain model."""
 
     def __init__(
@@ -118,6 +113,12 @@ class _Sides:
         parameters: Sequence[torch.nn.Parameter],
         rt: Runtime,
     ) -> None:
+        """Choose what is compared, before anything is computed.
+
+        Args:
+            wrapped: what the step calls: `model`, distributed.
+            parameters: those that are trained.
+        """
         self.model, self.wrapped, self.rt = model, wrapped, rt
         self.parameters = list(parameters)
         wanted = {id(p) for p in self.parameters if p.requires_grad}
@@ -162,7 +163,7 @@ class _Sides:
         """Return the samples of our gradients, made as in engine.step.optimizer_step up to the update."""
         totals = Totals.zeros(self.model.objective.measured, self.rt.device, self.model.orig_model.dtype)
         divisor = targets * round(gradient_scale(self.rt))  # replicas do without the exchange that averages
-        gradients(self.wrapped, self.parameters, micro_batches, divisor, totals, self.rt)
+        gradients(self.wrapped, self.parameters, MicroBatches(micro_batches, divisor), totals, self.rt)
         return self._taken()
 
     def _plain(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:

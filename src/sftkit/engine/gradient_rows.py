@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from sftkit.data.collate import WHOLE, Batch, collate, part_of
-from sftkit.data.pack import Layout
+from sftkit.data.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
@@ -40,7 +40,7 @@ def short_rows(
     one document each if `alone`."""
     row_length = _ROW_LENGTH * rt.topology.parts
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
-    return _micro_batches(orig_model, layout, rt, rows, row_length, 4, row_length)
+    return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
 
 
 def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> tuple[list[Batch], list[Batch]]:
@@ -52,8 +52,7 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> t
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
     recipe = [*recipe, *[()] * rows][:rows]
-    slots = layout.max_docs(rows, row_length)
-    return _micro_batches(orig_model, layout, rt, recipe, row_length, slots, layout.max_doc_length, layout.docs_per_row)
+    return _micro_batches(orig_model, layout, rt, recipe, layout.batch_shape(rows, row_length))
 
 
 def _micro_batches(
@@ -61,16 +60,13 @@ def _micro_batches(
     layout: Layout,
     rt: Runtime,
     rows: list[tuple[int, ...]],
-    row_length: int,
-    max_docs: int,
-    max_doc_length: int,
-    docs_per_row: int | None = None,
+    shape: BatchShape,
 ) -> tuple[list[Batch], list[Batch]]:
     """Build (whole micro-batches, this rank's parts of them) of random tokens, every third of them no target.
 
     Each rank with rows of its own gets other tokens.
     """
-    room = min(max_doc_length, row_length // max(map(len, rows)))
+    room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
     sizes = [min(size, room) for size in _SIZES]
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
@@ -78,10 +74,7 @@ def _micro_batches(
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         examples.is_target[2::3] = False
-        collated = (
-            collate(examples, tuple(rows), row_length, 0, max_docs, max_doc_length, part, docs_per_row)
-            for part in (WHOLE, part_of(rt.topology, rt.rank))
-        )
+        collated = (collate(examples, tuple(rows), shape, part=part) for part in (WHOLE, part_of(rt.topology, rt.rank)))
         batch, part = (each.to(rt.device) for each in collated)
         whole.append(batch)
         own.append(part)

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import Config
@@ -21,14 +20,13 @@ from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_check
-from sftkit.engine.engine import EngineReport, Setup, WarmUp
+from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.plain import plain_sums
-from sftkit.engine.step import exchange
+from sftkit.engine.step import RankSums, exchange
 from sftkit.engine.warmup import heaviest
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention import plain_attention
 from sftkit.optim.adamw_fused import FusedAdamW
@@ -41,18 +39,13 @@ from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
 
 
-def build(
-    cfg: Config,
-    orig_model: PreTrainedModel,
-    objective: Objective,
-    layout: Layout,
-    rt: Runtime,
-) -> Reference:
+def build(cfg: Config, training: Training, rt: Runtime) -> Reference:
     """Build the engine for a model in fp32 or fp64, whole on every rank.
 
     Raises:
         ConfigError: the weights are bf16 or sharded, or another optimizer than AdamW is asked for.
     """
+    orig_model = training.orig_model
     if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
         raise ConfigError(
             "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
@@ -62,7 +55,8 @@ def build(
         raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
     rt.say("engine reference: each document alone, eager, torch's own loss and AdamW")
     routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
-    return Reference(cfg, ModelWithLoss(orig_model, "reference", objective, routing).to(rt.device), layout, rt)
+    model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
+    return Reference(cfg, model, training.layout, rt)
 
 
 class Reference:
@@ -90,7 +84,8 @@ class Reference:
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
         say(f"{self._layout.kind} rows, taken apart; eager")
-        return WarmUp(False, time.perf_counter() - started, [compiled_check(None, None, orig_model.dtype)])
+        never = compiled_check(None, None, orig_model.dtype)
+        return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=[never])
 
     def guarded(self) -> AbstractContextManager[None]:
         """Return a context that refuses nothing."""
@@ -102,9 +97,9 @@ class Reference:
         """Sum the gradients of the mean over the global batch, document by document; exchange them once; update."""
         totals, losses = self._nothing(), []
         for batch in batches.micro_batches:
-            sums = self._forward_backward(batch, batches.divisor)
-            totals.add_(sums)
-            losses.append(sums[LOSS])
+            found = self._forward_backward(batch, batches.divisor)
+            totals.add_(found)
+            losses.append(found[LOSS])
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
         for parameter in parameters_of(self.optimizer.param_groups):
             if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, but the others wait for it
@@ -112,7 +107,8 @@ class Reference:
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
-        grad_norm, flags = exchange(squared / self._rt.world_size, totals, self._rt, spikes, batches.divisor, stop=stop)
+        sums = RankSums(squared / self._rt.world_size, totals, batches.divisor)
+        grad_norm, flags = exchange(sums, self._rt, stop=stop, spikes=spikes)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))

@@ -34,7 +34,7 @@ class Replicas:
         self._orig_model, self._optimizer, self._rt = orig_model, optimizer, rt
         self._every = every if rt.world_size > 1 else None
 
-    def check(self, step: int, is_kept: bool) -> None:
+    def check(self, step: int, *, is_kept: bool) -> None:
         """Compare, if it is time to; every rank must call it. Waits for the device where it compares.
 
         Args:

@@ -10,6 +10,7 @@ import torch
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.pack import BatchShape
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.stages import from_last
@@ -123,7 +124,7 @@ def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
 
 def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
     """Return these documents in one row of the fixed length."""
-    return collate(examples, (tuple(documents),), _ROW_LENGTH, 0, max_docs=3, max_doc_length=max(_SIZES))
+    return collate(examples, (tuple(documents),), BatchShape(_ROW_LENGTH, max_docs=3, max_doc_length=max(_SIZES)))
 
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:

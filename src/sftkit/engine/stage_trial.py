@@ -7,16 +7,14 @@ import logging
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from sftkit.compile.contract import compile_model
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import Config
-from sftkit.data.pack import Layout
+from sftkit.engine.engine import Training
 from sftkit.engine.warmup import heaviest
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.parallel.balance import balanced, layers_of_stages
 from sftkit.parallel.pipeline import stage_seconds
 from sftkit.parallel.stages import StageModule
@@ -28,9 +26,7 @@ ONE_EACH = (1, 1, 1)
 "Layers of each stage of the model that is timed: the first has the embedding, the last the head and the loss."
 
 
-def measured_layers(
-    cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
-) -> tuple[int, ...]:
+def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is fastest, by measured times of the model's parts.
 
     The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
@@ -40,12 +36,12 @@ def measured_layers(
     Raises:
         ConfigError: a model that has no stages.
     """
-    by_parameters = layers_of_stages(orig_model, cfg.train, rt.topology.stages)
+    by_parameters = layers_of_stages(training.orig_model, cfg.train, rt.topology.stages)
     error: Exception | None = None
     seconds = torch.zeros(3, dtype=torch.float64, device=rt.device)
     try:
         with working("timing a layer, the embedding and the head"):
-            seconds += torch.tensor(_seconds(cfg, orig_model, objective, layout, backend, rt)).to(seconds)
+            seconds += torch.tensor(_seconds(cfg, training, backend, rt)).to(seconds)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # the warm-up will report a compiler that does not work
@@ -60,10 +56,9 @@ def measured_layers(
     return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
 
 
-def _seconds(
-    cfg: Config, orig_model: PreTrainedModel, objective: Objective, layout: Layout, backend: str, rt: Runtime
-) -> list[float]:
+def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list[float]:
     """Return the seconds of three stages of one layer each: with the embedding, alone, and with norm, head and loss."""
+    orig_model, objective, layout = training.orig_model, training.objective, training.layout
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):

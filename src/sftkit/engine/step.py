@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,40 @@ from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.spikes import Spikes
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What all steps of a run have in common."""
+
+    model: torch.nn.Module
+    "returns the sums of a batch: compiled and wrapped"
+    optimizer: Optimizer
+    objective: Objective
+    rt: Runtime
+    max_grad_norm: float | None
+    "the gradient is scaled down to this norm; None: it is not clipped"
+
+
+class MicroBatches(NamedTuple):
+    """The micro-batches of a step on this rank, and what their sums are divided by."""
+
+    batches: Sequence[Batch]
+    "on the device"
+    divisor: int
+    "of the global batch"
+
+
+class RankSums(NamedTuple):
+    """What the ranks add up at the end of a step."""
+
+    squared_norm: torch.Tensor
+    """this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the precision of the sum over
+    ranks"""
+    totals: Totals
+    "this rank's sums over its micro-batches"
+    divisor: int = 1
+    "of the global batch"
 
 
 class GradientSum:
@@ -68,8 +104,7 @@ def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Run
 def gradients(
     model: torch.nn.Module,
     parameters: Iterable[torch.nn.Parameter],
-    micro_batches: Sequence[Batch],
-    divisor: int,
+    micro_batches: MicroBatches,
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
@@ -79,12 +114,13 @@ def gradients(
     Returns:
         the minimised sum of each micro-batch, [A], on the device.
     """
+    batches, divisor = micro_batches
     if isinstance(model, Pipelined):
-        return model.gradients(micro_batches, divisor, totals)
+        return model.gradients(batches, divisor, totals)
     # Only the last micro-batch's backward pass exchanges gradients; before it the sum of the earlier ones is put back.
     losses = []
-    last, earlier = len(micro_batches) - 1, GradientSum(parameters, len(micro_batches))
-    for i, batch in enumerate(micro_batches):
+    last, earlier = len(batches) - 1, GradientSum(parameters, len(batches))
+    for i, batch in enumerate(batches):
         if i == last:
             earlier.put_back()
         with gradient_sync(model, rt, sync=i == last):
@@ -97,13 +133,9 @@ def gradients(
 
 
 def optimizer_step(
-    model: torch.nn.Module,
-    optimizer: Optimizer,
-    objective: Objective,
+    of_run: TrainStep,
     step_batches: StepBatches,
     learning_rate: float,
-    max_grad_norm: float | None,
-    rt: Runtime,
     *,
     stop: bool = False,
     spikes: Spikes | None = None,
@@ -112,41 +144,36 @@ def optimizer_step(
     where `spikes` leaves the step out.
 
     Args:
-        model: returns the sums of a batch: compiled and wrapped.
         step_batches: with micro-batches on the device.
         learning_rate: of this update.
-        max_grad_norm: the gradient is scaled down to this norm; None: it is not clipped.
         stop: this rank asks to end training, which all ranks find in the flags.
         spikes: judges the step by those before; None: it is not judged.
     """
+    model, optimizer, rt = of_run.model, of_run.optimizer, of_run.rt
     parameters = list(parameters_of(optimizer.param_groups))
-    totals = Totals.zeros(objective.measured, rt.device)
-    losses = gradients(model, parameters, step_batches.micro_batches, step_batches.divisor, totals, rt)
+    totals = Totals.zeros(of_run.objective.measured, rt.device)
+    micro_batches = MicroBatches(step_batches.micro_batches, step_batches.divisor)
+    losses = gradients(model, parameters, micro_batches, totals, rt)
     copies = model.copies() if isinstance(model, Pipelined) else None
     # Norm and flags of all ranks stay on the device: a coefficient of nan makes the update change nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
-    grad_norm, flags = exchange(squared, totals, rt, spikes, step_batches.divisor, stop=stop)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, max_grad_norm))
+    sums = RankSums(squared, totals, step_batches.divisor)
+    grad_norm, flags = exchange(sums, rt, stop=stop, spikes=spikes)
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, of_run.max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 
 
-def exchange(
-    squared: torch.Tensor, totals: Totals, rt: Runtime, spikes: Spikes | None = None, divisor: int = 1, *, stop: bool
-) -> tuple[torch.Tensor, Flags]:
+def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None = None) -> tuple[torch.Tensor, Flags]:
     """Return the global gradient norm (fp32 0-d) and the flags of a step.
 
     One small exchange between the ranks, no host sync.
 
     Args:
-        squared: this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the
-            precision of the sum over ranks.
-        totals: this rank's sums over its micro-batches.
         stop: this rank asks to end training.
         spikes: judges the step; None: it is not judged.
-        divisor: of the global batch.
     """
-    share = squared.to(rt.device)
+    totals, share = sums.totals, sums.squared_norm.to(rt.device)
     asked = torch.full_like(share, float(stop))
     broken = (~totals[LOSS].isfinite()).to(share.dtype)
     watched = torch.zeros_like(share) if spikes is None else totals[spikes.watched].to(share.dtype)
@@ -155,5 +182,5 @@ def exchange(
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
     if spikes is None:
         return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)
-    verdict, left_out = spikes.judge(total / max(divisor, 1), grad_norm, nonfinite == 0)
+    verdict, left_out = spikes.judge(total / max(sums.divisor, 1), grad_norm, nonfinite == 0)
     return grad_norm, Flags.of(stops, nonfinite, left_out, verdict)

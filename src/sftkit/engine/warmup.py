@@ -16,7 +16,6 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.stages import from_last
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention_choice import DROPOUTS
 from sftkit.parallel.fsdp import let_go
@@ -42,25 +41,16 @@ def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
 
 def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
-    slots = layout.max_docs(rows, row_length)
-    return warm_up_batch(
-        rows,
-        row_length,
-        vocab_size(orig_model),
-        slots,
-        layout.max_doc_length,
-        part_of(rt.topology, rt.rank),
-        layout.docs_per_row,
-        partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length),
-    ).to(rt.device)
+    shape, part = layout.batch_shape(rows, row_length), part_of(rt.topology, rt.rank)
+    made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
+    return warm_up_batch(rows, shape, vocab_size(orig_model), part, made_up).to(rt.device)
 
 
 def shape_runner(
     rt: Runtime,
-    model: torch.nn.Module,
-    orig_model: PreTrainedModel,
+    wrapped: torch.nn.Module,
+    model: ModelWithLoss,
     layout: Layout,
-    objective: Objective,
     losses: dict[tuple[int, int], float],
 ) -> Callable[[int, int], None]:
     """Return a function that runs the heaviest batch of a shape, forward and backward.
@@ -69,21 +59,24 @@ def shape_runner(
     have several; pipeline stages as in a step.
 
     Args:
+        wrapped: what the step calls: `model`, compiled and distributed.
         losses: filled with the objective per target of each shape, (rows, row_length) -> nats.
     """
 
+    orig_model, objective = model.orig_model, model.objective
+
     def run_shape(rows: int, row_length: int) -> None:
         batch = heaviest(rt, orig_model, layout, rows, row_length)
-        if isinstance(model, Pipelined):
+        if isinstance(wrapped, Pipelined):
             totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
             count = max(layout.accumulation * objective.count(batch), 1)
-            model.gradients([batch] * layout.accumulation, count, totals)
+            wrapped.gradients([batch] * layout.accumulation, count, totals)
             losses[rows, row_length] = float(rt.sum(totals[LOSS])) / rt.data_world_size / count
             return
         syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
         for sync in syncs:
-            with gradient_sync(model, rt, sync=sync):
-                total = float(forward_backward(model, batch, objective.count(batch), rt)[LOSS])
+            with gradient_sync(wrapped, rt, sync=sync):
+                total = float(forward_backward(wrapped, batch, objective.count(batch), rt)[LOSS])
                 losses[rows, row_length] = total / max(objective.count(batch), 1)
 
     return run_shape

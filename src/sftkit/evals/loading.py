@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, TrainConfig
-from sftkit.data import loader, text
-from sftkit.data.pack import PAD_MULTIPLE, Layout, make_layout
+from sftkit.data import chat, loader, text
+from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.evals.flags import as_source
 from sftkit.evals.scoring import longest_input
@@ -29,7 +30,8 @@ from sftkit.runtime.start import Runtime
 
 VALIDATION_LENGTH = 2048
 "The most tokens of a document of --val, for a model that comes from no run."
-TRAINED_WITH = ("max_length", "thinking", "split_turns", "targets", "too_long")
+LEARNED_WITH = ("thinking", "split_turns", "targets")
+TRAINED_WITH = ("max_length", *LEARNED_WITH, "too_long")
 "Settings of data that are kept in a checkpoint's state."
 VALIDATION_ROWS = 4
 "Documents of --val that go through the model together."
@@ -72,9 +74,11 @@ def load_validation(
     if not paths:
         return {}, None
     trained = trained_with(source)
-    max_length = min(trained.pop("max_length", None) or VALIDATION_LENGTH, longest)
+    max_length = min(trained.get("max_length") or VALIDATION_LENGTH, longest)
+    learning = replace(chat.ANSWERS, **{name: trained[name] for name in LEARNED_WITH if name in trained})
+    too_long = trained.get("too_long", "truncate")
     tokenize = partial(
-        text.tokenize_any, tokenizer=tokenizer, max_length=max_length, **{"targets": "assistant", **trained}
+        text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=too_long, learning=learning
     )
     chosen = tuple(as_source(path) for path in paths)
     multiple = math.gcd(max_length, PAD_MULTIPLE)
@@ -83,7 +87,7 @@ def load_validation(
     )  # all together say how rows are laid out
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
-    return validation, make_layout(data, max_length, batch, rt.data_world_size, together.lengths)
+    return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)
 
 
 def trained_with(source: ModelConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.template import render, special_tokens_of, template_of
+from sftkit.data.template import Conversation, render, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
@@ -56,7 +56,7 @@ def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerB
         return prompt
     row = DataRow("prompt", messages=[dict(message) for message in prompt])
     messages = conversation.validated(row, special_tokens_of(tokenizer))
-    return render(tokenizer, template_of(tokenizer), messages, None, add_generation_prompt=True)[0]
+    return render(tokenizer, template_of(tokenizer), Conversation(messages), add_generation_prompt=True)[0]
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -322,8 +322,8 @@ def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
     """Return a row as its first answer is trained."""
     if row.messages is None:
         return row
-    thinking = tokenize.keywords.get("thinking", "auto")
-    return chat.as_asked(row, _first_answer(row), tokenize.keywords["tokenizer"], thinking)
+    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
+    return chat.as_asked(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
 
 
 def _first_answer(row: Row) -> int:

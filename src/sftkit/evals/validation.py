@@ -48,21 +48,12 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     model.orig_model.eval()
     try:
         with torch.no_grad(), run_eagerly():
-            for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=0, epoch=0, shuffle=False)):
+            for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
                 if number % in_a_row == 0:
                     rt.check_stop()
                 for rows in batch.micro_batches(layout, rt.data_rank):
-                    max_docs = layout.max_docs(len(rows), batch.row_length)
-                    collated = collate(
-                        examples,
-                        rows,
-                        batch.row_length,
-                        pad_id,
-                        max_docs,
-                        layout.max_doc_length,
-                        part_of(rt.topology, rt.rank),
-                        layout.docs_per_row,
-                    )
+                    shape, part = layout.batch_shape(len(rows), batch.row_length), part_of(rt.topology, rt.rank)
+                    collated = collate(examples, rows, shape, pad_id, part)
                     nll += model(collated.to(rt.device), backend).measured[model.objective.watched]
     finally:
         model.orig_model.train(was_training)

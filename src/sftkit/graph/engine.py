@@ -22,10 +22,10 @@ from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.gradient_check import check_gradients
+from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import optimizer_step
+from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
@@ -142,13 +142,12 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         with explained(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             self._run_shapes(losses)
-        self.optimizer.warm_up(self.compiled)
+        self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
         parameters = list(parameters_of(self.optimizer.param_groups))
-        same = check_gradients(
-            self.model, self.captured, parameters, layout, rt, eager, allowed, compiled=self.compiled
-        )
+        sides = Sides(self.model, self.captured, parameters, rt)
+        same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
         self._say(say, seconds)
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
@@ -183,7 +182,7 @@ class GraphEngine:
             losses: filled with the objective per target of each shape.
         """
         rt, model, layout = self._rt, self.model, self._layout
-        run_shape = shape_runner(rt, self.captured, model.orig_model, layout, model.objective, losses)
+        run_shape = shape_runner(rt, self.captured, model, layout, losses)
         times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
@@ -232,18 +231,9 @@ class GraphEngine:
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
-        max_norm, objective = self._cfg.optim.max_grad_norm, self.model.objective
-        return optimizer_step(
-            self.captured,
-            self.optimizer,
-            objective,
-            batches,
-            learning_rate,
-            max_norm,
-            self._rt,
-            stop=stop,
-            spikes=spikes,
-        )
+        max_norm = self._cfg.optim.max_grad_norm
+        of_run = TrainStep(self.captured, self.optimizer, self.model.objective, self._rt, max_norm)
+        return optimizer_step(of_run, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

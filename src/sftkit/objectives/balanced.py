@@ -39,18 +39,23 @@ class Balanced:
         return Sums(loss, {**sums.measured, AUX_LOSS: aux_loss.detach().to(sums.loss.dtype)})
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return what the wrapped objective selects of the hidden states."""
         return self._objective.select(hidden, batch)
 
     def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
+        """Return the wrapped objective's sums, which know nothing of routers."""
         return self._objective.sums(chosen, batch, head)
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+        """Return the wrapped objective's sums of ready logits."""
         return self._objective.sums_of_logits(logits, targets)
 
     def count(self, batch: Batch) -> int:
+        """Return the number of targets that the wrapped objective counts."""
         return self._objective.count(batch)
 
     def divisors(self, examples: Examples) -> np.ndarray:
+        """Return what the wrapped objective divides the sums of each document by."""
         return self._objective.divisors(examples)
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:

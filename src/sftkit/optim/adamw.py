@@ -21,10 +21,17 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.dtensor import contiguous_strides, local, local_region
-from sftkit.ops.rounding import int32
 from sftkit.optim.adamw_fused import FusedAdamW
-from sftkit.optim.formula import corrections, scalars, update_exact, update_stochastic
-from sftkit.optim.protocol import Groups, Optimizer, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.formula import (
+    Coefficients,
+    RandomBits,
+    WeightAndMoments,
+    corrections,
+    scalars,
+    update_exact,
+    update_stochastic,
+)
+from sftkit.optim.protocol import Group, Groups, Optimizer, State, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 WARM_UP_ELEMENTS = (32, 33)
@@ -61,7 +68,7 @@ class Numbered(NamedTuple):
 
     number: int
     param: torch.nn.Parameter
-    group: dict[str, Any]
+    group: Group
 
 
 class AdamW(torch.optim.Optimizer):
@@ -79,23 +86,23 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Groups,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        seed: int = 0,
+        optim: OptimConfig,
         *,
+        seed: int = 0,
         stochastic: bool = False,
     ) -> None:
-        """Take parameter groups.
+        """Take parameter groups; of the settings only learning rate, betas and epsilon count.
 
         `stochastic`: round bf16 parameters and states stochastically instead of keeping masters.
         `seed`: of the random bits.
         """
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "attempts": 0})
-        self.stochastic, self.seed = stochastic, seed
+        defaults = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": 0.0, "attempts": 0}
+        super().__init__(groups, defaults)
+        self._optim, self.stochastic, self.seed = optim, stochastic, seed
 
     @property
     def kind(self) -> str:
+        """Return what decides which states there are: see optim.protocol."""
         return kind_of(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
@@ -106,6 +113,7 @@ class AdamW(torch.optim.Optimizer):
         set_learning_rate(self.param_groups, learning_rate)
         self.step(clip=coefficient)
 
+    # torch's signature has a closure that is called for the loss: no loop here gives one.
     @torch.no_grad()
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, at the learning rates of the groups.
@@ -139,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
             start = end
         return torch.cat(rows)
 
-    def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+    def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, Group]]:
         """Yield each parameter with its group."""
         for group in self.param_groups:
             for param in group["params"]:
@@ -153,21 +161,21 @@ class AdamW(torch.optim.Optimizer):
         """Return whether a parameter and its states are rounded stochastically."""
         return self.stochastic and param.dtype == torch.bfloat16
 
-    def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
         """Return the states, without a master, before the first update; load_state_dict expects their names."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
-    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update."""
         assert local(param).is_contiguous()
         master = {"master": flat(param).float()} if self._has_master(param) else {}
         return {**self._zero_states(param, group), **master}
 
-    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _state_of(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter, made if there are none."""
-        state = self.state[param]
+        state: State = self.state[param]
         if not state:
             state.update(self.new_state(param, group))
         return state
@@ -210,20 +218,20 @@ class AdamW(torch.optim.Optimizer):
     def _update_eager(self, one: Numbered, clip: torch.Tensor, corrected: torch.Tensor) -> None:
         """Update one parameter by torch's operators."""
         param, group, state = one.param, one.group, self.state[one.param]
-        s = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
         assert param.grad is not None
-        key = self._key(one)
-        rest = (flat(param.grad), state["exp_avg"], state["exp_avg_sq"], clip, s, corrected)
-        bits = (int32(first_element(param)), int32(key), int32(key >> 32))
+        weight, grad = flat(param), flat(param.grad)
+        numbers = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
+        by = Coefficients(clip, numbers, corrected)
+        bits = RandomBits.of(first_element(param), self._key(one))
+        master = state.get("master")
+        stored = WeightAndMoments(weight if master is None else master, state["exp_avg"], state["exp_avg_sq"])
         if self._rounds(param):
-            update_stochastic(flat(param), *rest, *bits)
-        elif "master" in state:
-            update_exact(state["master"], flat(param), *rest, *bits)
+            update_stochastic(stored, grad, by, bits)
         else:
-            update_exact(flat(param), None, *rest, *bits)
+            update_exact(stored, None if master is None else weight, grad, by, bits)
 
     @torch.no_grad()
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Load the kernels that `update` will run, on tensors that are thrown away; parameters,
         states and RNG stay untouched."""
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
@@ -233,15 +241,10 @@ class AdamW(torch.optim.Optimizer):
                 for param in thrown:
                     param.grad = torch.zeros_like(param)
                 settings = {name: value for name, value in group.items() if name != "params"}
-                other = AdamW(
-                    [{**settings, "params": thrown}],
-                    group["lr"],
-                    group["betas"],
-                    group["eps"],
-                    stochastic=self.stochastic,
-                )
+                other = AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic)
                 other.step()
 
+    # Any, as in the protocol
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states bit for bit: torch's own would cast every state, also a master, to the dtype of its parameter.
 
@@ -256,7 +259,7 @@ class AdamW(torch.optim.Optimizer):
                 self._check_states(saved, param, group)
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
-    def _check_states(self, saved: dict[str, Any], param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _check_states(self, saved: State, param: torch.Tensor, group: Group) -> None:
         """Refuse states of other names or dtypes than this optimizer keeps for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
@@ -275,4 +278,4 @@ def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
     # torch's fused update does not take `found_inf`, a plain tensor, together with sharded parameters.
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return AdamW(groups, optim.lr, optim.betas, optim.eps, seed=seed)
+    return AdamW(groups, optim, seed=seed)

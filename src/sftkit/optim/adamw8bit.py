@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-not-found]
+from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import Groups, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, Groups, State, kind_of, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 
-class AdamW8bit(TorchaoAdamW8bit):
+class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """8-bit block-wise moments (arXiv 2110.02861); bf16 weights are rounded stochastically.
 
     torchao draws the rounding bits from the device's generator. Here that is seeded with (seed, updates) for the time
@@ -26,13 +26,14 @@ class AdamW8bit(TorchaoAdamW8bit):
         self.seed = seed
         self._set_lr([lr] * len(self.param_groups))
 
-    def _set_lr(self, values: list[Any]) -> None:
+    def _set_lr(self, values: Sequence[float | torch.Tensor]) -> None:
         """Set the learning rate of each group, a float or a tensor."""
         for group, value in zip(self.param_groups, values, strict=True):
             group["lr"] = value
 
     @property
     def kind(self) -> str:
+        """Return what decides which states there are: see optim.protocol."""
         return kind_of("AdamW8bit", self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
@@ -42,9 +43,13 @@ class AdamW8bit(TorchaoAdamW8bit):
         if not bool(coefficient.isnan()):
             self.step()
 
-    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        # Private, of torchao: the buffers that its step makes; the flag says whether they are signed.
-        moments = {"exp_avg": self._new_buffer(param, True), "exp_avg_sq": self._new_buffer(param, False)}
+    def new_state(self, param: torch.Tensor, group: Group) -> State:
+        """Return the states of a parameter before its first update, in 8 bits where it is large enough."""
+        # Private, of torchao: the buffers that its step makes.
+        moments = {
+            "exp_avg": self._new_buffer(param, signed=True),
+            "exp_avg_sq": self._new_buffer(param, signed=False),
+        }
         return {"step": torch.tensor(0.0), **moments}
 
     def step(self, closure: None = None) -> None:
@@ -63,7 +68,7 @@ class AdamW8bit(TorchaoAdamW8bit):
             super().step()
         self._set_lr(learning_rates)
 
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Compile for each distinct shape; nothing of this optimizer is touched.
 
         torchao's function has static shapes, and is compiled also where nothing else is.
@@ -76,7 +81,7 @@ class AdamW8bit(TorchaoAdamW8bit):
                     seen.add(kind)
                     self._compile_for(param, group)
 
-    def _compile_for(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    def _compile_for(self, param: torch.nn.Parameter, group: Group) -> None:
         """Compile the update of a parameter on a copy of it."""
         copy = torch.nn.Parameter(torch.zeros_like(param))
         copy.grad = torch.zeros_like(param)

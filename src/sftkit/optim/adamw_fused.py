@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, State, kind_of, parameters_of, set_learning_rate
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -19,12 +17,14 @@ class FusedAdamW(torch.optim.AdamW):
 
     @property
     def kind(self) -> str:
+        """Return what decides which states there are: see optim.protocol."""
         return kind_of("AdamW", self.param_groups)
 
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Do nothing: the kernel comes compiled with torch."""
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+        """Update as optim.protocol says, by torch's fused kernel, which leaves out a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
         self.found_inf = coefficient.isnan().float()
@@ -33,6 +33,7 @@ class FusedAdamW(torch.optim.AdamW):
         finally:
             del self.found_inf
 
-    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def new_state(self, param: torch.Tensor, group: Group) -> State:
+        """Return the states of a parameter before its first update."""
         step = torch.zeros((), dtype=torch.float32, device=param.device)
         return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}

@@ -8,7 +8,8 @@ graphs may replay the call. The price is a graph that grows with the model, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._higher_order_ops.foreach_map import foreach_map  # no public name, as of torch 2.15
@@ -21,11 +22,39 @@ from sftkit.optim.adamw import AdamW, Numbered, flat
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]
-Each = Callable[..., Any]
-"""A function (operator, *lists of tensors) -> list of results: the operator on the first elements,
-the second ones, and so on."""
 WARM_UP_CALLS = 3
 "With CUDA graphs the first call compiles, the second warms up, the third records."
+
+
+class Each(Protocol):
+    """Something that applies an operator to the first elements of some lists, to the second ones, and so on."""
+
+    def __call__(self, operator: Callable[..., torch.Tensor], *lists: Tensors) -> Sequence[torch.Tensor]:
+        """Return the results, in order."""
+
+
+class FlatParameters(NamedTuple):
+    """The tensors of P parameters, flat."""
+
+    weights: Tensors
+    "fp32: masters first, then parameters without one"
+    rounded: Tensors
+    "the bf16 parameters of the masters, in their order"
+    grads: Tensors
+    "in the order of `weights`, as the moments are"
+    exp_avgs: Tensors
+    exp_avg_sqs: Tensors
+
+
+class Tables(NamedTuple):
+    """The numbers of an update that vary from parameter to parameter, on the device."""
+
+    scalars: torch.Tensor
+    "fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
+    corrected: torch.Tensor
+    "fp64 [P, 2], rows of formula.corrections"
+    keys: torch.Tensor
+    "int32 [P, 2], of the random bits"
 
 
 def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[torch.Tensor]:
@@ -33,7 +62,9 @@ def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[t
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": foreach_map}
+Update = Callable[[FlatParameters, torch.Tensor, Tables], None]
+"A function like update_all, with the `each` that it uses."
+EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
 
 
 # Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.
@@ -48,7 +79,8 @@ def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2
     return torch.where(clip.isnan(), old, old + (clipped * clipped - old) * rate2)
 
 
-def _weight(
+# foreach_map gives an operator each list of tensors as an argument of its own.
+def _weight(  # noqa: PLR0913
     old: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
@@ -68,30 +100,15 @@ def _rounded(
     return torch.where(clip.isnan(), old, stochastic_round(weight, noise16(elements(old), key0, key1)[0]))
 
 
-def update_all(
-    each: Each,
-    weights: Tensors,
-    rounded: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    clip: torch.Tensor,
-    scalars: torch.Tensor,
-    corrected: torch.Tensor,
-    keys: torch.Tensor,
-) -> None:
-    """Update flat tensors in place, P of each, as formula.update_exact updates one parameter.
+def update_all(each: Each, parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
+    """Update parameters in place, as formula.update_exact updates one.
 
     Args:
         each: applies an operator to all parameters.
-        weights: fp32: masters first, then parameters without one.
-        rounded: the bf16 parameters of the masters, in their order.
-        grads, exp_avgs, exp_avg_sqs: in the order of `weights`.
         clip: fp32 0-d; nan: nothing changes.
-        scalars: fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps.
-        corrected: fp64 [P, 2], rows of formula.corrections.
-        keys: int32 [P, 2], of the random bits.
     """
+    weights, rounded, grads, exp_avgs, exp_avg_sqs = parameters
+    scalars, corrected, keys = tables
     clips = [clip] * len(weights)
     decays, rates1, rates2, epsilons = map(_numbers, scalars.unbind(1))
     step_sizes, roots2 = map(_numbers, corrected.float().unbind(1))
@@ -121,20 +138,22 @@ def _copy(stored: Tensors, new: Tensors) -> None:
 class GraphAdamW(AdamW):
     """AdamW with the states, masters and random bits of its base class, whose parameters are updated by one graph."""
 
+    # Any, here and in `build`: torch.compile's arguments are of many types.
     def __init__(self, groups: Groups, optim: OptimConfig, seed: int, graph: Mapping[str, Any]) -> None:
         """Compile lazily. `graph`: arguments of torch.compile."""
-        super().__init__(groups, optim.lr, optim.betas, optim.eps, seed=seed)
+        super().__init__(groups, optim, seed=seed)
         self._compiled = True
         each = EACH[optim.implementation]
 
-        def update(*lists: Any) -> None:
-            update_all(each, *lists)
+        def update(parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
+            update_all(each, parameters, clip, tables)
 
-        self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
+        self._graph: Update = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
         self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         "Memory of the gradients, flat, where optim.static_gradients keeps it."
 
+    # torch's signature has a closure, as AdamW.step says.
     @torch.no_grad()
     def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Update as AdamW.step does, by the graph.
@@ -146,10 +165,10 @@ class GraphAdamW(AdamW):
             group["attempts"] += 1
         device = next(iter(parameters_of(self.param_groups))).device
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
-        run = self._graph if self._compiled and whole else lambda *lists: update_all(one_by_one, *lists)
+        run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
         self._run_all(run, torch.ones((), device=device) if clip is None else clip)
 
-    def _run_all(self, run: Callable[..., None], clip: torch.Tensor) -> None:
+    def _run_all(self, run: Update, clip: torch.Tensor) -> None:
         """Update every parameter that has a gradient, those with a master weight first."""
         numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
         numbered.sort(key=lambda one: not self._has_master(one.param))
@@ -165,18 +184,19 @@ class GraphAdamW(AdamW):
         # Private, without a public name: CUDA graphs then write to these tensors where they lie, instead of to copies.
         for tensor in (*weights, *flats, *moments[0], *moments[1]):
             torch._dynamo.mark_static_address(tensor)
-        scalars, keys = self._tables(numbered, clip.device)
-        run(weights, flats[: len(masters)], grads, *moments, clip, scalars, corrected, keys)
+        parameters = FlatParameters(weights, flats[: len(masters)], grads, *moments)
+        run(parameters, clip, self._tables(numbered, corrected))
 
-    def _tables(self, numbered: list[Numbered], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `scalars` and `keys` of update_all, which vary from parameter to parameter."""
+    def _tables(self, numbered: list[Numbered], corrected: torch.Tensor) -> Tables:
+        """Return the tables of an update of these parameters."""
         scalars, keys = [], []
         for one in numbered:
             group, (beta1, beta2) = one.group, one.group["betas"]
             scalars.append((group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]))
             key = self._key(one)
             keys.append((_signed(key), _signed(key >> 32)))
-        return _on_device(scalars, torch.float32, device), _on_device(keys, torch.int32, device)
+        device = corrected.device
+        return Tables(_on_device(scalars, torch.float32, device), corrected, _on_device(keys, torch.int32, device))
 
     def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
@@ -193,20 +213,21 @@ class GraphAdamW(AdamW):
         torch._dynamo.mark_static_address(kept)
         return kept
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    # The flag may come by its place: the signature is torch's.
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to.
 
         A kept gradient that the next step does not add to stays 0, and its parameter decays.
         """
         if not self._gradients:
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none=set_to_none)
             return
         torch._foreach_zero_(list(self._gradients.values()))  # private: one launch for all
         for param, kept in self._gradients.items():
             param.grad = kept.view(param.shape)
 
     @torch.no_grad()
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Compile the update of these very parameters, with their states made; it is left out,
         so that nothing changes."""
         self._compiled = compiled
@@ -228,7 +249,7 @@ def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
-def _on_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _on_device(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a small table on the device. No host sync."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)

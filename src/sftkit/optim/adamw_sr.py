@@ -18,4 +18,4 @@ def build(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW:
     """
     if all(p.dtype != torch.bfloat16 for p in parameters_of(groups)):
         raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")
-    return AdamW(groups, optim.lr, optim.betas, optim.eps, stochastic=True, seed=seed)
+    return AdamW(groups, optim, seed=seed, stochastic=True)

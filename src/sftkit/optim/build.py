@@ -23,7 +23,7 @@ def build_optimizer(
     model: PreTrainedModel,
     optim: OptimConfig,
     seed: int = 0,
-    graph: Mapping[str, Any] | None = None,
+    graph: Mapping[str, Any] | None = None,  # Any: arguments of torch.compile
 ) -> Optimizer:
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
 
@@ -57,7 +57,8 @@ def _code_of(spec: OptimizerSpec) -> Build:
     """
     module, _, function = spec.code.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        build: Build = getattr(importlib.import_module(module), function)
+        return build
     except ImportError as error:
         if spec.extra is None:
             raise

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sftkit.ops.rounding import elements, noise16, stochastic_round
+from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
 
 
 class Scalars(NamedTuple):
@@ -44,41 +44,63 @@ def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> 
     return torch.stack((lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()), dim=1)
 
 
-Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+class WeightAndMoments(NamedTuple):
+    """The tensors of a parameter, or of this rank's shard of it, that an update changes, flat: [N]."""
+
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
 
 
-def adamw(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-) -> Moments:
-    """Return the new weight, exp_avg and exp_avg_sq, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
+class Coefficients(NamedTuple):
+    """The numbers of an update of one parameter."""
+
+    clip: torch.Tensor
+    "fp32 0-d, multiplies the gradient; nan: everything stays as it is"
+    scalars: Scalars
+    "of its group"
+    corrected: torch.Tensor
+    "fp64 [2], a row of `corrections`"
+
+
+class RandomBits(NamedTuple):
+    """The random bits of an update, for stochastic rounding: all follow from these numbers, int32 0-d."""
+
+    offset: torch.Tensor
+    "index of the first element in the whole parameter"
+    key0: torch.Tensor
+    key1: torch.Tensor
+
+    @classmethod
+    def of(cls, first: int, key: int) -> RandomBits:
+        """Return the random bits of the shard that begins with the element `first`. `key`: 64 bits, of the update."""
+        return cls(int32(first), int32(key), int32(key >> 32))
+
+    def noise(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return three draws of 16 bits for each element, int32 [N]."""
+        return noise16(elements(flat) + self.offset, self.key0, self.key1)
+
+
+def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected: torch.Tensor) -> WeightAndMoments:
+    """Return the new weight and moments, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
 
     Args:
         corrected: fp64 [2], a row of `corrections`.
     """
     step_size, root2 = corrected.float().unbind()
-    exp_avg = exp_avg + (grad - exp_avg) * s.rate1
-    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * s.rate2
-    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + s.eps)
-    return weight - (s.decay * weight + step_size * direction), exp_avg, exp_avg_sq
+    exp_avg = old.exp_avg + (grad - old.exp_avg) * scalars.rate1
+    exp_avg_sq = old.exp_avg_sq + (grad * grad - old.exp_avg_sq) * scalars.rate2
+    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + scalars.eps)
+    weight = old.weight - (scalars.decay * old.weight + step_size * direction)
+    return WeightAndMoments(weight, exp_avg, exp_avg_sq)
 
 
 def update_exact(
-    weight: torch.Tensor,
+    stored: WeightAndMoments,
     rounded: torch.Tensor | None,
     grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-    offset: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
+    by: Coefficients,
+    bits: RandomBits,
 ) -> None:
     """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
 
@@ -89,40 +111,25 @@ def update_exact(
     (benchmarks/h200_step, losses).
 
     Args:
-        weight, exp_avg, exp_avg_sq: fp32 [N].
+        stored: fp32 [N].
         rounded: bf16 [N]; None: the weight has no such copy.
         grad: [N].
-        clip: fp32 0-d, multiplies the gradient.
-        corrected: fp64 [2], a row of `corrections`.
-        offset: int32 0-d, index of the first element in the whole parameter. key0, key1: int32 0-d, of the random bits.
     """
-    new = adamw(weight, grad.float() * clip, exp_avg, exp_avg_sq, s, corrected)
-    usable = ~clip.isnan()
+    new = adamw(stored, grad.float() * by.clip, by.scalars, by.corrected)
+    usable = ~by.clip.isnan()
     if rounded is not None:
-        bits = noise16(elements(rounded) + offset, key0, key1)[0]
-        rounded.copy_(torch.where(usable, stochastic_round(new[0], bits), rounded))
-    for stored, value in zip((weight, exp_avg, exp_avg_sq), new, strict=True):
-        stored.copy_(torch.where(usable, value, stored))
+        rounded.copy_(torch.where(usable, stochastic_round(new.weight, bits.noise(rounded)[0]), rounded))
+    for old, value in zip(stored, new, strict=True):
+        old.copy_(torch.where(usable, value, old))
 
 
-def update_stochastic(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    s: Scalars,
-    corrected: torch.Tensor,
-    offset: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
-) -> None:
+def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coefficients, bits: RandomBits) -> None:
     """Update flat bf16 tensors in place, in fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
 
-    A `clip` of nan leaves everything as it is. Arguments as in update_exact.
+    A `clip` of nan leaves everything as it is.
     """
-    new = adamw(param.float(), grad.float() * clip, exp_avg.float(), exp_avg_sq.float(), s, corrected)
-    usable = ~clip.isnan()
-    noise = noise16(elements(param) + offset, key0, key1)
-    for stored, value, bits in zip((param, exp_avg, exp_avg_sq), new, noise, strict=True):
-        stored.copy_(torch.where(usable, stochastic_round(value, bits), stored))
+    precise = WeightAndMoments(*(old.float() for old in stored))
+    new = adamw(precise, grad.float() * by.clip, by.scalars, by.corrected)
+    usable = ~by.clip.isnan()
+    for old, value, noise in zip(stored, new, bits.noise(stored.weight), strict=True):
+        old.copy_(torch.where(usable, stochastic_round(value, noise), old))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import local, local_region
-from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
+from sftkit.ops.rounding import stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, first_element, flat, no_updates
-from sftkit.optim.protocol import Groups
+from sftkit.optim.formula import RandomBits
+from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
 
@@ -35,25 +36,28 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-def update_muon(
-    param: torch.Tensor,
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    momentum_buffer: torch.Tensor,
-    lr: float,
-    weight_decay: float,
-    usable: torch.Tensor,
-) -> None:
+class Matrix(NamedTuple):
+    """A matrix of a block, and this rank's shard of what an update changes, fp32 [rows, columns]."""
+
+    param: torch.Tensor
+    "the parameter, whole or a DTensor"
+    weight: torch.Tensor
+    momentum_buffer: torch.Tensor
+
+
+def update_muon(matrix: Matrix, grad: torch.Tensor, *, lr: float, weight_decay: float, usable: torch.Tensor) -> None:
     """Update fp32 matrices in place: Nesterov momentum, orthogonalized and scaled.
 
     The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that
     one learning rate serves both.
 
+    The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
+
     Args:
-        param: the parameter, of which the other tensors are this rank's shard. The update needs the whole matrix, so a
-            sharded one is gathered, and each rank computes all of it.
+        grad: this rank's shard, fp32.
         usable: bool 0-d; where False nothing changes.
     """
+    param, weight, momentum_buffer = matrix
     momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
     update = _own_piece(orthogonalized(_whole(grad.lerp(momentum, MOMENTUM), param)), param)
     new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
@@ -87,7 +91,7 @@ class Muon(AdamW):
 
     label = "Muon"
 
-    def _zero_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
         if not group["block_matrices"]:
             return super()._zero_states(param, group)
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
@@ -109,17 +113,15 @@ class Muon(AdamW):
         assert param.grad is not None
         piece = local(param)
         weight = state.get("master", flat(param)).view(piece.shape)
-        momentum_buffer = state["momentum_buffer"].view(piece.shape)
-        grad = local(param.grad).float() * clip
-        update_muon(param, weight, grad, momentum_buffer, group["lr"], group["weight_decay"], ~clip.isnan())
+        matrix = Matrix(param, weight, state["momentum_buffer"].view(piece.shape))
+        grad, usable = local(param.grad).float() * clip, ~clip.isnan()
+        update_muon(matrix, grad, lr=group["lr"], weight_decay=group["weight_decay"], usable=usable)
         if "master" in state:
-            key = self._key(one)
-            numbers = elements(state["master"]) + first_element(param)
-            noise = noise16(numbers, int32(key), int32(key >> 32))[0]
+            noise = RandomBits.of(first_element(param), self._key(one)).noise(state["master"])[0]
             rounded = stochastic_round(state["master"], noise).view(piece.shape)
             piece.copy_(torch.where(clip.isnan(), piece, rounded))
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:
     """Build the optimizer of optim.name=muon."""
-    return Muon(groups, optim.lr, optim.betas, optim.eps, seed=seed)
+    return Muon(groups, optim, seed=seed)

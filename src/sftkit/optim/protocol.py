@@ -10,8 +10,12 @@ import torch
 
 from sftkit.config.schema import OptimConfig
 
-Groups = list[dict[str, Any]]
-"Parameter groups as torch has them: params, weight_decay, lr, and what else the optimizer keeps for each group."
+Group = dict[str, Any]
+"""A parameter group as torch types and stores it: params, weight_decay, lr, and what else an optimizer keeps for each
+group. Any, for a TypedDict would fit no optimizer of torch, whose `param_groups` has this type."""
+Groups = list[Group]
+State = dict[str, torch.Tensor]
+"The states of a parameter by name."
 
 
 @runtime_checkable
@@ -19,7 +23,7 @@ class Optimizer(Protocol):
     """Parameters, their states, and the update of both."""
 
     param_groups: Groups
-    state: defaultdict[torch.Tensor, Any]
+    state: defaultdict[torch.Tensor, State]
     """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without those left
     out. Empty before the first update."""
 
@@ -28,7 +32,7 @@ class Optimizer(Protocol):
         """Return what decides which states there are, for people and for a checkpoint, which
         only resumes its own kind."""
 
-    def warm_up(self, compiled: bool) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Compile and load all that an update will run; parameters, states and random numbers stay as they are.
 
         States that do not exist yet may be made, as a first update makes them.
@@ -48,14 +52,19 @@ class Optimizer(Protocol):
                 updates stay. Only a group's `attempts`, where there is one, counts it.
         """
 
-    def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter as they are before its first update."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Drop all gradients, or fill them with zeros."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    # Any, as torch has it: its state dict holds groups beside states, and no type of it has both.
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and states, as torch.optim.Optimizer does."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, bit for bit."""
 
 
 class Build(Protocol):

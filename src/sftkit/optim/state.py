@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.ops.dtensor import local
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, State
 
 STEP, ATTEMPTS = "step", "attempts"
 
@@ -53,7 +51,7 @@ def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str,
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> State:
     """Return the states of a parameter, made if there are none."""
     state = optimizer.state[param]
     if state:
@@ -63,12 +61,14 @@ def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
     return state
 
 
-def _as_parameter(key: str, value: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return the tensors of one state, by name."""
     if isinstance(value, DTensor):
         value = value.to_local()
-    if hasattr(value, "codes"):  # torchao's: 8-bit codes and a scale per block of the shard
-        return {f"{key}.codes": _shaped(value.codes, param), f"{key}.scale": value.scale}
+    # torchao's: 8-bit codes and a scale per block of the shard
+    codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
+    if codes is not None and scale is not None:
+        return {f"{key}.codes": _shaped(codes, param), f"{key}.scale": scale}
     return {key: _shaped(value, param)}
 
 

@@ -16,7 +16,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
-from sftkit.data.pack import PAD_MULTIPLE, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
+from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
 from sftkit.memory.estimate import GIB, EstimateInputs, estimates_of_places
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
@@ -106,7 +106,7 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
     train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was said once
-    return make_layout(data, own.max_length, train, own.world_size, lengths, encoded=own.encoded)
+    return make_layout(data, train, DocumentLengths(lengths, own.max_length, encoded=own.encoded), own.world_size)
 
 
 def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:

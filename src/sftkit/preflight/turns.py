@@ -54,10 +54,9 @@ def estimate_turns(
         tokenizer=tokenizer,
         max_length=max_length,
         too_long="truncate" if data.too_long == "error" else data.too_long,
-        targets=targets,
-        thinking=data.thinking,
     )
-    found = [one for row in _sample(source) if (one := _added(row, tokenize, _left_out(targets)))]
+    learning = chat.Learning(targets, data.thinking)
+    found = [one for row in _sample(source) if (one := _added(row, tokenize, learning))]
     if not found:
         return None
     answers, tokens, documents = (sum(numbers) for numbers in zip(*found, strict=True))
@@ -104,14 +103,15 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
     return found
 
 
-def _added(row: Row, tokenize: Callable[..., Tokenized], left_out: str) -> tuple[int, int, int] | None:
+def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning) -> tuple[int, int, int] | None:
     """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
     it leaves out none, or would be refused."""
+    left_out = _left_out(learning.targets)
     try:
-        off = tokenize(row, split_turns=False)
+        off = tokenize(row, learning=replace(learning, split_turns=False))
         if not off.counts[left_out]:
             return None
-        on = tokenize(row, split_turns=True)
+        on = tokenize(row, learning=replace(learning, split_turns=True))
     except DataError:
         return None
     tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))

@@ -119,8 +119,8 @@ class Meter:
         """Return the (query, key) pairs that the layers' windows allow, summed over layers; 0
         where those are unknown."""
         lengths = np.asarray(step_batches.document_lengths, np.int64)
-        windows = (self._windows or {}).items()
-        return sum(layers * int(causal_pairs(lengths, *window).sum()) for window, layers in windows)
+        kinds = (self._windows or {}).items()
+        return sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
 
     def left_out(self, divisor: int) -> None:
         """Take the divisor of a step of this window that turned out to be left out: it is in no mean."""

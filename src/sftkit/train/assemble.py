@@ -23,9 +23,9 @@ from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.data import chat, loader
-from sftkit.data.collate import part_of
-from sftkit.data.loader import Batches
-from sftkit.data.pack import make_layout
+from sftkit.data.collate import RankRows, part_of
+from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.prompts import asked
 from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
@@ -137,10 +137,13 @@ def lay_out(cfg: Config, rt: Runtime, documents: Documents, objective: Objective
     resumed checkpoint has used."""
     examples, max_length, earlier = documents.examples, documents.max_length, resume.stretches
     lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, max_length, cfg.train, rt.data_world_size, lengths, earlier, encoded=encoded)
-    part, divisors = part_of(rt.topology, rt.rank), objective.divisors(examples)
-    place = (rt.data_rank, documents.pad_id, cfg.data.num_workers, part, divisors)
-    return Batches(examples, layout, cfg.run.seed, *place, earlier=earlier, first_step=resume.state["step"])
+    layout = make_layout(
+        cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
+    )
+    share = RankRows(rt.data_rank, part_of(rt.topology, rt.rank))
+    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
+    workers, step = cfg.data.num_workers, resume.state["step"]
+    return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 
 
 def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
@@ -194,12 +197,11 @@ def engine_of(
     Args:
         planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
     """
-    orig_model = training.orig_model
     if cfg.train.engine == "reference":
         planned(None)
-        return reference.build(cfg, orig_model, training.objective, training.layout, rt)
+        return reference.build(cfg, training, rt)
     if cfg.train.engine == "graph":
-        if coefficient(orig_model.config, cfg.loss.router_aux_loss_coef):
+        if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
                 "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or take "
                 "train.engine=blocks"
@@ -207,8 +209,7 @@ def engine_of(
         from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
 
         return graph.build(cfg, training, rt, run_dir, planned)
-    of = (training.objective, training.layout, rt, run_dir, training.source)
-    return blocks.build(cfg, orig_model, *of, planned)
+    return blocks.build(cfg, training, rt, run_dir, planned)
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:

@@ -21,7 +21,9 @@ from functools import cache
 from itertools import tee
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
+
+from sftkit.data.types import JsonObject
 
 Split = Literal["train", "heldout"]
 T = TypeVar("T")
@@ -120,7 +122,7 @@ class TaskConversation:
     """A conversation of one or two problems; `family` and `answer` are those of the last."""
 
     family: str
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     "OpenAI shape; ends with the assistant's answer."
     answer: str
     problems: tuple[str, ...]
@@ -154,13 +156,16 @@ EVENTS = ["party", "lesson", "test", "game", "race", "show", "trip", "walk", "ta
 UNITS = {"km": ("m", "000"), "kg": ("g", "000"), "m": ("cm", "00"), "cm": ("mm", "0"), "l": ("ml", "000")}
 POSITIONS = {"first": 0, "second": 1, "last": -1}
 
+Drawn = tuple[str, str, dict[str, object]]
+"Operands, answer, and the fields of the wording."
+Draw = Callable[[Random], Drawn]
 _makers: dict[str, Callable[[Random], TaskProblem]] = {}
 
 
-def _family(*phrasings: str, below: str = "") -> Callable:
+def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
     """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
 
-    def register(draw: Callable[[Random], tuple[str, str, dict[str, Any]]]) -> Callable:
+    def register(draw: Draw) -> Draw:
         def make(rng: Random) -> TaskProblem:
             operands, answer, fields = draw(rng)
             question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
@@ -189,7 +194,7 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
     "The {a}: {on} {x}. The {b}: {later}. When is the {b}?",
     "{x}: the {a}. The {b} is {later}. When is that?",
 )
-def calendar(rng: Random):
+def calendar(rng: Random) -> Drawn:
     """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
     first, second = _sample(rng, EVENTS, 2)
@@ -206,7 +211,7 @@ def calendar(rng: Random):
     "Name the {which} one:",
     below="{list}",
 )
-def pick(rng: Random):
+def pick(rng: Random) -> Drawn:
     """Draw the first, second or last of three words."""
     words, which = _sample(rng, WORDS, 3), _choose(rng, list(POSITIONS))
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
@@ -215,14 +220,14 @@ def pick(rng: Random):
 @_family(
     "Reverse this list.", "Write it in reverse order:", "Say this backwards:", "Turn the list around.", below="{list}"
 )
-def reverse(rng: Random):
+def reverse(rng: Random) -> Drawn:
     """Draw two or three words in reverse order."""
     words = _sample(rng, WORDS, _choose(rng, [2, 3]))
     return str(words), ",".join(words[::-1]), {"list": ",".join(words)}
 
 
 @_family("Sort these numbers.", "Put the numbers in order.", "Write from low to high:", "Sort:", below="{list}")
-def sort(rng: Random):
+def sort(rng: Random) -> Drawn:
     """Draw three digits in ascending order."""
     numbers = [str(number) for number in _sample(rng, range(10), 3)]
     answer = ",".join(sorted(numbers))
@@ -230,7 +235,7 @@ def sort(rng: Random):
 
 
 @_family("Which is {word}?", "Which number is {word}?", "Name the {word} one:", "Give the {word} one.", below="{a},{b}")
-def compare(rng: Random):
+def compare(rng: Random) -> Drawn:
     """Draw the larger or smaller of two two-digit numbers."""
     a, b = (10 * tens + int(rng.random() * 10) for tens in _sample(rng, range(1, 10), 2))
     word = _choose(rng, ["larger", "smaller"])
@@ -239,7 +244,7 @@ def compare(rng: Random):
 
 
 @_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
-def arithmetic(rng: Random):
+def arithmetic(rng: Random) -> Drawn:
     """Draw a two-digit number plus or minus 1 to 4, without a carry."""
     tens, small = 10 * _choose(rng, range(1, 10)), _choose(rng, range(1, 5))
     low = tens + _choose(rng, range(10 - small))
@@ -251,7 +256,7 @@ def arithmetic(rng: Random):
 @_family(
     "How many {to} is this?", "Write this in {to}.", "Convert to {to}:", "How much is this in {to}?", below="{n} {unit}"
 )
-def units(rng: Random):
+def units(rng: Random) -> Drawn:
     """Draw a quantity in the next smaller unit."""
     number, unit = _choose(rng, range(2, 200)), _choose(rng, list(UNITS))
     smaller, zeros = UNITS[unit]
@@ -261,7 +266,7 @@ def units(rng: Random):
 @_family(
     "Is there {name} in the list?", "Does it contain {name}?", "Is {name} here?", "Do you see {name}?", below="{list}"
 )
-def contains(rng: Random):
+def contains(rng: Random) -> Drawn:
     """Draw whether a list of two words has one of a category."""
     *names, other = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]
@@ -271,7 +276,7 @@ def contains(rng: Random):
 
 
 @_family("How many letters?", "Count the letters.", "How many letters are there?", "Count these:", below="{letters}")
-def count(rng: Random):
+def count(rng: Random) -> Drawn:
     """Draw a number of letters."""
     letters = " ".join(_sample(rng, LETTERS, _choose(rng, range(2, 7))))
     return letters, str(len(letters.split())), {"letters": letters}
@@ -280,14 +285,14 @@ def count(rng: Random):
 @_family(
     "Write with dashes:", "Put dashes in between.", "Join with dashes.", "Spell it with dashes:", below="{letters}"
 )
-def spell(rng: Random):
+def spell(rng: Random) -> Drawn:
     """Draw three or four letters, joined by dashes."""
     letters = _sample(rng, LETTERS, _choose(rng, [3, 4]))
     return str(letters), "-".join(letters), {"letters": ",".join(letters)}
 
 
 @_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
-def sequence(rng: Random):
+def sequence(rng: Random) -> Drawn:
     """Draw three neighboring numbers, upwards or downwards, and the fourth, within the same ten."""
     tens, start, step = 10 * _choose(rng, range(1, 50)), _choose(rng, range(7)), _choose(rng, [-1, 1])
     *numbers, answer = [str(tens + start + i) for i in range(4)][::step]
@@ -298,7 +303,7 @@ def sequence(rng: Random):
 @_family(
     "Which of these is {name}?", "Find {name}:", "Which word is {name}?", "One of these is {name}:", below="{list}"
 )
-def category(rng: Random):
+def category(rng: Random) -> Drawn:
     """Draw which of three words is of a category."""
     names = _sample(rng, list(CATEGORIES), 3)
     words = [_choose(rng, CATEGORIES[name]) for name in names]

@@ -139,7 +139,7 @@ def _from_hub(split: DatasetSplit) -> tuple[list[dict[str, Any]], str]:
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:
-        rows = list(sources.opened(source).rows())
+        raw_rows = list(sources.opened(source).rows())
     except (ConfigError, DataError) as error:
         reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
         raise type(error)(
@@ -147,7 +147,8 @@ def _from_hub(split: DatasetSplit) -> tuple[list[dict[str, Any]], str]:
             f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a machine that "
             "has them"
         ) from error
-    return [parsed(row) for row in rows], _hub_name(split)
+    rows: list[Any] = [parsed(raw) for raw in raw_rows]
+    return rows, _hub_name(split)
 
 
 def _hub_name(split: DatasetSplit) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from sftkit.config.load import _explain
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
@@ -157,11 +158,11 @@ def read_plan(path: Path) -> BenchPlan:
         return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    lines = [f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(dict(e), k)}" for e in found if (k := tuple(e["loc"]))]
+    lines = [f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(e, k)}" for e in found if (k := tuple(e["loc"]))]
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _wrong(error: dict[str, Any], keys: Keys) -> str:
+def _wrong(error: ErrorDetails, keys: Keys) -> str:
     """Return what is wrong, in words."""
     if error["type"] in ("missing", "missing_argument"):
         return "is required"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.collate import Batch, collate, warm_up_batch
-from sftkit.data.pack import Layout, make_layout
+from sftkit.data.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.flags import file_of
@@ -108,7 +108,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     if length is None:
         raise ConfigError(f"data.max_length: {nothing_to_inherit(cfg.model.path)}")
     encodes = config.is_encoder_decoder
-    layout = make_layout(cfg.data, length, cfg.train, 1, _lengths(length), encoded=encodes)
+    layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
     backend = choose_backend(cfg, orig_model, layout, rt).backend
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.
@@ -202,17 +202,16 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
         seed: None: the warm-up's, with the longest documents; else other tokens, in documents of other lengths.
     """
     longest = min(layout.max_doc_length, row_length)
-    slots, vocabulary, places = layout.max_docs(rows, row_length), vocab_size(orig_model), layout.docs_per_row
+    shape, vocabulary = layout.batch_shape(rows, row_length), vocab_size(orig_model)
     made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
     if seed is None:
-        longest = layout.max_doc_length
-        return warm_up_batch(rows, row_length, vocabulary, slots, longest, docs_per_row=places, made_up=made_up)
+        return warm_up_batch(rows, shape, vocabulary, made_up=made_up)
     rng = np.random.default_rng(seed)
     sizes = rng.integers(max(longest // 2, 1), longest + 1, rows).tolist()
     ids = rng.integers(0, vocabulary, sum(sizes) + rows)
     recipe = tuple((row,) for row in range(rows))
     examples = Examples.of(ids, sizes, made_up(rows))
-    return collate(examples, recipe, row_length, 0, slots, layout.max_doc_length, docs_per_row=places)
+    return collate(examples, recipe, shape)
 
 
 def other_length(row_length: int) -> int:
