@@ -9,7 +9,6 @@ Its tokens stay in the cache, where training finds them.
 
 import json
 
-from sftkit.data.pack import DocumentLengths
 from sftkit.runtime.script import script
 
 
@@ -20,7 +19,7 @@ def main() -> None:
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
     from sftkit.config.stages import stage_of_recipe
-    from sftkit.data.pack import make_layout, plan_epoch
+    from sftkit.data.pack import DocumentLengths, make_layout, plan_epoch
     from sftkit.preflight import look as preflight
     from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection
