@@ -14,7 +14,7 @@ from helpers import ROOT
 from made_validation import RECIPE, result_of, trio
 
 from sftkit.errors import ConfigError
-from sftkit.experiments.validate.ledger import CRITERION, check_portable, open_ledger, read_ledger, record
+from sftkit.experiments.validate.ledger import CRITERION, check_portable, open_ledger, read_ledger, record, start_of
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.experiments.validate.run import judged
 
@@ -70,6 +70,7 @@ def test_an_entry_says_what_was_run_where_and_what_came_out(ledger: Path) -> Non
         "recipe": RECIPE,
         "script": "scripts/base_train.py",
         "overrides": [],
+        "start": None,
         "layout": "packed",
         "processes": 1,
         "steps": 30,
@@ -140,6 +141,25 @@ def test_without_an_entry_of_its_own_kind_a_validation_is_not_checked_and_says_s
     assert "PASS: 13 of 13 criteria, 1 not checked" in markdown(found)
     assert f"| not checked | {CRITERION} |" in markdown(found)
     assert "</svg>not checked</span>" in html(found)
+
+
+def test_a_base_that_was_trained_again_is_another_start(ledger: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    assert start_of(str(base)) is None, "no checkpoint of a run"
+    starts = []
+    for content in ("one", "one", "two"):
+        (base / "manifest.json").write_text(content)
+        starts.append(start_of(str(base)))
+    assert starts[0] == starts[1] != starts[2]
+    found = result(LATER) | {"start": starts[0]}
+    assert verdict(found, ledger)["ok"] is None
+    record(judged(found), ledger)
+    later = {"started": "2026-11-23 10:00:00"}
+    assert verdict(found | later, ledger)["ok"] is True
+    assert verdict(found | later | {"start": starts[2]}, ledger)["ok"] is None
+    assert start_of(None) is None
 
 
 def test_runs_are_not_compared_with_themselves_nor_recorded_twice(ledger: Path) -> None:

@@ -26,6 +26,8 @@ from sftkit.experiments.validate.judge import (
     within_tolerance,
 )
 from sftkit.rundir.files import replace_text
+from sftkit.rundir.manifest import digest
+from sftkit.rundir.names import resolve
 
 LedgerEntry = dict[str, Any]
 "A line of the ledger."
@@ -33,7 +35,7 @@ LEDGER = Path("benchmarks/ledger.jsonl")
 "The ledger of this repository, from its root."
 CRITERION = "evaluation as in the ledger"
 _WANTED = f"losses within two seeds, or {100 * EVALUATION:.1f} %, of the newest entry; tasks within its 95 % interval"
-KEY = ("recipe", "script", "overrides", "layout", "processes", "steps", "hardware")
+KEY = ("recipe", "script", "overrides", "start", "layout", "processes", "steps", "hardware")
 "What two entries have in common that can be compared."
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "date": (str,),
@@ -44,6 +46,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "recipe": (str,),
     "script": (str,),
     "overrides": (list,),
+    "start": (str, NoneType),
     "layout": (str,),
     "processes": (int,),
     "steps": (int,),
@@ -176,11 +179,23 @@ def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
         "recipe": in_repository(plan["recipe"]),
         "script": in_repository(plan["script"]),
         "overrides": [f"{key}={value}" for key, value in sorted(overrides.items())],
+        "start": result.get("start"),
         "layout": trio.layout,
         "processes": trio.processes,
         "steps": plan["steps"],
         "hardware": "cpu" if device.startswith("CPU") else device,
     }
+
+
+def start_of(path: str | None) -> str | None:
+    """Return what stands for the checkpoint that training starts from: 16 digits of the sha256 of its manifest, so that
+    two runs with a base of the same recipe, but trained twice, are not compared; None: a new model, or one of others.
+
+    Args:
+        path: model.path.
+    """
+    found = digest(Path(resolve(path))) if path is not None else None
+    return found[:16] if found else None
 
 
 def same(entry: LedgerEntry, key: LedgerEntry) -> bool:

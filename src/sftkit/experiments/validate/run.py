@@ -16,7 +16,7 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, shown
 from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
-from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words
+from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words, start_of
 from sftkit.experiments.validate.measure import Measured, measure, spread
 from sftkit.experiments.validate.page import html, markdown
 from sftkit.launch.hardware import find_hardware
@@ -50,6 +50,7 @@ def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> d
     result: dict[str, Any] = {
         "plan": asdict(plan),
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "start": start_of(cfg.model.path),
         "runs": [],
     }
     for number, case in enumerate(every, 1):
