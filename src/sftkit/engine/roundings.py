@@ -67,7 +67,7 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> Limits:
     Measured on an H200 in bf16 from random weights, 2 to 80 blocks of six architectures: logits up to 0.4 of the limit,
     gradients up to 0.7; an attention scale that is wrong by a factor of 1.2 moves gradients by 4 times the limit and
     more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the
-    scale, with losses 0.004 % apart over 100 steps): where these limits are passed, `Roundings` are measured.
+    scale, with losses 0.006 % apart over 100 steps): where these limits are passed, `Roundings` are measured.
 
     Float8 products scale each matrix by what else is in the batch: 5 % for the logits, above which no run starts, and
     no known limit for the gradients.
