@@ -43,6 +43,7 @@ class Process:
     """A script, or several ranks of one, as subprocess.Popen shows them. Its id is also that of its session."""
 
     returncode: int | None = None
+    _written: tuple[str, str] | None = None
 
     def __init__(
         self,
@@ -83,7 +84,11 @@ class Process:
                     os.killpg(self.pid, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(self.words, timeout, *self._read())
             time.sleep(0.02)
-        return self._read()
+        if self._written is None:
+            self._written = self._read()
+            for file in self._streams:
+                file.close()
+        return self._written
 
     def _read(self) -> tuple[str, str]:
         for file in self._streams:

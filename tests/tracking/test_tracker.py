@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -265,7 +265,7 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
             tracker.event("recompile", steps[-1], "size mismatch again")
             run_id = tracker.run_id
     assert "trackio show --project p" in capsys.readouterr().out
-    with sqlite3.connect(tmp_path / "trackio" / "p.db") as file:
+    with closing(sqlite3.connect(tmp_path / "trackio" / "p.db")) as file:  # its own `with` ends a transaction alone
         found = [
             (step, json.loads(text)) for step, text in file.execute("SELECT step, metrics FROM metrics ORDER BY id")
         ]
