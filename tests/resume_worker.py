@@ -110,7 +110,7 @@ def run(
 
     batches.steps = counted  # type: ignore[method-assign]
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
-    rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
+    rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
         with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
             train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))

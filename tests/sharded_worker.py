@@ -35,7 +35,7 @@ from sftkit.models.load import load_model, load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
@@ -230,7 +230,7 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
         fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
         hook.remove()
-        let_go(job.orig_model)
+        reshard(job.orig_model)
     trained = job.steps(0, 2)
     with stagewise(job.orig_model):
         suite.evaluate()

@@ -197,7 +197,7 @@ def test_a_stop_saves_and_resuming_goes_on(tmp_path: Path, tokenizer, monkeypatc
     run(tmp_path / "whole", tokenizer)
     asked = iter([False] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr("sftkit.runtime.signals.Stopping.wanted", lambda self: next(asked, True))
+        patch.setattr("sftkit.runtime.signals.Stopping.stop_requested", lambda self: next(asked, True))
         stopped = run(tmp_path / "cut", tokenizer)
     assert stopped.stopped
     assert 0 < stopped.step < 12

@@ -48,7 +48,7 @@ class NoCheckpoints:
         self.run_dir = run_dir
         self.last_save: dict[str, float] = {}
         self.resumed_from: Path | None = None
-        self.passed_over: list[str] = []
+        self.skipped_checkpoints: list[str] = []
 
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
@@ -56,7 +56,7 @@ class NoCheckpoints:
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         pass
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         pass
 
     def finish(self) -> None:

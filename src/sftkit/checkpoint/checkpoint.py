@@ -30,7 +30,7 @@ from sftkit.models.stages import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
-from sftkit.rundir.files import replace_text, set_aside
+from sftkit.rundir.files import archive, replace_text
 from sftkit.rundir.names import (
     BEST,
     ENVIRONMENT,
@@ -81,7 +81,7 @@ class Checkpoints:
         self.orig_model, self.tokenizer, self.optimizer = state.orig_model, state.tokenizer, state.optimizer
         self.recipe, self.identity = setup.recipe, setup.identity
         self.resumed_from: Path | None = None
-        self.passed_over: Sequence[str] = ()
+        self.skipped_checkpoints: Sequence[str] = ()
         "why newer checkpoints were not resumed"
         self._writer = Writer(run_dir, config, rt, state.orig_model)
         self._block_seconds: float | None = None
@@ -245,7 +245,7 @@ class Checkpoints:
         folder, state = found.folder, found.state
         if folder is None:
             return state
-        self.resumed_from, self.passed_over = folder, found.passed_over
+        self.resumed_from, self.skipped_checkpoints = folder, found.skipped_checkpoints
         lines = self.rt.from_main(lambda: self._fit(found, folder, changes))
         if isinstance(lines, Exception):
             raise lines
@@ -296,7 +296,7 @@ class Checkpoints:
             "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
         )
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         """Archive checkpoints of steps after `step`, which this run trains again, so that neither pruning nor
         the next resume sees them."""
         if not self.rt.is_main:
@@ -307,7 +307,7 @@ class Checkpoints:
         best = read_best(self.run_dir)
         for later in step_dirs(self.run_dir):
             if step_number(later) > step:
-                log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
+                log.warning("%s is past the resumed step: it is now %s", later, archive(later))
                 if best is not None and best.folder == later.name:
                     (self.run_dir / BEST).unlink()
 

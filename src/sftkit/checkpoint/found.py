@@ -31,7 +31,7 @@ class Found:
     "what was given to `save`, and the step"
     stretches: Sequence[Stretch] = ()
     "how the global batches of its steps were made, in order"
-    passed_over: Sequence[str] = ()
+    skipped_checkpoints: Sequence[str] = ()
     "why newer checkpoints are not resumed"
 
 

@@ -28,7 +28,7 @@ from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.models.kinds import check_causal
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
@@ -164,7 +164,7 @@ class Suite:
                 self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
             return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
         finally:
-            let_go(self.orig_model)
+            reshard(self.orig_model)
 
     def validate(self) -> dict[str, float | None]:
         """Return val/loss, val/bpb and those of every validation source; empty without one."""

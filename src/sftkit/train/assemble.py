@@ -35,7 +35,7 @@ from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import inherit, load_model
+from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
@@ -102,7 +102,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
-    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
     for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
         if line:

@@ -26,7 +26,7 @@ from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import positions, vocab_size
-from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import whole_rows
 from sftkit.rundir.files import replace_text
@@ -147,7 +147,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     finally:
         orig_model.train(was_training)
         # a forward pass without a backward pass leaves gathered weights behind
-        let_go(orig_model)
+        reshard(orig_model)
     return {
         "ids": ids,
         "sha256": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
@@ -189,7 +189,7 @@ def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | No
 
 
 @contextmanager
-def proved(
+def write_proof_on_error(
     status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
     """Write a proof.json that says what went wrong, if training ends early."""

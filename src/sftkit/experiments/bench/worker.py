@@ -48,7 +48,7 @@ class NoCheckpoints:
 
     run_dir: Path
     resumed_from: Path | None = None
-    passed_over: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
 
     @property
     def last_save(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class NoCheckpoints:
         """Ignore the values of an evaluation."""
         return
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         """Do nothing: there are no later checkpoints."""
         return
 
