@@ -30,7 +30,7 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
-from sftkit.evals.task import Choices, Likelihoods, Marks, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.models.load import load_model, load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -203,7 +203,7 @@ def choices_task() -> Task[Choices, Likelihoods]:
         for i, word in enumerate(words)
     )
 
-    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
         return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(asked, given, strict=True)]
 
     return Task("words", examples, judge, "acc", 1 / 3, {})

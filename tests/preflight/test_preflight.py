@@ -625,7 +625,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     def open_recipe(_: Config, stage: str) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
-        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.ANEW)
+        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NEW_RUN)
 
     def build_engine(_: Any, __: Any, ___: Any, data: assemble.Data) -> None:
         found.append(data.batches.examples)

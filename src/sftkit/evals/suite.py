@@ -21,7 +21,7 @@ from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
-from sftkit.evals.task import Choices, Likelihoods, Marks, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.batching import Batching
@@ -257,11 +257,11 @@ class Suite:
         settings["prompts_cut"] = cut
         return results.evaluated(task, given, self._judged(task, given), settings)
 
-    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[Marks]:
+    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
         """Return the main rank's marks on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
-        def judge() -> list[Marks] | Exception:
+        def judge() -> list[ExampleScores] | Exception:
             try:
                 return task.judge(task.examples, given)
             except Exception as error:

@@ -99,7 +99,7 @@ class ResumePoint:
     "drop the line of that step too: a stop asked for it, and the next line has its steps as well"
 
 
-ANEW = ResumePoint()
+NEW_RUN = ResumePoint()
 
 
 class Tracker:
@@ -114,7 +114,7 @@ class Tracker:
         logging_config: LogConfig,
         rt: Runtime,
         config: dict[str, Any],
-        resume: ResumePoint = ANEW,
+        resume: ResumePoint = NEW_RUN,
     ) -> None:
         """Keep what the files and the dashboard need.
 

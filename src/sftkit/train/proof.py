@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
-from sftkit.data.prompts import AskedTargets
+from sftkit.data.prompts import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PROBE_LENGTH = 64
 
 
-def prompt_check(found: AskedTargets | None) -> Check:
+def prompt_check(found: PromptedTargets | None) -> Check:
     """Check that targets begin where a server's prompt ends; None: every token is a target."""
     how = (
         "small conversations through this run's tokenizing; the ids before each run of targets against those of "

@@ -34,7 +34,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import Training, engine_of, lay_out, load_data
+from sftkit.train.assemble import Training, lay_out, load_data, make_engine
 from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.parts import Documents, Run, Start
 
@@ -185,7 +185,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
     # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
     started = time.perf_counter()
-    engine = engine_of(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
+    engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:
