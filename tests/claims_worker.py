@@ -35,7 +35,7 @@ from sftkit.parallel.fsdp import Sharding, fsdp_modules
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
@@ -72,7 +72,7 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of("packed", examples.lengths, world_size=2)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(LossConfig()), layout))
+    engine = make_engine(cfg, rt, folder, Training(orig_model, NextToken(LossConfig()), layout))
     engine.warm_up(rt.say)
     before = engine.report()
     if rt.rank == 1:

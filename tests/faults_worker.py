@@ -38,7 +38,7 @@ from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import ResumePoint, Tracker
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import write_summary
 
@@ -200,7 +200,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     orig_model = tiny_llama()
     if fault == "flipped bit":
         flip_bit(orig_model, rt.rank, batches)
-    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(cfg.loss), layout))
+    engine = make_engine(cfg, rt, folder, Training(orig_model, NextToken(cfg.loss), layout))
     if fault == "warming up":
         engine.warm_up = partial(stay_in_warm_up, run_dir, rt.rank)
     if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():

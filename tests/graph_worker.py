@@ -38,7 +38,7 @@ from sftkit.objectives.sums import Totals
 from sftkit.optim.protocol import parameters_of
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 STEPS = 5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -115,7 +115,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt)
-    return engine_of(cfg, rt, Path(), Training(MODELS[model](), NextToken(cfg.loss), layout)), batches
+    return make_engine(cfg, rt, Path(), Training(MODELS[model](), NextToken(cfg.loss), layout)), batches
 
 
 def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:

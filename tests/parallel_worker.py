@@ -39,7 +39,7 @@ from sftkit.models.structure import decoder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
@@ -162,7 +162,7 @@ def train(
         hook = decoder(orig_model).register_forward_pre_hook(lambda *_: evaluated.append(in_memory(orig_model)))
         values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
         hook.remove()
-        let_go(orig_model)
+        reshard(orig_model)
     weights = {name: whole.double().square().sum().item() for name, whole in whole_parameters(orig_model)}
     return {
         "rows": rows,

@@ -15,7 +15,7 @@ from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
-from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.parts import Documents
 
 
@@ -30,7 +30,7 @@ def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
     )
     objective, orig_model = NextToken(cfg.loss), tiny_llama()
     batches = lay_out(cfg, rt, Documents(make_examples([30, 4, 25, 8, 16]), 32), objective)
-    engine = engine_of(cfg, rt, Path("unused"), Training(orig_model, objective, batches.layout))
+    engine = make_engine(cfg, rt, Path("unused"), Training(orig_model, objective, batches.layout))
     rows = []
     for step in batches.steps(0, 4):
         outcome = engine.step(step, 1e-2)

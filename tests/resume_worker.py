@@ -43,7 +43,7 @@ from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
-from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.parts import Documents
 
@@ -91,7 +91,7 @@ def run(
     found, objective = find(folder, resume, rt), NextToken(cfg.loss)
     batches = lay_out(cfg, rt, Documents(examples, 32), objective, found)
     orig_model = tiny_llama()
-    engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
+    engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)
     state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)
@@ -110,7 +110,7 @@ def run(
 
     batches.steps = counted  # type: ignore[method-assign]
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
-    rt.stopping.wanted = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
+    rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
         with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
             train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))

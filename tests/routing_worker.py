@@ -32,7 +32,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.checks import Check
 from sftkit.tracking.experts import ExpertLoad
-from sftkit.train.assemble import engine_of, lay_out
+from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.parts import Documents
 
 WEIGHT = 0.5
@@ -82,7 +82,7 @@ def trained(
     torch._dynamo.reset()
     objective, orig_model = NextToken(cfg.loss), orig_model or experts()
     batches = lay_out(cfg, rt, Documents(make_examples(LENGTHS, target_share=0.4), 32), objective)
-    engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
+    engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     checks: list[Check] = engine.warm_up(lambda _: None).checks
     load, rows = ExpertLoad(engine.model.routing, rt), []
     with engine.guarded():

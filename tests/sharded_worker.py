@@ -30,12 +30,12 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
-from sftkit.evals.task import Choices, Likelihoods, Marks, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.models.load import load_model, load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, let_go
+from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
@@ -203,7 +203,7 @@ def choices_task() -> Task[Choices, Likelihoods]:
         for i, word in enumerate(words)
     )
 
-    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
         return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(asked, given, strict=True)]
 
     return Task("words", examples, judge, "acc", 1 / 3, {})
@@ -230,7 +230,7 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
         fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()
         hook.remove()
-        let_go(job.orig_model)
+        reshard(job.orig_model)
     trained = job.steps(0, 2)
     with stagewise(job.orig_model):
         suite.evaluate()

@@ -39,7 +39,7 @@ from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
-from sftkit.tracking.health import LateFlags
+from sftkit.tracking.health import DelayedFlags
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,7 +48,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 TESTED = {
     ("checkpoint/state_store.py", "to_host"): 1,
-    ("data/balance.py", "deal"): 1,
+    ("data/balance.py", "assign_rows"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
     ("graph/parallel/exchange.py", "_"): 3,
     ("graph/parallel/grouped.py", "_"): 3,
@@ -68,7 +68,7 @@ TESTED = {
     ("parallel/stagewise.py", "_Links.receive"): 1,
     ("parallel/stagewise.py", "_Logits.forward"): 1,
     ("parallel/stagewise.py", "_passed_by"): 1,
-    ("tracking/health.py", "LateFlags.__init__"): 1,
+    ("tracking/health.py", "DelayedFlags.__init__"): 1,
 }
 """(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in
 scripts/test_pipeline_script.py; `_` only tells shapes."""
@@ -233,7 +233,7 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 )
 @both_dtypes
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    if backend in ("fa4", "varlen") and (why := flash.missing(backend, torch.device(device), dtype)):
+    if backend in ("fa4", "varlen") and (why := flash.unsupported_reason(backend, torch.device(device), dtype)):
         pytest.skip(why)
     parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]
     for rows in DOCUMENTS[-1:] if backend == "flex" else DOCUMENTS:  # each shape is compiled for flex
@@ -332,16 +332,16 @@ def test_steps_of_training(kind: str, dtype: torch.dtype, device: str) -> None:
         optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-3))
         examples = make_examples(LENGTHS, target_share=0.3)
         batches = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths)), seed=0)
-        flags = LateFlags(torch.device(device), late=1, count=model.objective.count)
+        flags = DelayedFlags(torch.device(device), delay=1, count=model.objective.count)
         found = []
         for number, step in enumerate(batches.steps(0, 3)):
             moved = [batch.to(torch.device(device)) for batch in step.micro_batches]
             step.micro_batches[:] = moved
             outcome = optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
             flags.push(number, step, outcome)
-            assert all(known.finite and not known.stop for known in flags.known(wait=False))
+            assert all(known.finite and not known.stop for known in flags.read(wait=False))
             found += [outcome.sums.vector, outcome.grad_norm]
-        assert len(flags.known(wait=True)) == 1
+        assert len(flags.read(wait=True)) == 1
         return [value.detach().clone() for value in (*found, *model.parameters())]
 
     same_when_planted(trained, tolerance=0.0 if device == "cpu" else 0.02)

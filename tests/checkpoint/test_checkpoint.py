@@ -39,7 +39,7 @@ from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.tracking.tracker import ResumePoint, Tracker
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.summary import Trained, write_summary
 
@@ -77,7 +77,7 @@ def run(
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(StepDataset(examples, layout), seed=0)
-    engine = engine_of(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
+    engine = make_engine(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
     checkpoints = Checkpoints(
         run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")
     )
@@ -197,7 +197,7 @@ def test_a_stop_saves_and_resuming_goes_on(tmp_path: Path, tokenizer, monkeypatc
     run(tmp_path / "whole", tokenizer)
     asked = iter([False] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr("sftkit.runtime.signals.Stopping.wanted", lambda self: next(asked, True))
+        patch.setattr("sftkit.runtime.signals.Stopping.stop_requested", lambda self: next(asked, True))
         stopped = run(tmp_path / "cut", tokenizer)
     assert stopped.stopped
     assert 0 < stopped.step < 12

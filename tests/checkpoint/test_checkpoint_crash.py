@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_file(
 def resumed_step(run_dir: Path, tokenizer, setting: str) -> int:
     checkpoints = Run(run_dir, tokenizer, cpu_runtime()).checkpoints
     step = checkpoints.resume(setting)["step"]
-    checkpoints.set_later_aside(step)
+    checkpoints.archive_later_steps(step)
     return step
 
 

@@ -436,12 +436,12 @@ def test_golden_templates_are_all_used() -> None:
 @pytest.mark.parametrize("name", SPECIALS)
 def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
     tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="assistant"))
-    found = prompts.asked(tokenize)
+    found = prompts.check_prompted_targets(tokenize)
     assert found is not None
     assert found.unasked == ()
     assert found.answers >= len(found.conversations) >= 2
     assert (
-        prompts.asked(
+        prompts.check_prompted_targets(
             partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="all"))
         )
         is None
@@ -451,7 +451,7 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
     monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
     monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
-    found = prompts.asked(
+    found = prompts.check_prompted_targets(
         partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, learning=chat.Learning(targets="assistant"))
     )
     assert found is not None

@@ -10,7 +10,7 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.balance import causal_pairs, deal, skew
+from sftkit.data.balance import assign_rows, causal_pairs, skew
 from sftkit.data.collate import RankRows
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import DocumentLengths, GlobalBatch, Layout, make_layout, plan_epoch
@@ -117,7 +117,7 @@ def test_ranks_have_about_the_same_attention_work_in_each_micro_batch_and_step(
 
 def test_the_heaviest_share_of_a_micro_batch_goes_to_the_rank_with_the_least_work_so_far() -> None:
     costs = np.array([1, 40, 9, 50, 5, 40, 9, 10])
-    dealt = deal(costs, accumulation=2, ranks=2)
+    dealt = assign_rows(costs, accumulation=2, ranks=2)
     assert sorted(dealt.ravel().tolist()) == list(range(8))
     assert costs[dealt].tolist() == [[[40, 40], [50, 10]], [[9, 1], [9, 5]]]
     assert skew(costs, dealt) == pytest.approx(90 / 82)

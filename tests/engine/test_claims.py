@@ -38,7 +38,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import attention
 from sftkit.tracking.checks import Check
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 COMPILED = CompileConfig(backend="eager", fullgraph=True)
@@ -85,7 +85,7 @@ def engine_with(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=micro)
     rt = cpu_runtime()
-    BUILT.append(engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout)))
+    BUILT.append(make_engine(cfg, rt, folder, Training(orig_model, NextToken(loss), layout)))
     return BUILT[-1], Batches(StepDataset(examples, layout), seed=0)
 
 

@@ -28,7 +28,7 @@ from sftkit.data.pack import BatchShape, DocumentLengths, make_layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import has_dropout, heaviest
+from sftkit.engine.warmup import has_dropout, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
 from sftkit.memory.shapes import encoder_shape_of, shape_of
@@ -39,7 +39,7 @@ from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText, pixels_of
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import Execution, refusal
+from sftkit.ops.attention_choice import Execution, unsupported_reason
 from sftkit.optim.build import build_optimizer, parameter_groups
 
 MODELS: dict[str, dict[str, Any]] = {"ViT and GPT-2": CAPTIONER, "T5": TRANSLATOR}
@@ -146,7 +146,7 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
     if kind != "dynamic":
         expected = {(shape, shape[0] * layout.docs_per_row) for shape in layout.shapes}
         assert seen <= expected
-        made_up = heaviest(cpu_runtime(), model.orig_model, layout, *layout.shapes[0])
+        made_up = worst_case_batch(cpu_runtime(), model.orig_model, layout, *layout.shapes[0])
         assert len(made_up.inputs["pixel_values"]) == layout.shapes[0][0] * layout.docs_per_row
     if kind == "packed":
         assert layout.docs_per_row > 1
@@ -179,7 +179,7 @@ def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing
         compile_model(model.orig_model, config, dynamic_layout=layout.dynamic)
         watch = CompileWatch()
         for shape in layout.shapes:
-            model(heaviest(rt, model.orig_model, layout, *shape)).loss.backward()
+            model(worst_case_batch(rt, model.orig_model, layout, *shape)).loss.backward()
         model.zero_grad()
         watch.warm_up_done()
         with step_contract("error", watch.graph_break_reasons()):
@@ -283,10 +283,10 @@ def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
 def test_kernels_without_relative_positions_are_refused_for_t5() -> None:
     orig_model, layout = made(TRANSLATOR), make_layout_of("packed", LENGTHS)
     for backend in ("varlen", "sdpa", "flex"):
-        found = refusal(backend, orig_model, layout, torch.device("cpu"), Execution(compiled=True))
+        found = unsupported_reason(backend, orig_model, layout, torch.device("cpu"), Execution(compiled=True))
         assert found is not None
         assert "no relative positions" in found
-    assert refusal("reference", orig_model, layout, torch.device("cpu"), Execution(compiled=True)) is None
+    assert unsupported_reason("reference", orig_model, layout, torch.device("cpu"), Execution(compiled=True)) is None
 
 
 def test_an_input_that_several_documents_share_is_kept_once() -> None:

@@ -43,7 +43,7 @@ from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 2
 MODELS = {"llama": tiny_llama, "qwen3 with windows": tiny_qwen3_with_windows, "gemma2": tiny_gemma2}
@@ -70,7 +70,7 @@ def steps(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(StepDataset(examples, layout), seed=0)
-    engine = engine_of(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, NextToken(cfg.loss), layout))
+    engine = make_engine(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, NextToken(cfg.loss), layout))
     engine.warm_up(lambda _: None)
     rows = []
     with engine.guarded():
@@ -166,7 +166,7 @@ def test_the_compilers_settings_go_back_though_its_summary_cannot_be_written(
     before = torch._dynamo.config.optimize_ddp
     cfg = recipe(tmp_path, "blocks", replace(COMPILED, debug=("recompiles",)))
     layout = make_layout_of("packed", LENGTHS)
-    engine = engine_of(cfg, cpu_runtime(), tmp_path, Training(tiny_llama(), NextToken(cfg.loss), layout))
+    engine = make_engine(cfg, cpu_runtime(), tmp_path, Training(tiny_llama(), NextToken(cfg.loss), layout))
     assert torch._dynamo.config.optimize_ddp is False
     monkeypatch.setattr(debug, "replace_text", Mock(side_effect=OSError(28, "No space left on device")))
     with caplog.at_level(logging.WARNING, logger="sftkit"):
@@ -181,7 +181,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_compiler_as_it_was(tmp_path: 
     monkeypatch.setattr(blocks, "build_optimizer", Mock(side_effect=ConfigError("no such optimizer")))
     cfg = recipe(tmp_path, "blocks", COMPILED)
     with pytest.raises(ConfigError, match="no such optimizer"):
-        engine_of(
+        make_engine(
             cfg, cpu_runtime(), tmp_path, Training(tiny_llama(), NextToken(cfg.loss), make_layout_of("packed", LENGTHS))
         )
     assert torch._dynamo.config.optimize_ddp == before is not False
@@ -191,7 +191,7 @@ def test_a_run_that_ends_before_its_first_step_puts_the_compilers_settings_back(
     before = torch._dynamo.config.optimize_ddp
     cfg = recipe(tmp_path, "blocks", COMPILED)
     with cpu_runtime() as rt:
-        engine_of(cfg, rt, tmp_path, Training(tiny_llama(), NextToken(cfg.loss), make_layout_of("packed", LENGTHS)))
+        make_engine(cfg, rt, tmp_path, Training(tiny_llama(), NextToken(cfg.loss), make_layout_of("packed", LENGTHS)))
         assert torch._dynamo.config.optimize_ddp is False
     assert torch._dynamo.config.optimize_ddp == before is not False
 
@@ -218,4 +218,4 @@ def test_what_the_reference_cannot_compute_is_refused_with_the_cure(tmp_path: Pa
     if change == "bf16":
         model = model.to(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"train\.engine=reference"):
-        engine_of(cfg, rt, tmp_path, Training(model, NextToken(cfg.loss), make_layout_of("packed", LENGTHS)))
+        make_engine(cfg, rt, tmp_path, Training(model, NextToken(cfg.loss), make_layout_of("packed", LENGTHS)))

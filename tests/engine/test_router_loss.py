@@ -15,7 +15,7 @@ from sftkit.config.schema import CompileConfig, DataConfig, LossConfig
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 GRADIENTS = "Same gradients as the plain model"
 
@@ -101,4 +101,4 @@ def test_a_config_that_asks_for_it_is_followed_and_the_recipe_can_turn_it_off(tm
 def test_the_graph_engine_says_that_it_has_none(tmp_path: Path) -> None:
     cfg = recipe(engine="graph")
     with pytest.raises(ConfigError, match=r"loss\.router_aux_loss_coef=0"):
-        engine_of(cfg, cpu_runtime(), tmp_path, Training(experts(), NextToken(cfg.loss), None))  # type: ignore[arg-type]
+        make_engine(cfg, cpu_runtime(), tmp_path, Training(experts(), NextToken(cfg.loss), None))  # type: ignore[arg-type]

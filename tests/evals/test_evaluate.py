@@ -23,12 +23,12 @@ from sftkit.evals import families, harness, results
 from sftkit.evals.results import Result, centred_mean, interval, values_of
 from sftkit.evals.sandbox.check import check_sandbox
 from sftkit.evals.suite import Suite, load_tasks
-from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
 
-def choose(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+def choose(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
     return [
         {"acc": float(max(g.sums) == g.sums[a.gold[0]]), "inst": [1.0, 0.0]} for a, g in zip(asked, given, strict=True)
     ]

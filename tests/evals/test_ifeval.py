@@ -15,7 +15,7 @@ from helpers import SHARED_DATA
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.task import Marks
+from sftkit.evals.task import ExampleScores
 from sftkit.evals.tasks import ifeval, ifeval_words
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES
@@ -126,7 +126,7 @@ def prompt(*rules: tuple[str, dict[str, Any]], key: int = 1) -> dict[str, Any]:
     return {"key": key, "prompt": "Write.", "instruction_id_list": names, "kwargs": arguments}
 
 
-def marks_of(row: dict[str, Any], text: str) -> Marks:
+def marks_of(row: dict[str, Any], text: str) -> ExampleScores:
     task = ifeval.build(reading([row]), None, "completion", None)
     return task.judge(task.examples, [Answer(text, "length", 1)])[0]
 

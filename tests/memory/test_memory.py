@@ -30,7 +30,7 @@ from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.explain import explained
+from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, against_measured, make_plan
 from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
@@ -340,7 +340,7 @@ def oom(
 
 def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: str = "bf16") -> list[str]:
     plan = make_plan(cfg, model, layout, runtime(precision), Fixed(H200))
-    with pytest.raises(ConfigError) as raised, explained(plan, cfg, layout):
+    with pytest.raises(ConfigError) as raised, oom_advice(plan, cfg, layout):
         raise oom()
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     return str(raised.value).splitlines()
@@ -444,7 +444,7 @@ def test_an_unknown_model_is_told_the_settings_without_numbers() -> None:
 
 def test_other_errors_pass_through() -> None:
     plan = make_plan(recipe(), qwen3("0.6B"), packed(), runtime())
-    with pytest.raises(ValueError, match="mine"), explained(plan, recipe(), packed()):
+    with pytest.raises(ValueError, match="mine"), oom_advice(plan, recipe(), packed()):
         raise ValueError("mine")
 
 
@@ -508,5 +508,5 @@ def test_the_reserve_is_held_during_the_warm_up_and_free_after_it() -> None:
 def test_a_real_lack_of_memory_is_explained() -> None:
     model = small_model(device="cuda")
     plan = make_plan(recipe(), model, packed(128), runtime())
-    with pytest.raises(ConfigError, match="more did not fit"), explained(plan, recipe(), packed(128)):
+    with pytest.raises(ConfigError, match="more did not fit"), oom_advice(plan, recipe(), packed(128)):
         torch.empty(1 << 45, dtype=torch.uint8, device="cuda")

@@ -13,7 +13,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Sampling
 from sftkit.generation.decode import stream
-from sftkit.models.load import from_scratch, inherit, load_model, load_tokenizer
+from sftkit.models.load import from_scratch, load_model, load_tokenizer, resolve_max_length
 from sftkit.models.structure import Work, attention_windows, count_parameters, positions, train_flops
 from sftkit.ops.attention import windows
 from sftkit.runtime.hardware import peak_flops_by_name
@@ -59,8 +59,8 @@ def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None
 
 def test_the_row_length_must_come_from_somewhere(tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"data\.max_length"):
-        inherit(ModelConfig(scratch={}), None, tokenizer, "fp32")
-    assert inherit(ModelConfig(scratch={}), 64, tokenizer, "fp32")[0] == 64
+        resolve_max_length(ModelConfig(scratch={}), None, tokenizer, "fp32")
+    assert resolve_max_length(ModelConfig(scratch={}), 64, tokenizer, "fp32")[0] == 64
 
 
 def test_tied_embeddings_count_once_and_as_a_matrix_product(tokenizer) -> None:
@@ -180,7 +180,7 @@ def test_a_template_whose_turn_marks_are_no_tokens_is_refused(tmp_path: Path, to
 
 def test_rows_longer_than_the_models_positions_are_refused(tokenizer) -> None:
     with pytest.raises(ConfigError, match="300 is more than the model's 256 positions"):
-        inherit(ModelConfig(scratch={}), 300, tokenizer, "fp32", positions(tiny_llama()))
+        resolve_max_length(ModelConfig(scratch={}), 300, tokenizer, "fp32", positions(tiny_llama()))
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ from sftkit.config.schema import ModelConfig
 from sftkit.data import chat
 from sftkit.data.template import special_tokens_of
 from sftkit.errors import ConfigError
-from sftkit.models.load import inherit, load_model, load_tokenizer
+from sftkit.models.load import load_model, load_tokenizer, resolve_max_length
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.vocabulary import added_tokens, describe, new_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, make_room
-from sftkit.preflight.prepare import shell_model
+from sftkit.preflight.prepare import meta_model
 
 TOKENS = ("<|im_start|>", "<|im_end|>")
 QUESTION = [{"role": "user", "content": "Hello?"}]
@@ -214,7 +214,7 @@ def test_loading_is_the_same_each_time_and_draws_no_random_numbers(save: Save) -
 def test_inspection_sees_the_grown_model_without_its_weights(save: Save) -> None:
     source = save()
     model, tokenizer = loaded(source)
-    shell = shell_model(source, tokenizer, "fp32")
+    shell = meta_model(source, tokenizer, "fp32")
     assert shell is not None
     assert all(p.is_meta for p in shell.parameters())
     assert [p.shape for p in shell.parameters()] == [p.shape for p in model.parameters()]
@@ -229,7 +229,7 @@ def test_the_console_says_what_was_added_and_how_the_model_grew(save: Save) -> N
         said = describe(model, tokenizer)
         assert said is not None
         assert f"<|im_start|> (272), <|im_end|> (273); {words}" in said
-    assert "<|im_start|> and <|im_end|> added" in inherit(ModelConfig(scratch={}), 64, tokenizer, "fp32")[1]
+    assert "<|im_start|> and <|im_end|> added" in resolve_max_length(ModelConfig(scratch={}), 64, tokenizer, "fp32")[1]
 
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------

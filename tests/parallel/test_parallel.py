@@ -15,7 +15,7 @@ from parallel_worker import EIGHT_RANKS, FOUR_RANKS, MODELS, ONE_RANK, STEPS, TW
 from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 
 SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2")
 "Cases of two ranks whose model and topology are each in another case."
@@ -67,7 +67,7 @@ def test_what_one_process_computes_is_what_the_reference_engine_does(model: str,
         train=TrainConfig(max_steps=STEPS, engine="reference", precision="fp32"),
     )
     layout, batches = some_batches(cpu_runtime())
-    engine = engine_of(cfg, cpu_runtime(), tmp_path, Training(MODELS[model](), NextToken(cfg.loss), layout))
+    engine = make_engine(cfg, cpu_runtime(), tmp_path, Training(MODELS[model](), NextToken(cfg.loss), layout))
     rows = []
     for step in batches.steps(0, STEPS):
         outcome = engine.step(step, 1e-2)

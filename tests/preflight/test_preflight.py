@@ -399,7 +399,7 @@ def test_memory_without_weights_is_that_of_the_loaded_model(
     own |= {"train__precision": "fp32", "checkpoint__every": 2, "checkpoint__keep": 2}
     prepared = Prepared(tmp_path, tokenizer, CHATS, **own)
     cfg = prepared.cfg
-    shell = prepare.shell_model(cfg.model, tokenizer, "fp32")
+    shell = prepare.meta_model(cfg.model, tokenizer, "fp32")
     assert shell is not None
     assert {p.device.type for p in shell.parameters()} == {"meta"}
     loaded = load_model(cfg.model, tokenizer, 0, "fp32")
@@ -421,7 +421,7 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
-    shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    shell = prepare.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
         preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     )
@@ -434,7 +434,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
-    assert prepare.shell_model(missing.model, tokenizer, "bf16") is None
+    assert prepare.meta_model(missing.model, tokenizer, "bf16") is None
     assert "./no/model: no such folder" in caplog.text
     assert prepared.look(preflight.PlannedModel(None, None))["memory"] is None
 
@@ -444,7 +444,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 
 def record(prepared: Prepared, run_dir: Path) -> None:
     rt, cfg = cpu_runtime(), prepared.cfg
-    orig_model = prepare.shell_model(cfg.model, prepared.tokenizer, "fp32")
+    orig_model = prepare.meta_model(cfg.model, prepared.tokenizer, "fp32")
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
@@ -625,7 +625,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     def open_recipe(_: Config, stage: str) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
-        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.ANEW)
+        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NEW_RUN)
 
     def build_engine(_: Any, __: Any, ___: Any, data: assemble.Data) -> None:
         found.append(data.batches.examples)
@@ -785,7 +785,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     prepared = Prepared(tmp_path, tokenizer, CHATS, data__train=sources, data__max_length=256)
     assert len(prepared.examples) == 10_000
     started = time.perf_counter()
-    shell = prepare.shell_model(prepared.cfg.model, tokenizer, "bf16")
+    shell = prepare.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
         preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     )

@@ -31,7 +31,7 @@ from sftkit.rundir.names import (
     step_dir,
     step_dirs,
 )
-from sftkit.runtime.open import open_run, take_place
+from sftkit.runtime.open import claim_run_dir, open_run
 from sftkit.runtime.start import Runtime
 
 ENV = {
@@ -82,7 +82,7 @@ def started(
         if killed_before is not None:
             kill_before(killed_before)
         if takes:
-            take_place(rt)
+            claim_run_dir(rt)
         then()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import sftkit.rundir.names as rundir
 from sftkit.errors import ConfigError
-from sftkit.rundir.files import replace_shared, replace_text, set_aside
+from sftkit.rundir.files import archive, replace_shared, replace_text
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "src" / "sftkit" / "rundir" / "names.py"
@@ -105,7 +105,7 @@ def test_step_directories_are_found_in_order_and_strange_names_are_none(tmp_path
 
 def test_an_archived_directory_keeps_its_name_and_is_known_as_one(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()
-    assert set_aside(tmp_path / "sft").name == "sft.old-1"
+    assert archive(tmp_path / "sft").name == "sft.old-1"
     assert rundir.is_archived(tmp_path / "sft.old-1" / rundir.METRICS_FILE)
     assert not rundir.is_archived(tmp_path / "sft" / rundir.METRICS_FILE)
 

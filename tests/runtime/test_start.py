@@ -20,7 +20,7 @@ from helpers import ROOT, cpu_runtime
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
 from sftkit.runtime.launcher import check_group, check_launcher, check_variables
-from sftkit.runtime.open import open_run, take_place
+from sftkit.runtime.open import claim_run_dir, open_run
 from sftkit.runtime.signals import SIGNALS, Stopping
 
 
@@ -56,7 +56,7 @@ def test_after_a_run_the_signals_of_the_process_go_where_they_went_before(tmp_pa
         assert wakeup_fd() != before[1]
         rt.stopping.save_first()
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_for(rt.stopping.wanted)
+        wait_for(rt.stopping.stop_requested)
         assert rt.agreed_signal() == signal.SIGUSR1
     assert (handlers(), wakeup_fd(), threads(), open_files()) == before
 
@@ -69,7 +69,7 @@ def test_a_handler_that_was_there_gets_its_signals_again(tmp_path: Path) -> None
         stopping.save_first()
         stopping.save_first()  # its own handlers are not taken for those of before
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_for(stopping.wanted)
+        wait_for(stopping.stop_requested)
         assert got == []
         stopping.close()
         stopping.close()
@@ -88,7 +88,7 @@ def test_signals_of_a_process_that_was_forked_off_are_not_ours() -> None:
         time.sleep(0.2)
         os._exit(0)
     os.waitpid(child, 0)
-    assert not stopping.wanted()
+    assert not stopping.stop_requested()
     stopping.close()
 
 
@@ -140,7 +140,7 @@ def test_how_a_run_failed_is_written_down_printed_and_shown(tmp_path, capsys, er
         with cpu_runtime() as rt:
             rt.page = pages.append
             open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
-            take_place(rt)
+            claim_run_dir(rt)
             assert rt.status is not None
             rt.status.at(7, "step")
             raise error

@@ -24,7 +24,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.health import Health, LateFlags, Reports
+from sftkit.tracking.health import DelayedFlags, Health, Reports
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
@@ -59,10 +59,10 @@ def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatch
 def test_a_step_that_is_not_finite_is_an_error_that_names_the_step_and_keeps_its_documents(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
     health.add(1, step_batches, outcome())
-    assert health.settle(wait=False) == (False, 0)
+    assert health.read_flags(wait=False) == (False, 0)
     health.add(2, step_batches, outcome(nll=NAN))
     with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite.*on_nonfinite=skip"):
-        health.settle(wait=False)
+        health.read_flags(wait=False)
     dump = json.loads((tmp_path / "nonfinite-step-000002-rank000.json").read_text())
     assert [document["index"] for document in dump["documents"]] == list(step_batches.documents)
     expected = some_batches().examples[dump["documents"][0]["index"]].ids.tolist()
@@ -74,7 +74,7 @@ def test_a_gradient_norm_that_is_not_finite_is_told_from_a_loss_that_is_not(tmp_
     health.add(1, step_batches, outcome(norm=float("inf") - float("inf")))
     words = r"step 1: every loss is finite, but the gradient norm is not: a gradient is NaN"
     with pytest.raises(NonFiniteError, match=words):
-        health.settle(wait=False)
+        health.read_flags(wait=False)
     dump = json.loads((tmp_path / "nonfinite-step-000001-rank000.json").read_text())
     assert all(document["loss_is_finite"] for document in dump["documents"])
 
@@ -92,7 +92,7 @@ def test_the_documents_of_the_micro_batch_whose_loss_is_not_finite_are_named_and
     with pytest.raises(
         NonFiniteError, match=f"loss of rank 0 is not finite .rank 0, micro-batch 3 of 4, with documents {named}"
     ):
-        health.settle(wait=False)
+        health.read_flags(wait=False)
     dump = json.loads((tmp_path / "nonfinite-step-000001-rank000.json").read_text())
     assert [d["index"] for d in dump["documents"] if not d["loss_is_finite"]] == guilty
     assert {d["micro_batch"] for d in dump["documents"] if not d["loss_is_finite"]} == {3}
@@ -106,7 +106,7 @@ def test_a_step_whose_losses_are_finite_says_what_is_not_and_acquits_no_document
     ):
         one = outcome(nll=nll, norm=norm, losses=losses)
         health.add(step, step_batches, one._replace(flags=Flags.of(*torch.tensor([0.0, 1.0, 1.0]))))
-    health.settle(wait=True)
+    health.read_flags(wait=True)
     told = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert "every loss is finite, but the gradient norm is not: a gradient is NaN" in told[0]
     assert "a document whose gradient explodes" in told[0]
@@ -171,37 +171,37 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip", max_skips=2))
     for step, nll in enumerate([NAN, NAN, 1.0, NAN, NAN], start=1):
         health.add(step, step_batches, outcome(nll=nll))
-        assert health.settle(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
+        assert health.read_flags(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
     assert health.read() == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
     written = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("nonfinite-step-*-rank000.json"))]
     assert [found["step"] for found in written] == [1, 2, 4, 5]
     assert all(found["documents"] for found in written)
     health.add(6, step_batches, outcome(nll=NAN))
     with pytest.raises(NonFiniteError, match="after 2 steps that were left out"):
-        health.settle(wait=False)
+        health.read_flags(wait=False)
 
 
 def test_a_wish_to_stop_on_any_rank_is_heard_once_its_flags_are_known(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
     health.add(1, step_batches, outcome(stop=1))
-    assert health.settle(wait=False) == (True, 0)
+    assert health.read_flags(wait=False) == (True, 0)
 
 
 def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> None:
-    flags = LateFlags(torch.device("cpu"), late=2, count=OBJECTIVE.count)
+    flags = DelayedFlags(torch.device("cpu"), delay=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
     seen = []
     for step in range(1, 6):
         flags.push(step, step_batches, outcome(nll=NAN if step == 4 else 1.0))
-        seen += [(known.step, known.finite) for known in flags.known(wait=False)]
+        seen += [(known.step, known.finite) for known in flags.read(wait=False)]
     assert seen == [(1, True), (2, True), (3, True)]
-    assert [(known.step, known.finite) for known in flags.known(wait=True)] == [(4, False), (5, True)]
+    assert [(known.step, known.finite) for known in flags.read(wait=True)] == [(4, False), (5, True)]
 
 
 @pytest.mark.gpu
 def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     device = torch.device("cuda")
-    flags = LateFlags(device, late=2, count=OBJECTIVE.count)
+    flags = DelayedFlags(device, delay=2, count=OBJECTIVE.count)
     step_batches = next(iter(some_batches().steps(0, 1)))
     values = torch.zeros(5, NUM_FLAGS, device=device)
     values[2, 1] = 1.0
@@ -214,7 +214,7 @@ def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     try:
         for step, value in enumerate(values, start=1):
             flags.push(step, step_batches, done._replace(flags=Flags(value)))
-            seen += [(known.step, known.finite) for known in flags.known(wait=False)]
+            seen += [(known.step, known.finite) for known in flags.read(wait=False)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert seen == [(1, True), (2, True), (3, False)]
@@ -226,11 +226,11 @@ def test_a_step_that_was_left_out_is_in_no_mean() -> None:
     targets = step_batches.num_targets
     meter.add(step_batches, outcome(nll=2.0 * targets))
     meter.add(step_batches, outcome(nll=NAN))
-    meter.left_out(targets)
+    meter.add_skipped(targets)
     meter.add(step_batches, outcome(nll=4.0 * targets))
     assert meter.read()["train/loss"] == pytest.approx(3.0)
     meter.add(step_batches, outcome(nll=NAN, norm=NAN))
-    meter.left_out(targets)
+    meter.add_skipped(targets)
     values = meter.read()
     assert (values["train/loss"], values["train/grad_norm"]) == (None, None)
 

@@ -168,7 +168,7 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     outcome = optimizer_step(
         TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2, spikes=primed("warn")
     )
-    assert outcome.flags.left_out == 0
+    assert outcome.flags.skipped == 0
     assert not all(torch.equal(value, before[key]) for key, value in everything().items())
 
 
@@ -199,7 +199,7 @@ class Told:
         self.health.add(
             self.step, self.step_batches, StepOutcome(sums, values[1], flags, counts * torch.tensor(losses))
         )
-        return self.health.settle(wait=False)
+        return self.health.read_flags(wait=False)
 
     def events(self) -> list[str]:
         file = self.folder / "events.jsonl"

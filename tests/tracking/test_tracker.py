@@ -32,7 +32,7 @@ from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import Ending
 from sftkit.tracking.dashboard.records import LoggedTable
-from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, wandb_mode
+from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, wandb_mode
 from sftkit.tracking.rows import drop_rows_after, read_metric_rows
 from sftkit.tracking.tracker import ResumePoint, Tracker, eval_line, train_line
 
@@ -96,7 +96,7 @@ class Fake:
 
 def mirrored(folder: Path, dashboard: Fake) -> Tracker:
     tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {}).open()
-    tracker._mirror = Mirror(dashboard)
+    tracker._dashboard = DashboardWriter(dashboard)
     return tracker
 
 
@@ -400,7 +400,7 @@ def test_a_run_that_fails_is_a_failed_run_on_wandb_with_its_error_and_the_checks
     tracker = Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}).open()
     tracker.log_metrics(7, 20, METRICS)
     check = {"name": "No recompiles", "ok": False, "found": "1", "expected": "0", "how": "records"}
-    (tmp_path / "proof.json").write_text(json.dumps({"rows": [check]}))  # as train.proof.proved leaves it
+    (tmp_path / "proof.json").write_text(json.dumps({"rows": [check]}))  # as train.proof.write_proof_on_error leaves it
     with pytest.raises(NonFiniteError), tracker:
         raise NonFiniteError("step 8: not finite")
     found = Offline(tmp_path)

@@ -36,7 +36,7 @@ from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import engine_of
+from sftkit.train.assemble import make_engine
 from sftkit.train.loop import Bookkeeping, evaluates_first, train
 from sftkit.train.summary import Trained
 
@@ -48,7 +48,7 @@ class NoCheckpoints:
         self.run_dir = run_dir
         self.last_save: dict[str, float] = {}
         self.resumed_from: Path | None = None
-        self.passed_over: list[str] = []
+        self.skipped_checkpoints: list[str] = []
 
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
@@ -56,7 +56,7 @@ class NoCheckpoints:
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         pass
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         pass
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ def run(
     examples = make_examples(LENGTHS, target_share=0.4)
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(StepDataset(examples, layout), seed=0)
-    engine = engine_of(cfg, rt, folder, Training(orig_model, NextToken(loss), layout))
+    engine = make_engine(cfg, rt, folder, Training(orig_model, NextToken(loss), layout))
     if disturb:
         other = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths, row_length=48)), seed=0)
         declared = batches.steps

@@ -18,7 +18,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.found import Found, find
+from sftkit.checkpoint.found import ResumeCheckpoint, find
 from sftkit.checkpoint.manifest import Best, read_best, sweep
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
@@ -30,7 +30,7 @@ from sftkit.models.stages import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
-from sftkit.rundir.files import replace_text, set_aside
+from sftkit.rundir.files import archive, replace_text
 from sftkit.rundir.names import (
     BEST,
     ENVIRONMENT,
@@ -81,7 +81,7 @@ class Checkpoints:
         self.orig_model, self.tokenizer, self.optimizer = state.orig_model, state.tokenizer, state.optimizer
         self.recipe, self.identity = setup.recipe, setup.identity
         self.resumed_from: Path | None = None
-        self.passed_over: Sequence[str] = ()
+        self.skipped_checkpoints: Sequence[str] = ()
         "why newer checkpoints were not resumed"
         self._writer = Writer(run_dir, config, rt, state.orig_model)
         self._block_seconds: float | None = None
@@ -194,27 +194,27 @@ class Checkpoints:
             f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
-    def check_space(self, estimated_bytes: float, *, anew: bool = False) -> None:
+    def check_space(self, estimated_bytes: float, *, new_run: bool = False) -> None:
         """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
 
         Args:
             estimated_bytes: of one checkpoint: weights and optimizer states.
-            anew: the checkpoints that are in the directory are of an earlier run, which this one will not prune.
+            new_run: the checkpoints that are in the directory are of an earlier run, which this one will not prune.
 
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, anew=anew))
+        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, new_run=new_run))
         if problem:
             raise ConfigError(problem)
 
-    def _space_problem(self, estimated_bytes: float, *, anew: bool) -> str | None:
+    def _space_problem(self, estimated_bytes: float, *, new_run: bool) -> str | None:
         """Return why the disk cannot hold the checkpoints of this run; None if it can."""
-        if not anew:
+        if not new_run:
             sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
         at_once = self.config.keep + 1 if self.config.every else 1
-        there = 0 if anew else len(step_dirs(self.run_dir))
+        there = 0 if new_run else len(step_dirs(self.run_dir))
         needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
         if free >= needed:
@@ -225,7 +225,7 @@ class Checkpoints:
             "run.dir on another disk, or set checkpoint.every=null for the last one only"
         )
 
-    def resume(self, found: Found | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
+    def resume(self, found: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
 
         Args:
@@ -240,12 +240,12 @@ class Checkpoints:
                 optimizer or recipe.
             CheckpointError: what is there cannot be read.
         """
-        if not isinstance(found, Found):
+        if not isinstance(found, ResumeCheckpoint):
             found = find(self.run_dir, found, self.rt)
         folder, state = found.folder, found.state
         if folder is None:
             return state
-        self.resumed_from, self.passed_over = folder, found.passed_over
+        self.resumed_from, self.skipped_checkpoints = folder, found.skipped_checkpoints
         lines = self.rt.from_main(lambda: self._fit(found, folder, changes))
         if isinstance(lines, Exception):
             raise lines
@@ -260,7 +260,7 @@ class Checkpoints:
             self.rt.say(line)
         return state
 
-    def _fit(self, found: Found, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
+    def _fit(self, found: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
         """Return lines to print about what was changed, or the error: the other ranks wait for a
         value, so nothing is raised."""
         place, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
@@ -296,7 +296,7 @@ class Checkpoints:
             "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
         )
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         """Archive checkpoints of steps after `step`, which this run trains again, so that neither pruning nor
         the next resume sees them."""
         if not self.rt.is_main:
@@ -307,7 +307,7 @@ class Checkpoints:
         best = read_best(self.run_dir)
         for later in step_dirs(self.run_dir):
             if step_number(later) > step:
-                log.warning("%s is past the resumed step: it is now %s", later, set_aside(later))
+                log.warning("%s is past the resumed step: it is now %s", later, archive(later))
                 if best is not None and best.folder == later.name:
                     (self.run_dir / BEST).unlink()
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumeCheckpoint:
     """What train.resume means."""
 
     setting: str | None
@@ -31,14 +31,14 @@ class Found:
     "what was given to `save`, and the step"
     stretches: Sequence[Stretch] = ()
     "how the global batches of its steps were made, in order"
-    passed_over: Sequence[str] = ()
+    skipped_checkpoints: Sequence[str] = ()
     "why newer checkpoints are not resumed"
 
 
-ANEW = Found(None)
+NEW_RUN = ResumeCheckpoint(None)
 
 
-def find(run_dir: Path, setting: str | None, rt: Runtime) -> Found:
+def find(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCheckpoint:
     """Return the checkpoint that `setting` means, the same on all ranks; every rank calls it.
 
     Args:
@@ -54,15 +54,15 @@ def find(run_dir: Path, setting: str | None, rt: Runtime) -> Found:
     return found
 
 
-def _find(run_dir: Path, setting: str | None) -> Found | Exception:
+def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint | Exception:
     """Return the checkpoint, or the error: the other ranks wait for a value, so nothing is raised."""
     try:
         passed_over: list[str] = []
         folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, passed_over)
         if folder is None:
-            return Found(setting)
+            return ResumeCheckpoint(setting)
         state = json.loads((folder / TRAINING_STATE).read_text())
-        return Found(setting, folder, state, _stretches(state, folder), passed_over)
+        return ResumeCheckpoint(setting, folder, state, _stretches(state, folder), passed_over)
     except OSError as error:
         return CheckpointError(
             f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftkit.rundir.files import flush, replace_text, set_aside
+from sftkit.rundir.files import archive, flush, replace_text
 from sftkit.rundir.manifest import sha256_of
 from sftkit.rundir.names import (
     BEST,
@@ -65,7 +65,7 @@ def publish(temporary: Path, final: Path) -> None:
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
     if final.exists():  # the same step of an earlier, abandoned stretch of this run
-        set_aside(final)
+        archive(final)
     os.rename(temporary, final)
     flush(final.parent)
 

@@ -35,7 +35,7 @@ def row_pairs(
     return of_rows
 
 
-def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
+def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     """Assign rows to every rank in every micro-batch, so that all ranks have about as much to do, in each and in sum.
 
     Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
@@ -51,20 +51,20 @@ def deal(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     if ranks == 1:
         return np.arange(len(costs)).reshape(accumulation, 1, -1)
     descending = np.argsort(-costs, kind="stable").reshape(accumulation, -1)
-    dealt = np.empty((accumulation, ranks, len(costs) // (accumulation * ranks)), np.int64)
+    assigned = np.empty((accumulation, ranks, len(costs) // (accumulation * ranks)), np.int64)
     totals = np.zeros(ranks, np.int64)
     for micro, rows in enumerate(descending):
         shares = _even_shares(costs, rows, ranks)
         heaviest_first = np.argsort(-costs[shares].sum(1), kind="stable")
-        dealt[micro, np.argsort(totals, kind="stable")] = shares[heaviest_first]
-        totals += costs[dealt[micro]].sum(1)
-    return dealt
+        assigned[micro, np.argsort(totals, kind="stable")] = shares[heaviest_first]
+        totals += costs[assigned[micro]].sum(1)
+    return assigned
 
 
-def skew(costs: np.ndarray, dealt: np.ndarray) -> float:
+def skew(costs: np.ndarray, assigned: np.ndarray) -> float:
     """Return the largest work of a rank over the mean of all, 1.0 if all have the same; takes
-    `deal`'s costs and result."""
-    by_rank = costs[dealt].sum((0, 2))
+    `assign_rows`'s costs and result."""
+    by_rank = costs[assigned].sum((0, 2))
     return float(by_rank.max() / by_rank.mean())
 
 

@@ -138,24 +138,24 @@ class GlobalBatch:
         """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches
         is `rows`, then padding.
 
-        One rank takes them in order; several so that each has about the same work (`balance.deal`).
+        One rank takes them in order; several so that each has about the same work (`balance.assign_rows`).
         """
-        _, dealt = self._dealt(layout)
+        _, dealt = self._assigned_rows(layout)
         for micro in dealt[:, rank].tolist():
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:
         """Return the most (query, key) pairs that a rank computes in this step over their mean over
         ranks; 1.0: all the same."""
-        return balance.skew(*self._dealt(layout))
+        return balance.skew(*self._assigned_rows(layout))
 
-    def _dealt(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of
-        each rank), as `deal` does."""
+        each rank), as `assign_rows` does."""
         count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
         empty = balance.row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
         costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
-        return costs, balance.deal(costs, layout.accumulation, layout.world_size)
+        return costs, balance.assign_rows(costs, layout.accumulation, layout.world_size)
 
 
 class Stretch(NamedTuple):

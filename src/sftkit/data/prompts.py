@@ -38,7 +38,7 @@ PROBES: dict[str, list[Message]] = {
 
 
 @dataclass(frozen=True)
-class AskedTargets:
+class PromptedTargets:
     """Runs of targets in the documents of PROBES."""
 
     conversations: tuple[str, ...]
@@ -49,7 +49,7 @@ class AskedTargets:
     "conversation and text of those that no prompt leads to"
 
 
-def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
+def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | None:
     """Check that each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token,
     with thinking requested, not requested, or as the template has it. None: the tokenizing does not learn
     conversations by their answers.
@@ -78,7 +78,7 @@ def asked(tokenize: partial[Tokenized]) -> AskedTargets | None:
                 for begin in begins
                 if example.ids[:begin].tolist() not in prompts
             ]
-    return AskedTargets(tuple(rendered), count, tuple(unasked))
+    return PromptedTargets(tuple(rendered), count, tuple(unasked))
 
 
 def _prompts(

@@ -31,8 +31,8 @@ from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
-from sftkit.memory.explain import explained
+from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
+from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
@@ -154,7 +154,7 @@ class Blocks:
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         key = compile_cache.key(cfg, orig_model, layout, rt)
-        with working(under_way(cfg.compile, key)), explained(self._plan, cfg, layout):
+        with working(under_way(cfg.compile, key)), oom_advice(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
                 self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
@@ -191,13 +191,13 @@ class Blocks:
         if not self.compiled or has_dropout(orig_model):
             return compiled_check(None, None, orig_model.dtype)
         shape = self._layout.shapes[-1]
-        batch = heaviest(self._rt, orig_model, self._layout, *shape)
+        batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
         with stagewise(orig_model):
             return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
         """Time the stages of a pipeline and return lines about them for the console."""
-        batch = heaviest(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
+        batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
@@ -219,7 +219,7 @@ class Blocks:
         error that memory ran out."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
-        with contract, explained(self._plan, self._cfg, self._layout):
+        with contract, oom_advice(self._plan, self._cfg, self._layout):
             yield
 
     def step(

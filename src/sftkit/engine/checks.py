@@ -66,7 +66,7 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
-    left_out = f"compiled: not checked, {check.why_not}; " if check.why_not else ""
+    left_out = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
     found = left_out + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
     unknown = allowed.gradients is None
     if allowed.gradients is not None and (alone := check.roundings) is not None:
@@ -76,7 +76,7 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     same = all(allowed.hold(d) for d in known.values())
     return Check(
         "Same gradients as the plain model",
-        None if allowed.gradients is None or (unknown and not same) or (same and check.why_not) else same,
+        None if allowed.gradients is None or (unknown and not same) or (same and check.skip_reason) else same,
         found,
         "no limit is known of float8 products"
         if allowed.gradients is None

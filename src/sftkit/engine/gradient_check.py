@@ -34,7 +34,7 @@ from sftkit.models.stages import stages_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
-from sftkit.parallel.fsdp import fsdp_modules, let_go, plain_backward
+from sftkit.parallel.fsdp import fsdp_modules, plain_backward, reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import whole_rows
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
@@ -47,7 +47,7 @@ class GradientCheck:
 
     eager: GradientDifference
     compiled: GradientDifference | None
-    why_not: str = ""
+    skip_reason: str = ""
     "why the compiled step is not compared; empty where there is none"
     backend: str = ""
     "attention backend of the eager one"
@@ -86,7 +86,7 @@ def check_gradients(
             # Through the compiled code, in a declared shape and in training mode, as its guards expect.
             model.backend = attention
             if compiled and dropout:
-                same = replace(same, why_not="dropout")
+                same = replace(same, skip_reason="dropout")
             elif compiled:
                 orig_model.train()
                 micro_batches = declared_rows(orig_model, layout, rt)
@@ -100,7 +100,7 @@ def check_gradients(
             model.backend = attention
             orig_model.train(was_training)
             model.zero_grad(set_to_none=True)
-            let_go(orig_model)
+            reshard(orig_model)
 
 
 class Sides:

@@ -23,7 +23,7 @@ from sftkit.engine.checks import compiled_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.step import RankSums, exchange
-from sftkit.engine.warmup import heaviest
+from sftkit.engine.warmup import worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -78,7 +78,7 @@ class Reference:
         """Run one forward and backward pass of the largest batch, to see that it fits."""
         started, orig_model = time.perf_counter(), self.model.orig_model
         orig_model.train()
-        batch = heaviest(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
+        batch = worst_case_batch(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             self._forward_backward(batch, self.model.objective.count(batch))
@@ -109,7 +109,7 @@ class Reference:
                 squared = squared + parameter.grad.double().square().sum()
         sums = RankSums(squared / self._rt.world_size, totals, batches.divisor)
         grad_norm, flags = exchange(sums, self._rt, stop=stop, spikes=spikes)
-        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, self._max_norm))
+        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 

@@ -12,7 +12,7 @@ from sftkit.compile.contract import compile_model
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import Config
 from sftkit.engine.engine import Training
-from sftkit.engine.warmup import heaviest
+from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import balanced, layers_of_stages
@@ -70,7 +70,7 @@ def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list
             small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
         model = ModelWithLoss(small.train(), backend, objective)
         compile_model(small, cfg.compile, sharded=True)
-        batch = heaviest(rt, orig_model, layout, *layout.shapes[-1])
+        batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
         stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:
             return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]

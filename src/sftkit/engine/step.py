@@ -159,7 +159,7 @@ def optimizer_step(
     squared = squared_norm(parameters, rt.world_size, copies)
     sums = RankSums(squared, totals, step_batches.divisor)
     grad_norm, flags = exchange(sums, rt, stop=stop, spikes=spikes)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.left_out == 0, of_run.max_grad_norm))
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, of_run.max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 

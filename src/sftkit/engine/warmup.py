@@ -18,7 +18,7 @@ from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention_choice import DROPOUTS
-from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_sync
 from sftkit.runtime.start import Runtime
@@ -35,11 +35,11 @@ def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
     """Return the objective per target of this rank's part of a batch, computed without the compiler."""
     with torch.no_grad(), run_eagerly():
         loss = float(from_last(model.orig_model, model(batch, backend).loss)) / max(model.objective.count(batch), 1)
-    let_go(model.orig_model)
+    reshard(model.orig_model)
     return loss
 
 
-def heaviest(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
+def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
     shape, part = layout.batch_shape(rows, row_length), part_of(rt.topology, rt.rank)
     made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
@@ -66,7 +66,7 @@ def shape_runner(
     orig_model, objective = model.orig_model, model.objective
 
     def run_shape(rows: int, row_length: int) -> None:
-        batch = heaviest(rt, orig_model, layout, rows, row_length)
+        batch = worst_case_batch(rt, orig_model, layout, rows, row_length)
         if isinstance(wrapped, Pipelined):
             totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
             count = max(layout.accumulation * objective.count(batch), 1)

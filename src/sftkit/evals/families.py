@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftkit.data.demo import builtin
-from sftkit.evals.task import Marks, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task
 from sftkit.generation.answer import Answer
 
 NAME = "families"
@@ -37,7 +37,7 @@ def load(max_per_family: int | None = None, max_new_tokens: int | None = None) -
     return Task(NAME, questions, judge, metric="acc", chance=0.0, settings=settings)
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Marks]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark answers: 1 for the right one, whitespace around it aside."""
     return [
         {"acc": float(answer.text.strip() == question.target)}

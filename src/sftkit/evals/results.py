@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sftkit.evals.task import Choices, Likelihoods, Marks, Question, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.generation.answer import Answer
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import RESULTS, VALIDATION
@@ -48,7 +48,10 @@ class Evaluated:
 
 
 def evaluated(
-    task: Task[Any, Any], given: Sequence[Likelihoods | Answer], marks: Sequence[Marks], settings: dict[str, Any]
+    task: Task[Any, Any],
+    given: Sequence[Likelihoods | Answer],
+    marks: Sequence[ExampleScores],
+    settings: dict[str, Any],
 ) -> Evaluated:
     """Return the result of a task from the marks of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
@@ -114,7 +117,7 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 
-def record(example: Choices | Question, given: Likelihoods | Answer, marks: Marks) -> dict[str, Any]:
+def record(example: Choices | Question, given: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
     """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):

@@ -21,14 +21,14 @@ from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
-from sftkit.evals.task import Choices, Likelihoods, Marks, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.models.kinds import check_causal
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
@@ -164,7 +164,7 @@ class Suite:
                 self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
             return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
         finally:
-            let_go(self.orig_model)
+            reshard(self.orig_model)
 
     def validate(self) -> dict[str, float | None]:
         """Return val/loss, val/bpb and those of every validation source; empty without one."""
@@ -257,11 +257,11 @@ class Suite:
         settings["prompts_cut"] = cut
         return results.evaluated(task, given, self._judged(task, given), settings)
 
-    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[Marks]:
+    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
         """Return the main rank's marks on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
-        def judge() -> list[Marks] | Exception:
+        def judge() -> list[ExampleScores] | Exception:
             try:
                 return task.judge(task.examples, given)
             except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from sftkit.data.conversation import Message
 from sftkit.generation.answer import Answer
 
-Marks = dict[str, float | list[float]]
+ExampleScores = dict[str, float | list[float]]
 "Metric -> the mark of one example, or its list of marks where an example is judged several times (IFEval's instructions)."
 
 
@@ -59,17 +59,17 @@ class Likelihoods:
     "its length in tokens"
 
 
-AskedT = TypeVar("AskedT", Choices, Question)
-Given = TypeVar("Given", Likelihoods, Answer)
+ExampleT = TypeVar("ExampleT", Choices, Question)
+AnswerT = TypeVar("AnswerT", Likelihoods, Answer)
 
 
 @dataclass(frozen=True)
-class Task(Generic[AskedT, Given]):
+class Task(Generic[ExampleT, AnswerT]):
     """A named set of examples with its judge."""
 
     name: str
-    examples: tuple[AskedT, ...]
-    judge: Callable[[Sequence[AskedT], Sequence[Given]], list[Marks]]
+    examples: tuple[ExampleT, ...]
+    judge: Callable[[Sequence[ExampleT], Sequence[AnswerT]], list[ExampleScores]]
     "marks of every example, in order; called once for all, on one rank"
     metric: str
     "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."

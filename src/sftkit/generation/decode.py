@@ -28,7 +28,7 @@ from sftkit.generation.batching import (
 )
 from sftkit.generation.kv_cache import SharedPrefix, most_cached, plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
-from sftkit.generation.static_step import replay_pays, replay_refusal
+from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import mixes_tokens, windows
@@ -135,7 +135,7 @@ def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
     """Return why steps cannot be replayed; None if they can."""
     if rt is not None and rt.topology.partial:
         return "the model is spread over ranks"
-    return replay_refusal(orig_model)
+    return replay_unsupported_reason(orig_model)
 
 
 def stream(

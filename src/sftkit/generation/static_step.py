@@ -33,7 +33,7 @@ def replay_pays(device: torch.device, steps: int) -> bool:
     return device.type == "cuda" and steps >= PAYS_FROM
 
 
-def replay_refusal(orig_model: PreTrainedModel) -> str | None:
+def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
     """Return why this model's step cannot be replayed; None if it can."""
     config = orig_model.config.get_text_config()
     if mixed := mixes_tokens(orig_model):

@@ -26,13 +26,13 @@ from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import eager_loss, has_dropout, heaviest, shape_runner
+from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
 from sftkit.graph.place import check_possible, place
-from sftkit.memory.explain import explained
+from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -140,7 +140,7 @@ class GraphEngine:
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.place(self._run_dir))
         losses: dict[tuple[int, int], float] = {}
-        with explained(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+        with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             self._run_shapes(losses)
         self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
@@ -159,7 +159,7 @@ class GraphEngine:
         error: Exception | None = None
         try:
             for rows, row_length in self._layout.shapes:
-                self.captured.capture(heaviest(self._rt, self.model.orig_model, self._layout, rows, row_length))
+                self.captured.capture(worst_case_batch(self._rt, self.model.orig_model, self._layout, rows, row_length))
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:
@@ -197,7 +197,7 @@ class GraphEngine:
         if not self.compiled or has_dropout(orig_model):
             return compiled_check(None, None, orig_model.dtype)
         shape = self._layout.shapes[-1]
-        batch = heaviest(self._rt, orig_model, self._layout, *shape)
+        batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
         return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _say(self, say: Callable[[str], None], seconds: float) -> None:
@@ -224,7 +224,7 @@ class GraphEngine:
         explained."""
         on_recompile, watch = self._cfg.compile.on_recompile, self.watch
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
-        with self.captured.contract(on_recompile), contract, explained(self._plan, self._cfg, self._layout):
+        with self.captured.contract(on_recompile), contract, oom_advice(self._plan, self._cfg, self._layout):
             yield
 
     def step(

@@ -52,7 +52,7 @@ def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, cfg: Config) -> str:
 
 
 @contextmanager
-def explained(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
+def oom_advice(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
     """Turn running out of GPU memory, within the context, into a ConfigError that says what to change."""
     try:
         yield

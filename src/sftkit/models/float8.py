@@ -66,7 +66,7 @@ def convert_to_fp8(
     Raises:
         ConfigError: it cannot run here or would be slower: what is missing and what to set.
     """
-    reason = why_not(orig_model, device, precision, compile=compile)
+    reason = unsupported_reason(orig_model, device, precision, compile=compile)
     if reason is not None:
         raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
     try:
@@ -76,7 +76,9 @@ def convert_to_fp8(
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))
 
 
-def why_not(orig_model: PreTrainedModel, device: torch.device, precision: str, *, compile: bool) -> str | None:
+def unsupported_reason(
+    orig_model: PreTrainedModel, device: torch.device, precision: str, *, compile: bool
+) -> str | None:
     """Return why float8 is not possible or would not pay here; None if nothing stands against it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{device.type} has no float8 products: it takes a GPU of compute capability 8.9 (Ada, Hopper) or newer"

@@ -339,7 +339,7 @@ def from_scratch(
     return orig_model
 
 
-def inherit(
+def resolve_max_length(
     model: ModelConfig,
     max_length: int | None,
     tokenizer: PreTrainedTokenizerBase,

@@ -69,7 +69,7 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
         choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, execution)))
     else:
         execution = execution._replace(captured=cfg.train.engine == "graph")
-        problem = refusal(named, orig_model, layout, rt.device, execution)
+        problem = unsupported_reason(named, orig_model, layout, rt.device, execution)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
@@ -81,7 +81,7 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, e
     """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed."""
 
     def problem(backend: str) -> str | None:
-        return refusal(backend, orig_model, layout, device, execution)
+        return unsupported_reason(backend, orig_model, layout, device, execution)
 
     able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
@@ -100,7 +100,7 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, e
     return best, ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
 
 
-def refusal(
+def unsupported_reason(
     backend: str,
     orig_model: PreTrainedModel,
     layout: Layout,
@@ -133,7 +133,7 @@ def refusal(
         return None if execution.compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
-    problem = flash.missing(backend, device, orig_model.dtype)
+    problem = flash.unsupported_reason(backend, device, orig_model.dtype)
     if problem:
         return problem
     head_dim, _ = head_sizes(orig_model)
@@ -146,7 +146,7 @@ def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
     if backend != "flex":
         return backend
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
-    unusable = softcap or flash.missing("varlen", orig_model.device, orig_model.dtype)
+    unusable = softcap or flash.unsupported_reason("varlen", orig_model.device, orig_model.dtype)
     return "reference" if unusable else "varlen"
 
 

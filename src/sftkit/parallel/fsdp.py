@@ -143,7 +143,7 @@ def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
             piece.set_unshard_in_backward(False)
 
 
-def let_go(orig_model: torch.nn.Module) -> None:
+def reshard(orig_model: torch.nn.Module) -> None:
     """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
     for piece in fsdp_modules(orig_model):
         piece.reshard()

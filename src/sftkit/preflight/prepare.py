@@ -21,7 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.models.load import inherit, load_model, load_tokenizer, new_tokenizer
+from sftkit.models.load import load_model, load_tokenizer, new_tokenizer, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.runtime.start import Runtime
 
@@ -39,7 +39,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
         return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
 
 
-def shell_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
+def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
     is not here."""
     try:
@@ -92,7 +92,7 @@ def row_length(
 ) -> tuple[int, str]:
     """Return data.max_length, or that of the run before, and a line about where the run would start."""
     longest = positions(orig_model) if orig_model is not None else None
-    return inherit(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
+    return resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
 
 
 def prepared_examples(

@@ -13,7 +13,7 @@ import psutil
 
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock
-from sftkit.rundir.files import set_aside
+from sftkit.rundir.files import archive
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.names import (
     ARCHIVED,
@@ -154,7 +154,7 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
     new = lock.take(folder / ATTEMPT)
     _mark(folder / ATTEMPT)
-    aside = set_aside(folder)
+    aside = archive(folder)
     held.moved(aside)
     os.rename(aside / ATTEMPT, folder)
     new.moved(folder)

@@ -64,7 +64,7 @@ def own_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
 
-def set_aside(folder: Path) -> Path:
+def archive(folder: Path) -> Path:
     """Rename a folder to the first free NAME.old-1, NAME.old-2, ..., and return that path. Nothing is overwritten."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():

@@ -77,19 +77,19 @@ class RunLock:
         _held.append(self)
 
     def release(self) -> None:
-        """Remove the lock file and let go of the lock. Does nothing the second time, and in a fork."""
+        """Remove the lock file and release the lock. Does nothing the second time, and in a fork."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
             if self._is_at(self.path):
                 self.path.unlink()
-        self.let_go()
+        self.close()
 
     def moved(self, run_dir: Path) -> None:
         """Note that the directory has another name now."""
         self.path = run_dir / LOCK
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the descriptor; the file stays."""
         os.close(self._descriptor)
         self._descriptor = -1
@@ -108,7 +108,7 @@ _held: list[RunLock] = []
 
 def _leave_to_parent() -> None:
     for lock in list(_held):
-        lock.let_go()
+        lock.close()
 
 
 # A flock belongs to the open file, which a fork shares: a data worker that outlives this process would keep the lock.
@@ -145,9 +145,9 @@ def take(run_dir: Path) -> RunLock:
                 lock.made_folder = made
                 return lock
         except BaseException:
-            lock.let_go()
+            lock.close()
             raise
-        lock.let_go()
+        lock.close()
 
 
 def read_holder(path: Path) -> Holder | None:

@@ -199,7 +199,7 @@ def heartbeat_file(beats: Path, rank: int) -> Path:
     return beats / _rank(rank)
 
 
-def left_out_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
+def skipped_documents_file(run_dir: Path, kind: Literal["nonfinite", "spike"], step: int, rank: int | None) -> Path:
     """Return the file in which a rank has written the documents of a step that was skipped; rank None: the pattern of
     all ranks' files."""
     return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sftkit.runtime.start import Runtime
 
 
-def agree(rt: Runtime, what: dict[str, str]) -> None:
+def assert_same_on_ranks(rt: Runtime, what: dict[str, str]) -> None:
     """Check that named values are the same on all ranks; every rank must call it.
 
     Args:

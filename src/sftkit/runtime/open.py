@@ -17,7 +17,7 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.killed import where_it_was
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
 from sftkit.rundir.status import RunStatus, read_status
-from sftkit.runtime.consistency import agree, neighbours, run_identity
+from sftkit.runtime.consistency import assert_same_on_ranks, neighbours, run_identity
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.signals import end_process
@@ -29,13 +29,13 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     there. Every rank calls it.
 
     Returns:
-        the folder to write to before `take_place`, inside the directory.
+        the folder to write to before `claim_run_dir`, inside the directory.
 
     Raises:
         ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run
             can begin there.
     """
-    agree(rt, run_identity(recipe))
+    assert_same_on_ranks(rt, run_identity(recipe))
     locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     if isinstance(locked, str):
         raise ConfigError(locked)
@@ -57,7 +57,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     return place
 
 
-def take_place(rt: Runtime) -> None:
+def claim_run_dir(rt: Runtime) -> None:
     """Make this start, which has done a step, the run of the directory. An earlier run is renamed, never overwritten,
     unless this one resumes it. Every rank calls it; from here on a signal asks for a stop that saves.
 
@@ -68,7 +68,7 @@ def take_place(rt: Runtime) -> None:
     assert status is not None
     rt.stopping.save_first()
     rt.barrier()  # nobody writes to the old place any more
-    if problem := rt.from_main(lambda: _take_place(status, rt)):
+    if problem := rt.from_main(lambda: _claim_run_dir(status, rt)):
         raise ConfigError(problem)
     _is_there(status)
 
@@ -94,7 +94,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
         return f"run.dir={folder}: {error}"
 
 
-def _take_place(status: RunStatus, rt: Runtime) -> str | None:
+def _claim_run_dir(status: RunStatus, rt: Runtime) -> str | None:
     """Make this start the run of the directory, on the main rank.
 
     Returns:

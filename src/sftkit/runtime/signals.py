@@ -90,7 +90,7 @@ class Stopping:
         self._at_once: Callable[[int], None] | None = None
         self._listener: Listener | None = None
 
-    def wanted(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether this rank requests a stop."""
         return self.signal is not None or (self.deadline is not None and self.deadline.due())
 

@@ -202,7 +202,7 @@ class Runtime:
 
     def stop_requested(self) -> bool:
         """Return whether any rank requests a stop; every rank must ask."""
-        return self.any_rank(self.stopping.wanted())
+        return self.any_rank(self.stopping.stop_requested())
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any rank requests a stop; every rank must ask. Evaluation and generation call

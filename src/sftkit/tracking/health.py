@@ -18,7 +18,7 @@ from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, NumericsError, SpikeError
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.names import left_out_file
+from sftkit.rundir.names import skipped_documents_file
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
@@ -49,14 +49,14 @@ class RankLoss:
 
 
 @dataclass(frozen=True)
-class Known:
+class StepRecord:
     """A step whose flags the host has read, the same on every rank."""
 
     step: int
     stop: bool
     "a rank asks to stop"
     finite: bool
-    left_out: bool
+    skipped: bool
     spikes: list[Spike]
     step_batches: StepBatches
     "without its micro-batches"
@@ -65,23 +65,23 @@ class Known:
     outcome: StepOutcome
 
 
-class LateFlags:
+class DelayedFlags:
     """The flags of steps, read without making the host wait: on a GPU two steps later, when
     they have arrived long ago."""
 
-    def __init__(self, device: torch.device, late: int, count: Callable[[Batch], int]) -> None:
+    def __init__(self, device: torch.device, delay: int, count: Callable[[Batch], int]) -> None:
         """Allocate the host's memory.
 
-        `late`: steps that pass before the flags of one are read. `count`: see Objective.count.
+        `delay`: steps that pass before the flags of one are read. `count`: see Objective.count.
         """
         self._count = count
-        self._cuda, self._late = device.type == "cuda", late
-        self._waiting: deque[tuple[Known, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._cuda, self._late = device.type == "cuda", delay
+        self._waiting: deque[tuple[StepRecord, torch.Tensor, torch.cuda.Event | None]] = deque()
         # Allocated once: pinning memory makes the device wait.
-        self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(late + 1)]
+        self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
 
     def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Take a step that has been launched; call `known` after each."""
+        """Take a step that has been launched; call `read` after each."""
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = None
         if self._cuda:
@@ -89,11 +89,11 @@ class LateFlags:
             arrived.record()
         own = [self._count(batch) for batch in step_batches.micro_batches]
         launched = replace(step_batches, micro_batches=[])
-        known = Known(
+        known = StepRecord(
             step,
             stop=False,
             finite=True,
-            left_out=False,
+            skipped=False,
             spikes=[],
             step_batches=launched,
             own_divisors=own,
@@ -101,7 +101,7 @@ class LateFlags:
         )
         self._waiting.append((known, host, arrived))
 
-    def known(self, *, wait: bool) -> list[Known]:
+    def read(self, *, wait: bool) -> list[StepRecord]:
         """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
         found = []
         while len(self._waiting) > (0 if wait else self._late):
@@ -109,9 +109,9 @@ class LateFlags:
             if arrived is not None:
                 arrived.synchronize()
             flags = Flags(host)
-            stop, finite, left_out = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.left_out > 0)
+            stop, finite, left_out = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             spikes = spikes_in(flags.verdict)
-            found.append(replace(launched, stop=stop, finite=finite, left_out=left_out, spikes=spikes))
+            found.append(replace(launched, stop=stop, finite=finite, skipped=left_out, spikes=spikes))
         return found
 
 
@@ -144,16 +144,16 @@ class Health:
         self._watched = objective.watched
         self._numerics, self._rt, self._batches = numerics, rt, batches
         self._status, self._tracker = reports.status, reports.tracker
-        self._flags = LateFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
+        self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.watched, rt.device)
         "for the engine, which asks it to judge each step before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Take a step that has been launched; call `settle` after each."""
+        """Take a step that has been launched; call `read_flags` after each."""
         self._flags.push(step, step_batches, outcome)
 
-    def settle(self, *, wait: bool) -> tuple[bool, int]:
+    def read_flags(self, *, wait: bool) -> tuple[bool, int]:
         """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
 
         Returns:
@@ -162,26 +162,26 @@ class Health:
         Raises:
             NumericsError: on every rank; the weights are as they were before that step.
         """
-        steps = self._flags.known(wait=wait)
+        steps = self._flags.read(wait=wait)
         stop, left_out = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
-            steps += self._flags.known(wait=True)
+            steps += self._flags.read(wait=True)
         for known in steps:
-            self._in_a_row = self._in_a_row + 1 if known.left_out else 0
-            self._in_window += known.left_out
-            left_out += known.step_batches.divisor * known.left_out
+            self._in_a_row = self._in_a_row + 1 if known.skipped else 0
+            self._in_window += known.skipped
+            left_out += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
                 self._leave_out(known, "nonfinite", self._numerics.on_nonfinite)
             elif known.spikes:
                 self._spiked += 1
-                if known.left_out:
+                if known.skipped:
                     self._leave_out(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
         return stop, left_out
 
-    def _leave_out(self, known: Known, kind: Literal["nonfinite", "spike"], then: str) -> None:
+    def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
         found = self._of_all_ranks(known)
@@ -211,7 +211,7 @@ class Health:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
         self.spikes.go_on(window["spikes"])
 
-    def _write_documents(self, known: Known, kind: Literal["nonfinite", "spike"]) -> None:
+    def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a step that was left out to a file."""
         found = {
             "step": known.step,
@@ -221,11 +221,11 @@ class Health:
             "grad_norm": float(known.outcome.grad_norm),
             "documents": _documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
         }
-        file = left_out_file(self._status.run_dir, kind, known.step, self._rt.rank)
+        file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
             file.write_text(json.dumps(found, indent=1))
 
-    def _of_all_ranks(self, known: Known) -> list[RankLoss]:
+    def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
         losses = losses_of(known)
         named = [losses.index(max(losses))] if known.finite else broken_micro_batches(known.outcome)
@@ -242,7 +242,7 @@ class Health:
         return found
 
     def _error(
-        self, known: Known, kind: Literal["nonfinite", "spike"], why: str, found: list[RankLoss]
+        self, known: StepRecord, kind: Literal["nonfinite", "spike"], why: str, found: list[RankLoss]
     ) -> NumericsError:
         """Build the error, with the loss of every rank, and write it to the run's status."""
         norm = float(known.outcome.grad_norm)
@@ -250,7 +250,7 @@ class Health:
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
             f"step {known.step}: {why}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {left_out_file(self._status.run_dir, kind, known.step, None)}. Look at "
+            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
             "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
@@ -260,7 +260,7 @@ class Health:
         return error
 
 
-def losses_of(known: Known) -> list[float]:
+def losses_of(known: StepRecord) -> list[float]:
     """Return what is minimised per target in each micro-batch of this rank. Waits for the device."""
     pairs = zip(known.outcome.losses.tolist(), known.own_divisors, strict=True)
     return [loss / max(divisor, 1) for loss, divisor in pairs]

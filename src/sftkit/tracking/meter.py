@@ -97,7 +97,7 @@ class Meter:
         self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Count a step. The sums of one that changed nothing are left out here, its targets by `left_out`."""
+        """Count a step. The sums of one that changed nothing are left out here, its targets by `add_skipped`."""
         self._steps += 1
         self._clock.step_ended()
         self.shapes.add(step_batches)
@@ -111,7 +111,7 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
-        usable = torch.where(outcome.flags.left_out > 0, 0.0, outcome.sums.vector)
+        usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
@@ -122,7 +122,7 @@ class Meter:
         kinds = (self._windows or {}).items()
         return sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
 
-    def left_out(self, divisor: int) -> None:
+    def add_skipped(self, divisor: int) -> None:
         """Take the divisor of a step of this window that turned out to be left out: it is in no mean."""
         self._left_out += divisor
 

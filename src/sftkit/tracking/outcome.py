@@ -19,10 +19,10 @@ class Flags:
     "fp32 [11], the same on every rank"
 
     @classmethod
-    def of(cls, stop: Tensor, nonfinite: Tensor, left_out: Tensor, verdict: Tensor | None = None) -> Flags:
+    def of(cls, stop: Tensor, nonfinite: Tensor, skipped: Tensor, verdict: Tensor | None = None) -> Flags:
         """Put together what was found, each 0-d, and `verdict`, fp32 [2, 4], as Spikes.judge
         returns it; None: not judged."""
-        flags = torch.stack([stop, nonfinite, left_out.to(stop.dtype)]).float()
+        flags = torch.stack([stop, nonfinite, skipped.to(stop.dtype)]).float()
         return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
 
     @property
@@ -36,7 +36,7 @@ class Flags:
         return self.vector[1]
 
     @property
-    def left_out(self) -> Tensor:
+    def skipped(self) -> Tensor:
         """Return 1 for a step that has changed nothing, 0-d."""
         return self.vector[2]
 

@@ -35,7 +35,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import begun, ending_of
 from sftkit.tracking.dashboard.identity import identity
 from sftkit.tracking.dashboard.records import preflight_of, proof_of, shortened, table
-from sftkit.tracking.dashboard.remote import Mirror, first_line, open_dashboard
+from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_dashboard
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ResumePoint:
     "drop the line of that step too: a stop asked for it, and the next line has its steps as well"
 
 
-ANEW = ResumePoint()
+NEW_RUN = ResumePoint()
 
 
 class Tracker:
@@ -114,7 +114,7 @@ class Tracker:
         logging_config: LogConfig,
         rt: Runtime,
         config: dict[str, Any],
-        resume: ResumePoint = ANEW,
+        resume: ResumePoint = NEW_RUN,
     ) -> None:
         """Keep what the files and the dashboard need.
 
@@ -125,7 +125,7 @@ class Tracker:
         self._config, self._settings, self._open_window = logging_config, config, resume.open_window
         self.run_id = resume.run_id
         "id of the run on the dashboard, None without one; on the main rank"
-        self._mirror: Mirror | None = None
+        self._dashboard: DashboardWriter | None = None
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[EventKind, str]] = set()
@@ -152,10 +152,10 @@ class Tracker:
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
             resumed = self.run_id is not None
-            self.run_id, self._mirror = dashboard.run_id, Mirror(dashboard)
-            self._mirror.summary(begun(resumed=resumed))
-            self._mirror.record(step, partial(preflight_of, run_dir))
-            self._mirror.record(step, partial(proof_of, run_dir))
+            self.run_id, self._dashboard = dashboard.run_id, DashboardWriter(dashboard)
+            self._dashboard.summary(begun(resumed=resumed))
+            self._dashboard.record(step, partial(preflight_of, run_dir))
+            self._dashboard.record(step, partial(proof_of, run_dir))
         return self
 
     def __enter__(self) -> Tracker:
@@ -168,10 +168,10 @@ class Tracker:
             if self._is_open and isinstance(error, ended_by):
                 self._record(event, self._step, first_line(error))  # the console has the whole error
         self._write_events()
-        if self._mirror is not None:
-            self._mirror.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
-            if said := self._mirror.finish(ending_of(self._run_dir, self._rt.status, error)):
-                self._rt.say(f"{self._mirror.dashboard.name}: {said}")
+        if self._dashboard is not None:
+            self._dashboard.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
+            if said := self._dashboard.finish(ending_of(self._run_dir, self._rt.status, error)):
+                self._rt.say(f"{self._dashboard.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """Show a live bar on a terminal; elsewhere plain lines suffice."""
@@ -254,9 +254,9 @@ class Tracker:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
         self._write_events()
-        if self._mirror is not None:
+        if self._dashboard is not None:
             title, level = ALERTS[kind]
-            self._mirror.alert(title, step, shortened(text), level)
+            self._dashboard.alert(title, step, shortened(text), level)
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -282,13 +282,13 @@ class Tracker:
             return
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
-        if self._mirror is not None:
-            self._mirror.row(step, {**(axes or {}), **values})
+        if self._dashboard is not None:
+            self._dashboard.row(step, {**(axes or {}), **values})
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
-        if self._mirror is not None:
-            self._mirror.table(step, table(name, columns, rows))
+        if self._dashboard is not None:
+            self._dashboard.table(step, table(name, columns, rows))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:

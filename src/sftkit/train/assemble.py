@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.found import ANEW, Found, find
+from sftkit.checkpoint.found import NEW_RUN, ResumeCheckpoint, find
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
@@ -26,7 +26,7 @@ from sftkit.data import chat, loader
 from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import DocumentLengths, make_layout
-from sftkit.data.prompts import asked
+from sftkit.data.prompts import check_prompted_targets
 from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine, Training
@@ -35,7 +35,7 @@ from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import inherit, load_model
+from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
@@ -102,7 +102,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
-    max_length, inherited = inherit(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.say(inherited)
     for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
         if line:
@@ -129,10 +129,12 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     # of what an encoder reads, evaluation itself shows samples
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), asked(tokenize))
+    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), check_prompted_targets(tokenize))
 
 
-def lay_out(cfg: Config, rt: Runtime, documents: Documents, objective: Objective, resume: Found = ANEW) -> Batches:
+def lay_out(
+    cfg: Config, rt: Runtime, documents: Documents, objective: Objective, resume: ResumeCheckpoint = NEW_RUN
+) -> Batches:
     """Return this rank's share of the documents in rows of declared shapes, without those that the
     resumed checkpoint has used."""
     examples, max_length, earlier = documents.examples, documents.max_length, resume.stretches
@@ -162,7 +164,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
 
     training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
     cfg = with_layers(run.cfg, earlier_layers(run))
-    engine = engine_of(cfg, run.rt, Path(run.cfg.run.dir), training, record)
+    engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
     if run.rt.is_main and engine.setup.pipeline_layers:
         replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
@@ -185,7 +187,7 @@ def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:
     return cfg if layers is None else replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
 
 
-def engine_of(
+def make_engine(
     cfg: Config,
     rt: Runtime,
     run_dir: Path,
@@ -239,7 +241,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(run, start.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
-        books = Bookkeeping(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.asked)])
+        books = Bookkeeping(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
         trained = train(cfg, rt, engine, data.batches, books)
     write_summary(run_dir, trained, rt)
 
@@ -269,5 +271,5 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
     state = TrainState(start.orig_model, start.tokenizer, engine.optimizer)
     checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, state, RunSetup(recipe, identity))
-    checkpoints.check_space(engine.setup.checkpoint_bytes, anew=not run.rt.resumes)
+    checkpoints.check_space(engine.setup.checkpoint_bytes, new_run=not run.rt.resumes)
     return checkpoints

@@ -19,8 +19,8 @@ from sftkit.engine.replicas import Replicas
 from sftkit.errors import ConfigError, Stopped
 from sftkit.optim.schedule import learning_rate
 from sftkit.rundir.names import EVALS, step_dir
-from sftkit.runtime.consistency import agree, data_identity
-from sftkit.runtime.open import take_place
+from sftkit.runtime.consistency import assert_same_on_ranks, data_identity
+from sftkit.runtime.open import claim_run_dir
 from sftkit.runtime.signals import Deadline, save_seconds
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watched
@@ -35,7 +35,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import WINDOW, open_window, resume_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
-from sftkit.train.saves import Saves, completed, tell_saves
+from sftkit.train.saves import Saves, finish_checkpoint_on_error, tell_saves
 from sftkit.train.summary import Trained
 
 Evaluation = tuple[dict[str, float | None], list[dict[str, Any]]]
@@ -72,7 +72,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
     evaluate, checkpoints, tracker, resumed = books.evaluate, books.checkpoints, books.tracker, books.resumed
     # How many steps there are is known before the first, and all ranks must have planned the same documents.
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
-    agree(rt, data_identity(batches.examples.lengths))
+    assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = rt.open_status(rt.place(checkpoints.run_dir))
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
@@ -128,9 +128,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
         tracker.start_progress(step, total_steps)
         folder = step_dir(checkpoints.run_dir, step)
         with (
-            proof.proved(status, rt, checks, lambda error: proof.closing_checks(meter, batches, engine, error)),
+            proof.write_proof_on_error(
+                status, rt, checks, lambda error: proof.closing_checks(meter, batches, engine, error)
+            ),
             engine.guarded(),
-            completed(checkpoints, tell),
+            finish_checkpoint_on_error(checkpoints, tell),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
             Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
@@ -149,7 +151,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 # Step: forward, backward, update. The host should not wait for the device in it: `syncs` counts if it does.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
-                wish = rt.stopping.wanted()
+                wish = rt.stopping.stop_requested()
                 with meter.syncs.watching():
                     outcome = engine.step(step_batches, lr, stop=wish, spikes=health.spikes)
                 meter.add(step_batches, outcome)
@@ -172,8 +174,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 saves = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
                 evaluates = evaluation_due(cfg.eval, step, total_steps)
                 # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
-                stopped, left_out = health.settle(wait=logs or saves or evaluates)
-                meter.left_out(left_out)
+                stopped, left_out = health.read_flags(wait=logs or saves or evaluates)
+                meter.add_skipped(left_out)
                 tell()
                 # What ranks hold alike is compared before it is saved or evaluated.
                 replicas.check(step, is_kept=saves or evaluates or stopped)
@@ -260,10 +262,10 @@ def _begin(rt: Runtime, books: Bookkeeping, step: int, evaluation: Evaluation, a
         evaluation: before it; empty without one. axes: see Meter.axes.
     """
     checkpoints, tracker, (evals, samples) = books.checkpoints, books.tracker, evaluation
-    take_place(rt)
-    checkpoints.set_later_aside(step)
+    claim_run_dir(rt)
+    checkpoints.archive_later_steps(step)
     tracker.open()
-    for problem in checkpoints.passed_over:
+    for problem in checkpoints.skipped_checkpoints:
         tracker.event("checkpoint_fallback", step, problem)
     if evals or samples:
         tracker.log_evals(step, evals, samples, axes)

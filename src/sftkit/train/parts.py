@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.found import ANEW, Found
+from sftkit.checkpoint.found import NEW_RUN, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches
-from sftkit.data.prompts import AskedTargets
+from sftkit.data.prompts import PromptedTargets
 from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
 
@@ -25,7 +25,7 @@ class Run:
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
-    resume: Found = ANEW
+    resume: ResumeCheckpoint = NEW_RUN
     "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
 
 
@@ -48,7 +48,7 @@ class Data:
     validation: dict[str, Examples]
     samples: list[Row]
     "whose answers are shown"
-    asked: AskedTargets | None
+    prompted_targets: PromptedTargets | None
     "small conversations whose targets are compared with what a server samples; None: every token is learned"
 
 

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
-from sftkit.data.prompts import AskedTargets
+from sftkit.data.prompts import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import positions, vocab_size
-from sftkit.parallel.fsdp import let_go
+from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import whole_rows
 from sftkit.rundir.files import replace_text
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PROBE_LENGTH = 64
 
 
-def prompt_check(found: AskedTargets | None) -> Check:
+def prompt_check(found: PromptedTargets | None) -> Check:
     """Check that targets begin where a server's prompt ends; None: every token is a target."""
     how = (
         "small conversations through this run's tokenizing; the ids before each run of targets against those of "
@@ -147,7 +147,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     finally:
         orig_model.train(was_training)
         # a forward pass without a backward pass leaves gathered weights behind
-        let_go(orig_model)
+        reshard(orig_model)
     return {
         "ids": ids,
         "sha256": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
@@ -189,7 +189,7 @@ def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | No
 
 
 @contextmanager
-def proved(
+def write_proof_on_error(
     status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
     """Write a proof.json that says what went wrong, if training ends early."""

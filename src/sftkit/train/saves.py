@@ -26,7 +26,7 @@ class Saves(Protocol):
         """Return the step directory that this start goes on from; None: it starts anew."""
 
     @property
-    def passed_over(self) -> Sequence[str]:
+    def skipped_checkpoints(self) -> Sequence[str]:
         """Return why newer checkpoints were not resumed."""
 
     @property
@@ -39,7 +39,7 @@ class Saves(Protocol):
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Take the metrics of an evaluation, by which the best checkpoint is chosen."""
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         """Archive checkpoints after this step: their steps are trained again."""
 
     def finish(self) -> None:
@@ -50,7 +50,7 @@ class Saves(Protocol):
 
 
 @contextmanager
-def completed(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
+def finish_checkpoint_on_error(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
     """Finish the checkpoint that is being written if numerics end training, which they do on all ranks together."""
     try:
         yield

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Choices, Likelihoods, Marks, Message, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 
 SHOTS_SEED = 1234
@@ -74,10 +74,10 @@ class Design:
     item: Callable[[CheckedRow], Item]
     metric: str
     "format completion: the metric that stands for the task"
-    judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[Marks]]
+    judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[ExampleScores]]
     "format completion; in a chat it is the letter's accuracy"
     letter_metric: str = "acc"
-    letter_judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[Marks]] | None = None
+    letter_judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[ExampleScores]] | None = None
     "format chat; None: accuracy of the letter"
     one_more: bool = False
     "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
@@ -206,7 +206,7 @@ def options(item: Item) -> str:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark acc: 1 if a right choice is the most likely one, else 0."""
     return [
         {"acc": float(_best(likelihoods.sums) in example.gold)}
@@ -214,7 +214,7 @@ def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Ma
     ]
 
 
-def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark acc, and acc_norm: the same with log-likelihoods divided by the characters of their choices."""
     marks = judge_acc(asked, given)
     for mark, example, likelihoods in zip(marks, asked, given, strict=True):

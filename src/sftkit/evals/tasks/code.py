@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check
 from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
-from sftkit.evals.task import Marks
+from sftkit.evals.task import ExampleScores
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
@@ -30,7 +30,7 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def pass_at_1(jobs: Sequence[ProgramTests]) -> list[Marks]:
+def pass_at_1(jobs: Sequence[ProgramTests]) -> list[ExampleScores]:
     """Mark pass_at_1: 1 for each program whose tests end without an error."""
     return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.errors import DataError
-from sftkit.evals.task import Marks, Message, Question, Task
+from sftkit.evals.task import ExampleScores, Message, Question, Task
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -79,7 +79,7 @@ def _turns(row: CheckedRow) -> list[Message]:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####; and exact_match_flexible: the last number. As
     lm-evaluation-harness reads them."""
     return [
@@ -91,7 +91,7 @@ def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
     ]
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
     return [
         {"exact_match": float(number_of(answer.text) == number_of(question.target))}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox.programs import ProgramTests
-from sftkit.evals.task import Marks, Message, Question, Task
+from sftkit.evals.task import ExampleScores, Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -54,13 +54,13 @@ def _question(row: CheckedRow, format: str) -> Question:
     )
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the prompt with its completion passes the tests."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, question.target["prompt"] + answer.text) for question, answer in pairs])
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])

@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.config.commands import install
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Marks, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
@@ -77,10 +77,10 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
     )
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
     loose: in some trimmed form."""
-    marks: list[Marks] = []
+    marks: list[ExampleScores] = []
     for question, answer in zip(asked, given, strict=True):
         strict = [float(_follows(answer.text, *rule)) for rule in question.target]
         forms = loose_forms(answer.text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.sandbox.programs import ProgramTests
-from sftkit.evals.task import Marks, Message, Question, Task
+from sftkit.evals.task import ExampleScores, Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -98,12 +98,12 @@ def _ask(row: CheckedRow) -> Message:
     return {"role": "user", "content": f"{ask}\n{tests}"}
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: what was written before [DONE] passes the tests."""
     return code.pass_at_1([job(question, answer.text) for question, answer in zip(asked, given, strict=True)])
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[Marks]:
+def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the code in the answer passes the tests."""
     pairs = zip(asked, given, strict=True)
     return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])

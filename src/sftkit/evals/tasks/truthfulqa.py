@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from sftkit.errors import DataError
-from sftkit.evals.task import Choices, Likelihoods, Marks
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 
@@ -74,9 +74,9 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
     return answers
 
 
-def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[Marks]:
+def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark mc2: the share of the true choices in the summed probability of all choices."""
-    marks: list[Marks] = []
+    marks: list[ExampleScores] = []
     for example, likelihoods in zip(asked, given, strict=True):
         most = max(likelihoods.sums)
         probabilities = [math.exp(nats - most) for nats in likelihoods.sums]

@@ -34,7 +34,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import Training, engine_of, lay_out, load_data
+from sftkit.train.assemble import Training, lay_out, load_data, make_engine
 from sftkit.train.loop import Bookkeeping, train
 from sftkit.train.parts import Documents, Run, Start
 
@@ -48,7 +48,7 @@ class NoCheckpoints:
 
     run_dir: Path
     resumed_from: Path | None = None
-    passed_over: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
 
     @property
     def last_save(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class NoCheckpoints:
         """Ignore the values of an evaluation."""
         return
 
-    def set_later_aside(self, step: int) -> None:
+    def archive_later_steps(self, step: int) -> None:
         """Do nothing: there are no later checkpoints."""
         return
 
@@ -185,7 +185,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
     # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
     started = time.perf_counter()
-    engine = engine_of(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
+    engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:

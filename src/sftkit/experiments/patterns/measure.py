@@ -35,7 +35,7 @@ from sftkit.ops.dtensor import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import script
-from sftkit.train.assemble import Training, engine_of, lay_out
+from sftkit.train.assemble import Training, lay_out, make_engine
 from sftkit.train.parts import Documents
 
 LEARNING_RATE = 1e-2
@@ -77,7 +77,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
             cfg, rt, Documents(synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2), objective
         )
         with _lean() if case.lean else nullcontext():
-            engine = engine_of(cfg, rt, folder, Training(orig_model, objective, batches.layout))
+            engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
         saved = Saved()
         at_update = _gradients_at_update(engine.optimizer, orig_model)
         for step in batches.steps(0, TRAINED_STEPS):

@@ -30,7 +30,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     from sftkit.tracking.dashboard.ending import Ending
     from sftkit.tracking.dashboard.identity import Identity, run_name
     from sftkit.tracking.dashboard.records import RunFile, table
-    from sftkit.tracking.dashboard.remote import Mirror, dashboard_name, open_dashboard
+    from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, open_dashboard
 
     name = dashboard_name(config)
     if name is None:
@@ -52,7 +52,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))
     if dashboard is None:
         return None
-    mirror = Mirror(dashboard)
+    mirror = DashboardWriter(dashboard)
     mirror.record(0, lambda: RunFile([each for each in tables if each.rows], values(verdicts, speeds)))
     said = mirror.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
     return f"{dashboard.name}: {said}" if said else None

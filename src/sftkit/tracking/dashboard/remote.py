@@ -123,7 +123,7 @@ def _start_trackio(project: str, run_id: str | None, about: Identity, accelerato
         return Trackio(_started("trackio", project, init, {}, accelerator), project)
 
 
-class Mirror:
+class DashboardWriter:
     """Sends what is logged to a dashboard on a thread of its own; what does not fit its
     queue is dropped and counted."""
 
