@@ -19,7 +19,7 @@ class Said(list[str]):
 
     device, rank = torch.device("cpu"), 0
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: str | None = None) -> None:
         self.append(text)
 
 
@@ -41,7 +41,9 @@ def test_three_steps_are_recorded_and_told(tmp_path: Path) -> None:
     assert sum(event.get("name") == "aten::add" for event in events) == TRACED_STEPS
 
 
-@pytest.mark.parametrize(("first", "steps"), [(None, range(1, 9)), (3, range(4, 9)), (30, range(1, 9))])
+@pytest.mark.parametrize(
+    ("first", "steps"), [(None, range(1, 9)), (3, range(4, 9)), (30, range(1, 9)), (9, range(1, 9))]
+)
 def test_nothing_is_recorded_where_nothing_is_asked_for_or_its_steps_do_not_come(
     first: int | None, steps: range, tmp_path: Path
 ) -> None:
@@ -52,6 +54,13 @@ def test_nothing_is_recorded_where_nothing_is_asked_for_or_its_steps_do_not_come
 def test_a_run_that_ends_amid_them_keeps_what_was_recorded(tmp_path: Path) -> None:
     run(3, tmp_path, range(1, 4))
     assert json.loads((tmp_path / "trace" / "rank0.json").read_text())["steps"] == [3, 3]
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("a file where the folder would be")
+    said = run(3, tmp_path, range(1, 9))
+    assert len(said) == 1
+    assert said[0].startswith("log.trace_at: the trace cannot be written: ")
 
 
 def test_an_error_amid_them_is_the_error_that_is_told(tmp_path: Path) -> None:

@@ -45,10 +45,13 @@ class Trace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._profile is not None and error is None:
+        if self._profile is None:
+            return
+        assert self._first is not None
+        if error is None and self._last >= self._first:
             self._write(self._profile)
-        elif self._profile is not None:
-            self._profile.stop()  # an error comes first: what it left on the device may be beyond recording
+        else:  # no step of them came; or an error did, and what it left on the device may be beyond recording
+            self._profile.stop()
 
     def after(self, step: int) -> float:
         """Start or end the recording after a step, if it is time. Return the seconds that this took."""
@@ -80,19 +83,23 @@ class Trace:
             torch.cuda.synchronize(self._rt.device)
 
     def _write(self, recorded: profile) -> None:
-        """End the recording and write both files."""
+        """End the recording and write both files; that they cannot be written is told, and ends no training."""
         self._finish()
         wall = 1e6 * (time.perf_counter() - self._started)
         recorded.stop()
         assert self._first is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
         name = f"rank{self._rt.rank}"
-        recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
         steps = self._last - self._first + 1
         found: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
         if self._on_gpu:
             found["device"] = shares(_kernels(recorded.events() or ()), wall)
-        (self._folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            (self._folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            self._rt.say(f"log.trace_at: the trace cannot be written: {error}", "warning")
+            return
         self._rt.say(line(found) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
 
 
