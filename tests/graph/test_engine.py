@@ -48,11 +48,12 @@ COMPILED_TENSOR = (
     f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
     "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
 )
+SAME_BITS = ("deep llama; graph; reshard_after_forward,prefetching", f"deep llama; graph; {BLOCKS}")
 SLOW_TWO = (
+    *SAME_BITS,
     "qwen3; graph",
     "llama; eager",
     "qwen3; eager",
-    f"deep llama; graph; {BLOCKS}",
     "deep llama; graph; reshard_after_forward,auto_bucketing",
     f"qwen3; graph; {BLOCKS}",
     f"uneven llama; graph; {BLOCKS}",
@@ -191,6 +192,18 @@ def test_passes_change_how_often_ranks_exchange_as_they_say() -> None:
     assert of_blocks["backward block_bucketing"] == {"all-gather": 2, "reduce-scatter": 3}
 
 
+def test_a_block_is_gathered_and_reduced_from_and_to_where_its_tensors_lie() -> None:
+    """Merging adds no operator that computes or copies, only those that name the parts of what one collective gives."""
+    texts = {(s["graph"], s["after"]): s["text"] for s in ranks(2, *TWO)[TWO[0]]["stages"]}
+    for half in ("forward", "backward"):
+        before, after = (
+            sorted(re.findall(r"= (torch\.ops\.aten\.[\w.]+|operator\.\w+)", texts[half, at]))
+            for at in ("split", "block_bucketing")
+        )
+        assert before == after, half
+        assert "_tensor_coalesced.default([" in texts[half, "block_bucketing"]
+
+
 def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
     found = collectives(TWO[1], ranks(2, *TWO))
     # Whole weights: embedding, final norm and head; of a block two norms and the four modules of the latents; the router, and
@@ -233,6 +246,13 @@ def test_prefetching_changes_the_order_alone() -> None:
     )
     assert most_in_flight(before) == 1
     assert most_in_flight(after) >= 2 * 9, "a block has nine weights"
+
+
+@pytest.mark.slow
+def test_merging_changes_no_bit() -> None:
+    moved, merged = (ranks(2, *SLOW_TWO)[case] for case in SAME_BITS)
+    assert moved["losses"] == merged["losses"]
+    assert moved["gradients"] == merged["gradients"]
 
 
 def most_in_flight(text: str) -> int:

@@ -63,7 +63,7 @@ PASSES = {
         Pass(
             name="prefetching",
             stage="split",
-            fn="sftkit.graph.passes.prefetch:prefetching",
+            fn="sftkit.graph.passes.bucketing:prefetching",
             summary="the weights of a decoder block are gathered while the block before it computes, one by one",
             conflicts=("auto_bucketing", "block_bucketing", "full_inductor"),
         ),
@@ -77,7 +77,7 @@ PASSES = {
         Pass(
             name="block_bucketing",
             stage="split",
-            fn="sftkit.graph.passes.overlap:block_bucketing",
+            fn="sftkit.graph.passes.bucketing:block_bucketing",
             summary="those of a decoder block are merged, and gathered while the block before it computes",
             conflicts=("prefetching", "auto_bucketing"),
         ),

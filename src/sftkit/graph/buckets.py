@@ -58,12 +58,14 @@ def _gathers(weight: Node) -> list[Node]:
 
 
 def _reductions(gradient: Node) -> list[Node]:
-    """Return the reduce-scatters that a gradient's local shard comes from, through nodes with one input and sums of several."""
+    """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind them, through
+    nodes with one input and sums of several."""
     found, waiting = [], [gradient]
     while waiting:
         node = waiting.pop()
-        if collective(node) == "reduce-scatter":
+        kind = collective(node)
+        if kind is not None:
             found.append(node)
-        elif len(node.all_input_nodes) == 1 or "add" in str(node.target):
+        if kind != "reduce-scatter" and (len(node.all_input_nodes) == 1 or "add" in str(node.target)):
             waiting.extend(node.all_input_nodes)
     return found

@@ -11,7 +11,6 @@ import torch
 
 from sftkit.data.collate import Batch
 from sftkit.errors import RecompileError
-from sftkit.graph.buckets import buckets_of
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes.apply import Passes, Stage
 from sftkit.graph.passes.replay import Recorder
@@ -48,10 +47,9 @@ class CapturedModel(torch.nn.Module):
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
-        buckets = dict.fromkeys(buckets_of(self.model.orig_model).values())
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
-        passes = Passes(self._passes, list(buckets), self._saves_memory, self._recorder)
+        passes = Passes(self._passes, self._saves_memory, self._recorder)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[_shape(batch)] = passes.stages
 

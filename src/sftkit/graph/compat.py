@@ -190,22 +190,15 @@ def overlap_collectives(
         )
 
 
-def bucket_collectives(
-    graph: GraphModule, plan: Sequence[str], bucket_of: Callable[[Node], str | None], *, for_inductor: bool
-) -> None:
-    """Merge the collectives of each bucket of the plan, in place, and gather each while the one before it is used.
+def coalesced(target: Any) -> Any:
+    """Return the operator that does for a list of tensors what a collective does for one, in a single call."""
+    return getattr(private("torch._ops", "ops")._c10d_functional, f"{target.overloadpacket.__name__}_coalesced").default
 
-    Args:
-        for_inductor: of overlap_collectives.
-    """
-    bucket = private("torch._inductor.fx_passes.overlap_manual_scheduling", "manual_overlap_bucketing")
 
-    def stack_of(node: Node) -> list[tuple[str, type]]:
-        name = bucket_of(node)
-        return [] if name is None else [(name, torch.nn.Module)]
-
-    with _quiet(), _without_gpu():
-        bucket(graph, list(plan), insert_overlap_deps=for_inductor, module_stack_fn=stack_of)
+def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
+    """Write into a graph, in place, after which others a node comes: Inductor orders anew what has no dependency."""
+    write = private("torch._inductor.fx_passes.control_dependencies", "preserve_node_ordering")
+    write(graph.graph, after)
 
 
 @contextmanager

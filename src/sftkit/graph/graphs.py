@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import flop_counter
 
 KINDS = {
     "all_gather": "all-gather",
@@ -43,6 +44,20 @@ def collective(node: Node) -> str | None:
     if namespace != "sftkit" and "c10d_functional" not in namespace:
         return None
     return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
+
+
+def waits_for(node: Node) -> list[Node]:
+    """Return the waits for what a collective gives."""
+    users = list(node.users)
+    return [wait for user in users for wait in (waits_for(user) if user.target is operator.getitem else [user])]
+
+
+def is_costly(node: Node) -> bool:
+    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a collective."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_costly(node.args[0])
+    known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
+    return known or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"))
 
 
 def counts_of(graph: GraphModule) -> Counts:

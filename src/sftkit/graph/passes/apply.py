@@ -39,8 +39,6 @@ class Passes:
     """Applies the passes that a recipe names; one object for each graph that is captured."""
 
     names: Sequence[str]
-    buckets: Sequence[str]
-    "what weights are bucketed by, in the order in which they are used"
     saves_memory: bool = False
     "whether the split keeps no more for the backward pass than torch's activation memory budget"
     recorder: RecordGraph | None = None
@@ -61,7 +59,7 @@ class Passes:
         kept = bytes_of(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
         for spec in (*self._at("split"), *self._at("regions")):
-            _function(spec)(graph, self.buckets, for_inductor=self.for_inductor)
+            _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph)
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import gathered_from
+from sftkit.graph.graphs import gathered_from, is_costly
 from sftkit.graph.tags import block_of
 
 
@@ -28,7 +27,7 @@ def full_checkpointing(graph: GraphModule) -> None:
 
 def selective_checkpointing(graph: GraphModule) -> None:
     """Keep the outputs of matrix products and attention, too; what is computed again is cheap (arXiv 2205.05198)."""
-    _recompute_blocks(graph, _costly)
+    _recompute_blocks(graph, _keeps)
 
 
 def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None:
@@ -44,13 +43,9 @@ def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None
         node.meta["ac_graph_id"] = block  # torch's number of a checkpointed region
 
 
-def _costly(node: Node) -> bool:
+def _keeps(node: Node) -> bool:
     """Return whether a node is a matrix product, attention, a collective, or gives random numbers."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and _costly(node.args[0])
-    known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
-    return known or own or _random(node)
+    return is_costly(node) or _random(node)
 
 
 def _random(node: Node) -> bool:

@@ -1,15 +1,12 @@
-"""Passes over the halves of a split graph that merge collectives and move them to where compute hides them."""
+"""torch's own scheduler of collectives, with estimates of times that are the same on every rank."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import flop_counter
 
 from sftkit.graph import compat
-from sftkit.graph.buckets import bucket_of
 from sftkit.graph.graphs import collective, counts_of
 
 CPU_FLOPS, CPU_BYTES = 1e11, 1e9
@@ -18,16 +15,10 @@ GPU_FLOPS = 5e14
 "Per second, of a matrix product in bf16 on an H100 or H200."
 
 
-def auto_bucketing(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
+def auto_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
     """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
     if counts_of(graph).collectives:
         compat.overlap_collectives(graph, _milliseconds, for_inductor=for_inductor)
-
-
-def block_bucketing(graph: GraphModule, buckets: Sequence[str], *, for_inductor: bool) -> None:
-    """Merge the collectives of each bucket, and gather a bucket while the one before it is used."""
-    if counts_of(graph).collectives:
-        compat.bucket_collectives(graph, buckets, bucket_of, for_inductor=for_inductor)
 
 
 def _milliseconds(node: Node, num_bytes: int | None) -> float | None:

@@ -30,7 +30,7 @@ class Region(NamedTuple):
     outputs: NodeRun
 
 
-def regional_inductor(graph: GraphModule, _: Sequence[str], *, for_inductor: bool) -> None:
+def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
     """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel of its
     backward pass."""
     _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])

@@ -1,0 +1,123 @@
+"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not change."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sftkit.graph.buckets import bucket_of
+from sftkit.graph.graphs import collective, is_costly, waits_for
+
+Positions = dict[Node, float]
+"Wanted places of nodes among the numbers of all nodes in their order."
+
+
+def overlap_buckets(graph: GraphModule) -> None:
+    """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while the next one is."""
+    index = _numbered(graph)
+    _sort(graph, index, _started_early(index) | _awaited_late(index, "reduce-scatter"))
+    index = _numbered(graph)
+    _sort(graph, index, _awaited_late(index, "all-reduce"))  # which follow reduce-scatters that have moved
+
+
+def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
+    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is: collectives that start
+    before it, and the last matrix product or attention."""
+    after: dict[Node, list[Node]] = {}
+    started: list[Node] = []
+    computed: Node | None = None
+    of_buckets = {
+        wait for node in graph.graph.nodes if bucket_of(node) and collective(node) for wait in waits_for(node)
+    }
+    for node in graph.graph.nodes:
+        if node in of_buckets:
+            after[node] = [*started, *([computed] if computed else [])]
+            started = [node]  # others of its bucket come with it
+        elif collective(node) is not None:
+            started += [next(iter(node.users))] if isinstance(node.meta["val"], list) else [node]
+        elif _computes(node):
+            computed = node
+    return {wait: deps for wait, deps in after.items() if deps}
+
+
+def _computes(node: Node) -> bool:
+    """Return whether a node is a tensor that a matrix product or attention gives."""
+    if "c10d_functional" in str(node.args[0].target if node.target is operator.getitem else node.target):  # type: ignore[union-attr]
+        return False
+    return is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _numbered(graph: GraphModule) -> dict[Node, int]:
+    return {node: number for number, node in enumerate(graph.graph.nodes)}
+
+
+def _buckets(index: dict[Node, int], kind: str) -> list[list[Node]]:
+    """Return the collectives of a kind by bucket, in the order of each bucket's first."""
+    found: dict[str, list[Node]] = {}
+    for node in index:
+        bucket = bucket_of(node)
+        if collective(node) == kind and bucket is not None:
+            found.setdefault(bucket, []).append(node)
+    return list(found.values())
+
+
+def _started_early(index: dict[Node, int]) -> Positions:
+    """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the bucket before.
+    Waits for one operator are together."""
+    buckets, wanted = _buckets(index, "all-gather"), Positions()
+    first_wait = [min(index[wait] for node in bucket for wait in waits_for(node)) for bucket in buckets]
+    for number, bucket in enumerate(buckets):
+        start = first_wait[number - 1] if number else index[bucket[0]]
+        for node in bucket:
+            waits = waits_for(node)
+            for leading in [
+                node,
+                *_ancestors(node),
+                *(set(node.users) - set(waits)),
+            ]:  # the last: parts of a merged one's list
+                wanted[leading] = min(start - 0.5, wanted.get(leading, index[leading]))
+            wanted |= dict.fromkeys(waits, min(index[wait] for wait in waits))
+    return wanted
+
+
+def _ancestors(node: Node) -> Iterator[Node]:
+    """Yield what a collective of a weight depends on, inputs of the graph left out."""
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        read = waiting.pop()
+        if read.op != "placeholder":
+            yield read
+            waiting.extend(read.all_input_nodes)
+
+
+def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
+    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction starts."""
+    return {
+        wait: max(index[wait], index[after[0]] - 0.5)
+        for bucket, after in pairwise(_buckets(index, kind))
+        for node in bucket
+        for wait in waits_for(node)
+    }
+
+
+def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None:
+    """Order the nodes by where they are wanted, in place, each as early as what it reads allows."""
+    missing = {node: len(node.all_input_nodes) for node in index}
+    ready = [(wanted.get(node, number), number, node) for node, number in index.items() if not missing[node]]
+    heapq.heapify(ready)
+    ordered: list[Node] = []
+    while ready:
+        *_, node = heapq.heappop(ready)
+        ordered.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (wanted.get(user, index[user]), index[user], user))
+    for before, node in pairwise(ordered):
+        before.append(node)
+    graph.graph.lint()
