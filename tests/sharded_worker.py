@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.shard import RankRows, part_of
 from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError

@@ -16,7 +16,8 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
-from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
+from sftkit.data.epoch import GlobalBatch, num_positions, plan_epoch
+from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, estimates_of_places
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE

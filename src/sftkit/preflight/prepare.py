@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.config.topology import Topology
 from sftkit.data import findings, loader, stages
-from sftkit.data.collate import check_part, part_of
 from sftkit.data.pack import Layout
+from sftkit.data.shard import check_part, part_of
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
