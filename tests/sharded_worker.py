@@ -31,7 +31,8 @@ from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
-from sftkit.models.load import load_model, load_tokenizer
+from sftkit.models.load import load_model
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer

@@ -75,7 +75,10 @@ TORCH_FREE = (
         "data/hub.py",
         "runtime/hub.py",
     ),
-    *(f"rundir/{name}.py" for name in ("names", "files", "killed", "lock", "manifest", "made_from", "status")),
+    *(
+        f"rundir/{name}.py"
+        for name in ("names", "failure", "files", "killed", "lock", "manifest", "made_from", "status")
+    ),
     *(f"runtime/{name}.py" for name in ("launcher", "oom", "progress", "script", "signals", "words")),
 )
 "Rooms and modules that are read before, or without, torch."
