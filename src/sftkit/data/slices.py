@@ -31,10 +31,10 @@ def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> I
     """Return the rows of a slice from its first one on, perhaps with some after it; none if
     finding the first takes long."""
     start, stop = _bounds(source)
-    start = "0" if start in (None, "0%") else start
-    if _is_relative(start) or int(start or 0) > FARTHEST:
+    start = "0" if start is None or start == "0%" else start
+    if _is_relative(start) or int(start) > FARTHEST:
         return iter(())
-    return islice(rows(), int(start or 0), None if stop is None or _is_relative(stop) else int(stop))
+    return islice(rows(), int(start), None if stop is None or _is_relative(stop) else int(stop))
 
 
 def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
