@@ -16,7 +16,7 @@ def main() -> None:
     cfg = load_config(__doc__, inputs_of("caption"))
 
     from sftkit.data import stages
-    from sftkit.models.load import base_tokenizer
+    from sftkit.models.tokenizer import base_tokenizer
     from sftkit.objectives.caption import Caption
     from sftkit.train import assemble
 

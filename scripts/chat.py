@@ -24,7 +24,8 @@ def main() -> None:
     from sftkit.generation.introduction import introduction
     from sftkit.generation.repl import Conversation, converse, show
     from sftkit.models.kinds import check_causal
-    from sftkit.models.load import load_model, load_tokenizer
+    from sftkit.models.load import load_model
+    from sftkit.models.tokenizer import load_tokenizer
     from sftkit.runtime.start import quiet_libraries, start_device
 
     quiet_libraries()

@@ -16,7 +16,7 @@ def main() -> None:
     cfg = load_config(__doc__, inputs_of("sft"))
 
     from sftkit.data import stages
-    from sftkit.models.load import load_tokenizer
+    from sftkit.models.tokenizer import load_tokenizer
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
 

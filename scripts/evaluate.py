@@ -33,7 +33,7 @@ def evaluate(args, rt) -> None:
     from sftkit.evals.flags import eval_config
     from sftkit.evals.loading import load, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
-    from sftkit.models.load import load_tokenizer
+    from sftkit.models.tokenizer import load_tokenizer
     from sftkit.reports.write import report_of_folder
 
     source = ModelConfig(path=args.path)

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples, make_layout_of, tiny_llama
+from helpers import make_examples, make_layout_of, tiny_llama, tiny_recipe
 
 from sftkit.config.schema import (
     AttentionConfig,
     CompileConfig,
-    Config,
-    DataConfig,
     LossConfig,
-    ModelConfig,
-    OptimConfig,
     RunConfig,
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.collate import RankRows
 from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.shard import RankRows
 from sftkit.engine.engine import Training
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
@@ -60,11 +56,8 @@ def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -
 def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     """What rank 0 reports when on rank 1 alone a guard fails and a hook is added."""
     rt.topology = Topology(replicas=2)
-    cfg = Config(
-        run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
-        optim=OptimConfig(name="adamw"),
+    cfg = tiny_recipe(
+        folder,
         train=TrainConfig(max_steps=20),
         attention=AttentionConfig(backend="reference"),
         compile=CompileConfig(backend="eager", on_recompile="eager"),

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples, make_layout_of, tiny_llama
+from helpers import before_each_step, make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
-from sftkit.data.collate import RankRows
-from sftkit.data.loader import Batches, StepDataset, load_examples
+from sftkit.data.loader import Batches, StepBatches, StepDataset, load_examples
+from sftkit.data.shard import RankRows
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
 from sftkit.generation.batching import Batching
@@ -101,17 +101,14 @@ def inject(fault: str, rank: int, batches: Batches) -> None:
     slowed = ("slow", "saving")
     everywhere = (*slowed, "kill while others wait")
     if (fault in ("raise", "hang", "kill") and rank == 1) or fault in everywhere:
-        steps = batches.steps
 
-        def faulty(first: int, last: int) -> Any:
-            for step, step_batches in enumerate(steps(first, last), start=first + 1):
-                if fault in slowed:
-                    time.sleep(0.2)
-                elif step == 4 and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists():
-                    strike(fault)
-                yield step_batches
+        def faulty(step: int, _: StepBatches) -> None:
+            if fault in slowed:
+                time.sleep(0.2)
+            elif step == 4 and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists():
+                strike(fault)
 
-        batches.steps = faulty  # type: ignore[method-assign]
+        before_each_step(batches, faulty)
     if fault == "nan":
         forward, calls = ModelWithLoss.forward, [0]
 
@@ -129,25 +126,21 @@ def inject(fault: str, rank: int, batches: Batches) -> None:
 
 def flip_bit(orig_model: torch.nn.Module, rank: int, batches: Batches) -> None:
     """In rank 1, the lowest bit of one weight, before step 4."""
-    steps = batches.steps
 
-    def faulty(first: int, last: int) -> Any:
-        for step, step_batches in enumerate(steps(first, last), start=first + 1):
-            if step == 4 and rank == 1:
-                weight = orig_model.get_parameter("model.layers.1.mlp.up_proj.weight")
-                weight.data.view(torch.int32)[3, 5] ^= 1
-            yield step_batches
+    def faulty(step: int, _: StepBatches) -> None:
+        if step == 4 and rank == 1:
+            weight = orig_model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            weight.data.view(torch.int32)[3, 5] ^= 1
 
-    batches.steps = faulty  # type: ignore[method-assign]
+    before_each_step(batches, faulty)
 
 
 def spike(rank: int, batches: Batches) -> None:
     """The loss of rank 1 in step 40, fifty times what it is."""
-    at, steps, forward = [0], batches.steps, ModelWithLoss.forward
+    at, forward = [0], ModelWithLoss.forward
 
-    def counted(first: int, last: int) -> Any:
-        for at[0], step_batches in enumerate(steps(first, last), start=first + 1):
-            yield step_batches
+    def note(step: int, _: StepBatches) -> None:
+        at[0] = step
 
     def larger(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
         sums = forward(self, *args, **kwargs)
@@ -155,7 +148,7 @@ def spike(rank: int, batches: Batches) -> None:
             return sums
         return Sums(sums.loss * 50, {name: value * 50 for name, value in sums.measured.items()})
 
-    batches.steps = counted  # type: ignore[method-assign]
+    before_each_step(batches, note)
     ModelWithLoss.forward = larger  # type: ignore[method-assign]
 
 

@@ -27,9 +27,9 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
+from sftkit.data.shard import RankRows, part_of
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.graph.engine import GraphEngine

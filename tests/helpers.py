@@ -3,30 +3,72 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import preloaded
+import pytest
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from sftkit.config.schema import DataConfig, TrainConfig
+from sftkit.config.load import read_config
+from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.collate import IGNORE, Batch, collate
+from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
 from sftkit.models.stages import stages_of
 from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import documents_of, use_document_attention
 from sftkit.runtime.start import Runtime
 
 VOCAB_SIZE = 64
+SCRATCH_RECIPE = """
+run: {dir: runs/x}
+model: {scratch: {model_type: llama}, tokenizer: t}
+data: {train: [{path: "builtin:tasks"}], max_length: 64}
+train: {max_steps: 2}
+"""
 ROOT = Path(__file__).parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+def tiny_recipe(folder: Path | str, **sections: Any) -> Config:
+    """The recipe of a run of a tiny model on data that the test itself makes: AdamW and what `sections` say."""
+    own = {"model": ModelConfig(path="unused"), "data": DataConfig(train=()), "optim": OptimConfig(name="adamw")}
+    return Config(run=RunConfig(dir=str(folder)), **(own | sections))
+
+
+def scratch_recipe(folder: Path, more: str = "") -> Path:
+    """A recipe file of a new model."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(SCRATCH_RECIPE + more)
+    return recipe
+
+
+def problems_of(folder: Path, words: Sequence[str]) -> list[str]:
+    """What is refused of a recipe with these words of the command line."""
+    with pytest.raises(ConfigError) as refused:
+        read_config(scratch_recipe(folder), words)
+    return str(refused.value).splitlines()
+
+
+def before_each_step(batches: Batches, do: Callable[[int, StepBatches], object]) -> None:
+    """Call a function with the number of each step and what it will take, when the loop asks for it."""
+    steps = batches.steps
+
+    def told(first: int, last: int) -> Iterator[StepBatches]:
+        for step, step_batches in enumerate(steps(first, last), start=first + 1):
+            do(step, step_batches)
+            yield step_batches
+
+    batches.steps = told  # type: ignore[method-assign]
 
 
 def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0.5) -> Examples:

@@ -26,9 +26,9 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
+from sftkit.data.shard import RankRows, part_of
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helpers import make_examples, tiny_llama
+from helpers import make_examples, tiny_llama, tiny_recipe
 
-from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
@@ -21,9 +21,8 @@ from sftkit.train.parts import Documents
 
 def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
     """Steps over five documents in rows of one, four rows a step: the second step has one document, so an empty rank."""
-    cfg = Config(
-        run=RunConfig(dir="unused"),
-        model=ModelConfig(path="unused"),
+    cfg = tiny_recipe(
+        "unused",
         data=DataConfig(train=(), layout="fixed"),
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=4, global_batch_size=4, micro_batch_size=2, engine="reference", precision="fp32"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples, tiny_llama
+from helpers import before_each_step, make_examples, tiny_llama, tiny_recipe
 from transformers import AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
@@ -26,7 +26,6 @@ from sftkit.config.schema import (
     EvalConfig,
     LogConfig,
     LossConfig,
-    ModelConfig,
     NumericsConfig,
     OptimConfig,
     RunConfig,
@@ -53,9 +52,8 @@ STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
 
 
 def config(folder: Path, log_every: int, layout: str = "packed", batch: int = 8, micro: int = 2) -> Config:
-    return Config(
-        run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path="unused"),
+    return tiny_recipe(
+        folder,
         data=DataConfig(train=(), layout=layout),  # type: ignore[arg-type]
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=STEPS, global_batch_size=batch, micro_batch_size=micro),
@@ -96,19 +94,17 @@ def run(
     state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
     checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)
     resumed = checkpoints.resume(found, changes)
-    at, steps, forward = [0], batches.steps, ModelWithLoss.forward
+    at, forward = [0], ModelWithLoss.forward
     taken: dict[int, StepBatches] = {}
 
-    def counted(first: int, last: int) -> Any:
-        for at[0], step_batches in enumerate(steps(first, last), start=first + 1):
-            taken[at[0]] = step_batches
-            yield step_batches
+    def note(step: int, step_batches: StepBatches) -> None:
+        at[0], taken[step] = step, step_batches
 
     def broken(self: ModelWithLoss, *args: Any, **kwargs: Any) -> Any:
         sums = forward(self, *args, **kwargs)
         return Sums(sums.loss * float("nan"), sums.measured) if at[0] == broken_at and rt.is_main else sums
 
-    batches.steps = counted  # type: ignore[method-assign]
+    before_each_step(batches, note)
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:

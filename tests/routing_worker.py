@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_examples
+from helpers import make_examples, tiny_recipe
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sftkit.config.schema import (
@@ -19,7 +19,6 @@ from sftkit.config.schema import (
     Config,
     DataConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
     RunConfig,
     TrainConfig,
@@ -61,9 +60,8 @@ def experts(**fields: Any) -> PreTrainedModel:
 
 def recipe(**train: Any) -> Config:
     """Compiled blocks, rows of 32, eight a step."""
-    return Config(
-        run=RunConfig(dir="unused"),
-        model=ModelConfig(path="unused"),
+    return tiny_recipe(
+        "unused",
         data=DataConfig(train=(), row_length=32),
         optim=OptimConfig(name="adamw", lr=1e-2, eps=1e-4),
         loss=LossConfig(router_aux_loss_coef=WEIGHT),

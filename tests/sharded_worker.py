@@ -23,15 +23,16 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.shard import RankRows, part_of
 from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.evals import families, results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
-from sftkit.models.load import load_model, load_tokenizer
+from sftkit.models.load import load_model
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer

@@ -20,9 +20,10 @@ from transformers import PhiConfig, PhiForCausalLM
 from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.collate import IGNORE, WHOLE, RankRows, RowShard, collate
+from sftkit.data.collate import IGNORE, collate
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import BatchShape
+from sftkit.data.shard import WHOLE, RankRows, RowShard
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
@@ -24,9 +24,7 @@ from sftkit.config.schema import (
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimConfig,
-    RunConfig,
     SourceConfig,
     TrainConfig,
 )
@@ -45,9 +43,8 @@ from sftkit.train.summary import Trained, write_summary
 
 
 def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
-    return Config(
-        run=RunConfig(dir=str(run_dir)),
-        model=ModelConfig(path="unused"),
+    return tiny_recipe(
+        run_dir,
         data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=max_steps),

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import preloaded
 import pytest
 import torch
 from checkpoint_worker import Run
+from forked import kill_before
 from helpers import cpu_runtime
 from launched import fill, small_file_system
 
@@ -63,11 +63,7 @@ def kill_in_saves(run_dir: Path, tokenizer_dir: Path, kills: int) -> None:
         os.close(reads)
         for folder in step_dirs(run_dir):
             assert verify(folder) is None
-        published = 0
-        if (run_dir / LATEST).exists():
-            name = (run_dir / LATEST).read_text().strip()
-            assert (run_dir / name).is_dir()
-            published = step_number(run_dir / name)
+        published = published_step(run_dir)
         assert published >= latest + begun - 1, f"{begun} saves began after {latest}, and {published} is published"
         latest = published
 
@@ -83,19 +79,13 @@ def kill_at_each_operation(run_dir: Path, tokenizer_dir: Path) -> None:
             run = Run(run_dir, AutoTokenizer.from_pretrained(tokenizer_dir), cpu_runtime())
             step = run.checkpoints.resume("auto")["step"]
             assert step >= latest
-            count = iter(range(died + 1))
-            for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
-                monkey(module, name, count)
+            kill_before(died + 1, (os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree"))
             run.steps(step, step + 1, every=1, wait=True)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert all(verify(folder) is None for folder in step_dirs(run_dir))
-        if (run_dir / LATEST).exists():
-            name = (run_dir / LATEST).read_text().strip()
-            assert (run_dir / name).is_dir()
-            assert step_number(run_dir / name) >= latest
-            latest = step_number(run_dir / name)
-            published = len(step_dirs(run_dir))
+        assert published_step(run_dir) >= latest
+        latest, published = published_step(run_dir), len(step_dirs(run_dir))
         if not os.WIFSIGNALED(status):
             assert os.waitstatus_to_exitcode(status) == 0
             break
@@ -104,15 +94,13 @@ def kill_at_each_operation(run_dir: Path, tokenizer_dir: Path) -> None:
     assert published == 2
 
 
-def monkey(module: Any, name: str, count: Iterator[int]) -> None:
-    original = getattr(module, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if next(count, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(module, name, counted)
+def published_step(run_dir: Path) -> int:
+    """The step of the newest whole checkpoint; 0: none is published."""
+    if not (run_dir / LATEST).exists():
+        return 0
+    name = (run_dir / LATEST).read_text().strip()
+    assert (run_dir / name).is_dir()
+    return step_number(run_dir / name)
 
 
 def forking(function: str, *args: str) -> None:

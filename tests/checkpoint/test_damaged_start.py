@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from sftkit.checkpoint.weight_files import WeightSnapshot, write_weights
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_model, load_tokenizer
+from sftkit.models.load import load_model
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.weights import load_model_weights
 from sftkit.rundir.names import step_dir
 from sftkit.train.proof import verify_checkpoint

@@ -197,7 +197,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
         make_key(train=TrainConfig(memory="low")),
         make_key(topology=Topology(tensor=2, sharded=True)),
     ]
-    monkeypatch.setattr(compile_cache, "version", lambda package: "99")
+    monkeypatch.setattr(compile_cache, "installed_version", lambda package: "99")
     other.append(make_key())
     assert len(set(same)) == 1
     assert len({*same, *other}) == 1 + len(other)

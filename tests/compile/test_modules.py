@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import problems_of, scratch_recipe, tiny_llama
 from made_captioners import CAPTIONER, TRANSLATOR, made
 from transformers import PreTrainedModel
 
@@ -231,14 +231,6 @@ def test_a_marked_row_length_does_not_go_with_masks_of_blocks() -> None:
             check_marked(CompileConfig(**settings), "flex")
 
 
-RECIPE = """
-run: {dir: runs/x}
-model: {scratch: {model_type: llama}, tokenizer: t}
-data: {train: [{path: "builtin:tasks"}], max_length: 64}
-train: {max_steps: 2}
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -265,19 +257,13 @@ train: {max_steps: 2}
     ],
 )
 def test_what_does_not_fit_together_is_refused_without_torch(tmp_path: Path, words: list[str], wanted: str) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    with pytest.raises(ConfigError) as refused:
-        read_config(recipe, words)
-    assert wanted in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1
+    (problem,) = problems_of(tmp_path, words)
+    assert wanted in problem
 
 
 def test_a_recipe_says_modules_by_path_and_options_and_a_marked_row_length(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        RECIPE + "compile: {modules: {model.layers: {mode: max-autotune}, model.norm: {}}, dynamic: marked}\n"
-    )
+    compiled = "compile: {modules: {model.layers: {mode: max-autotune}, model.norm: {}}, dynamic: marked}\n"
+    recipe = scratch_recipe(tmp_path, compiled)
     compile = read_config(recipe, ["data.layout=dynamic", "compile.options.shape_padding=true"]).compile
     assert compile.modules == {"model.layers": Own(mode="max-autotune"), "model.norm": Own()}
     assert (compile.options, compile.dynamic) == ({"shape_padding": True}, "marked")

@@ -23,7 +23,7 @@ from sftkit.data.reasoning import with_reasoning
 from sftkit.data.template import Conversation, render, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.load import load_tokenizer
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.train.proof import prompt_check
 
 SPECIALS = {

@@ -11,9 +11,10 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.balance import assign_rows, causal_pairs, skew
-from sftkit.data.collate import RankRows
+from sftkit.data.epoch import GlobalBatch, plan_epoch
 from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import DocumentLengths, GlobalBatch, Layout, make_layout, plan_epoch
+from sftkit.data.pack import DocumentLengths, Layout, make_layout
+from sftkit.data.shard import RankRows
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
 KINDS = {

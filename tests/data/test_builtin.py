@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from sftkit.data.demo import builtin
+from sftkit.data.demo import builtin, documents
 
 # A second way to the answer and to the problem's identity, from the words of the question alone. ----------------------
 
@@ -175,47 +175,47 @@ def test_an_unknown_split_is_refused():
 
 
 @pytest.fixture(scope="module")
-def documents() -> dict[str, list[str]]:
-    return {"train": list(builtin.docs("train")), "heldout": list(builtin.docs("heldout"))}
+def docs() -> dict[str, list[str]]:
+    return {"train": list(documents.docs("train")), "heldout": list(documents.docs("heldout"))}
 
 
 @pytest.mark.slow
-def test_documents_are_megabytes_of_text_without_duplicates(documents):
-    everything = documents["train"] + documents["heldout"]
+def test_documents_are_megabytes_of_text_without_duplicates(docs):
+    everything = docs["train"] + docs["heldout"]
     assert sum(map(len, everything)) > 2_000_000
     assert len(set(everything)) == len(everything)
     assert min(map(len, everything)) >= 50
 
 
 @pytest.mark.slow
-def test_about_two_percent_of_the_documents_are_held_out(documents):
-    share = len(documents["heldout"]) / len(documents["train"])
+def test_about_two_percent_of_the_documents_are_held_out(docs):
+    share = len(docs["heldout"]) / len(docs["train"])
     assert 0.01 < share < 0.04
 
 
 def test_no_more_files_are_read_than_the_documents_that_are_asked_for_need(monkeypatch):
-    read, parse = [], builtin._documents_of_file
-    monkeypatch.setattr(builtin, "_documents_of_file", lambda path: read.append(path) or parse(path))
-    monkeypatch.setattr(builtin, "_all_docs", lambda: builtin.tee(builtin._read_docs(), 1)[0])
-    topics = len({text.strip() for text in builtin._help_topics().values()})
-    assert len(list(itertools.islice(builtin.docs("train"), topics + 20))) == topics + 20
+    read, parse = [], documents._documents_of_file
+    monkeypatch.setattr(documents, "_documents_of_file", lambda path: read.append(path) or parse(path))
+    monkeypatch.setattr(documents, "_all_docs", lambda: documents.tee(documents._read_docs(), 1)[0])
+    topics = len({text.strip() for text in documents._help_topics().values()})
+    assert len(list(itertools.islice(documents.docs("train"), topics + 20))) == topics + 20
     assert 0 < len(read) < 30
 
 
 @pytest.mark.slow
-def test_documents_hold_no_task(documents):
-    assert not [text for text in documents["train"] if "larger?\n" in text or "<|im_start|>" in text]
+def test_documents_hold_no_task(docs):
+    assert not [text for text in docs["train"] if "larger?\n" in text or "<|im_start|>" in text]
 
 
 def test_documents_do_not_need_the_help_topics(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    assert builtin._help_topics() == {}
+    assert documents._help_topics() == {}
 
 
 def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
     path = tmp_path / "old.py"
     path.write_text(f'x = 1\n\x0c\ndef f():\n    """{"Says what it does. " * 10}"""\n    return 1\n')
-    (text,) = builtin._documents_of_file(path)
+    (text,) = documents._documents_of_file(path)
     assert text.startswith("def f():")
     assert text.endswith("return 1")
 
@@ -224,9 +224,9 @@ def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
 
 DIGEST = """
 import hashlib, itertools, pathlib, json
-from sftkit.data.demo import builtin
+from sftkit.data.demo import builtin, documents
 digest = hashlib.sha256()
-for text in builtin._documents_of_file(pathlib.Path(json.__file__)):
+for text in documents._documents_of_file(pathlib.Path(json.__file__)):
     digest.update(text.encode())
 for task in itertools.islice(builtin.tasks("train"), 2000):
     digest.update(repr(task).encode())

@@ -275,7 +275,18 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    for name in ("answers", "chat", "conversation", "learned", "reasoning", "rows", "spans", "template", "text"):
+    for name in (
+        "answers",
+        "chat",
+        "conversation",
+        "learned",
+        "reasoning",
+        "rows",
+        "sharegpt",
+        "spans",
+        "template",
+        "text",
+    ):
         tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":

@@ -10,18 +10,11 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import RankRows, collate, warm_up_batch
+from sftkit.data.collate import collate, warm_up_batch
+from sftkit.data.epoch import num_positions, plan_epoch
 from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import (
-    BatchShape,
-    DocumentLengths,
-    Layout,
-    make_layout,
-    num_positions,
-    pack,
-    plan_epoch,
-    validation_layout,
-)
+from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout, pack, validation_layout
+from sftkit.data.shard import RankRows
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)

@@ -8,19 +8,11 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import (
-    IGNORE,
-    TARGET_MULTIPLE,
-    WHOLE,
-    Batch,
-    RankRows,
-    RowShard,
-    check_part,
-    collate,
-    warm_up_batch,
-)
+from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
+from sftkit.data.epoch import plan_epoch
 from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout, plan_epoch
+from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout
+from sftkit.data.shard import WHOLE, RankRows, RowShard, check_part
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(5).integers(1, 49, 200)

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows, torchrun
+from helpers import (
+    cpu_runtime,
+    make_examples,
+    make_layout_of,
+    tiny_llama,
+    tiny_qwen3_with_windows,
+    tiny_recipe,
+    torchrun,
+)
 from made_models import MODELS, tiny_gemma2
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import (
     AttentionConfig,
     CompileConfig,
-    Config,
-    DataConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
-    RunConfig,
     TrainConfig,
 )
 from sftkit.data.collate import Batch
@@ -72,10 +76,8 @@ def engine_with(
 ) -> tuple[Engine, Batches]:
     """An engine as a recipe makes it, not warm yet."""
     torch._dynamo.reset()
-    cfg = Config(
-        run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+    cfg = tiny_recipe(
+        folder,
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=20),
         loss=loss,

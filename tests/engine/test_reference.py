@@ -18,6 +18,7 @@ from helpers import (
     make_layout_of,
     tiny_llama,
     tiny_qwen3_with_windows,
+    tiny_recipe,
     torchrun,
 )
 from made_models import tiny_gemma2
@@ -29,11 +30,8 @@ from sftkit.compile import debug
 from sftkit.config.schema import (
     CompileConfig,
     Config,
-    DataConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
-    RunConfig,
     TrainConfig,
 )
 from sftkit.config.topology import Topology
@@ -51,10 +49,8 @@ LOSSES = {"plain": LossConfig(), "all": LossConfig(z_loss=1e-3, label_smoothing=
 
 
 def recipe(folder: Path, engine: str, compile: CompileConfig, loss: LossConfig = LOSSES["plain"], **optim) -> Config:
-    return Config(
-        run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+    return tiny_recipe(
+        folder,
         optim=OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-4, **optim),
         train=TrainConfig(max_steps=4, engine=engine, precision="fp32"),  # type: ignore[arg-type]
         loss=loss,

@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 from sftkit.generation.answer import Sampling
 from sftkit.generation.decode import stream
 from sftkit.generation.introduction import introduction, learned_questions
-from sftkit.models.load import set_template_arguments
+from sftkit.models.tokenizer import set_template_arguments
 
 HI = [{"role": "user", "content": "Hi?"}]
 

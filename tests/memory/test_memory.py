@@ -29,6 +29,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
+from sftkit.memory import remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
 from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, against_measured, make_plan
@@ -170,7 +171,7 @@ def test_presets_set_budget_and_optimizer(
 ) -> None:
     cfg = recipe(train=TrainConfig(memory=memory_preset, max_steps=1))  # type: ignore[arg-type]
     for installed in (True, False):
-        monkeypatch.setattr(memory, "package_installed", lambda name, there=installed: there)
+        monkeypatch.setattr(remedies, "find_spec", lambda name, there=installed: there or None)
         plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
         assert plan.activation_memory_budget == kept_share
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
@@ -347,7 +348,7 @@ def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: 
 
 
 def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "package_installed", lambda name: False)
+    monkeypatch.setattr(remedies, "find_spec", lambda name: None)
     cfg = recipe(optim=OptimConfig(name="adamw"))
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=6))
     assert first.startswith("out of memory: the GPU has 140.0 GiB, ")
@@ -419,7 +420,7 @@ def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, s
     cfg = recipe(optim=OptimConfig(name="adamw_sr"), train=TrainConfig(memory="low", max_steps=1))
     plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), Fixed(H200))
     assert plan.setup is not None
-    ((text, after),) = memory._smaller_batch(plan.setup, cfg)
+    ((text, after),) = remedies._smaller_batch(plan.setup, cfg)
     assert text == setting
     assert after.layout.shapes[-1][0] * after.layout.shapes[-1][1] == pytest.approx(
         layout.shapes[-1][0] * layout.shapes[-1][1] / 2

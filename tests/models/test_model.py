@@ -13,8 +13,9 @@ from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Sampling
 from sftkit.generation.decode import stream
-from sftkit.models.load import from_scratch, load_model, load_tokenizer, resolve_max_length
+from sftkit.models.load import from_scratch, load_model, resolve_max_length
 from sftkit.models.structure import Work, attention_windows, count_parameters, positions, train_flops
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.ops.attention import windows
 from sftkit.runtime.hardware import peak_flops_by_name
 

@@ -18,9 +18,10 @@ from sftkit.checkpoint.compatibility import check_identity, run_identity
 from sftkit.checkpoint.weight_files import snapshot_weights, write_weights
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_model, load_tokenizer
+from sftkit.models.load import load_model
 from sftkit.models.padding import describe, pad_vocabulary, padding_rows
 from sftkit.models.structure import count_parameters, embedding_of, output_projection, vocab_size
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.vocabulary import vocabulary_of
 from sftkit.models.weights import load_model_weights, load_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss

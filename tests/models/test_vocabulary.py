@@ -34,8 +34,8 @@ from sftkit.config.schema import ModelConfig
 from sftkit.data import chat
 from sftkit.data.template import special_tokens_of
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_model, load_tokenizer, resolve_max_length
-from sftkit.models.tokenizer import train_tokenizer
+from sftkit.models.load import load_model, resolve_max_length
+from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
 from sftkit.models.vocabulary import added_tokens, describe, new_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.preflight.prepare import meta_model

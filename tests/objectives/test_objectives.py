@@ -8,17 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_batch, make_examples, tiny_llama
+from helpers import cpu_runtime, make_batch, make_examples, tiny_llama, tiny_recipe
 from torch import Tensor
 
 from sftkit.config.schema import (
     CompileConfig,
-    Config,
-    DataConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
-    RunConfig,
     TrainConfig,
 )
 from sftkit.data.collate import Batch
@@ -101,10 +97,8 @@ class PerDocument:
 
 @pytest.mark.parametrize("engine", ["blocks", "reference"])
 def test_another_objective_needs_no_change_elsewhere_and_its_own_divisor_divides(tmp_path: Path, engine: str) -> None:
-    cfg = Config(
-        run=RunConfig(dir=str(tmp_path)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+    cfg = tiny_recipe(
+        tmp_path,
         optim=OptimConfig(name="adamw", max_grad_norm=None),
         train=TrainConfig(max_steps=1, global_batch_size=4, micro_batch_size=2, engine=engine, precision="fp32"),  # type: ignore[arg-type]
         compile=CompileConfig(enabled=False),

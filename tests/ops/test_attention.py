@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.collate import WHOLE, Batch, RowShard, collate, warm_up_batch
+from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import BatchShape
+from sftkit.data.shard import WHOLE, RowShard
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash

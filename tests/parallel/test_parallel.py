@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import cpu_runtime, torchrun
+from helpers import cpu_runtime, tiny_recipe, torchrun
 from parallel_worker import EIGHT_RANKS, FOUR_RANKS, MODELS, ONE_RANK, STEPS, TWO_RANKS, some_batches, train
 
-from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import OptimConfig, TrainConfig
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
@@ -59,10 +59,8 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
 )
 def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
     found = alone(f"{model} whole")
-    cfg = Config(
-        run=RunConfig(dir=str(tmp_path)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+    cfg = tiny_recipe(
+        tmp_path,
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=STEPS, engine="reference", precision="fp32"),
     )

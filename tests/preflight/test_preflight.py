@@ -29,7 +29,8 @@ from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data import loader, stages
-from sftkit.data.pack import DocumentLengths, make_layout, num_positions, plan_epoch
+from sftkit.data.epoch import num_positions, plan_epoch
+from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan

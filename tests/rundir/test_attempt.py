@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import preloaded
 import pytest
+from forked import in_fork, kill_before
 from helpers import ROOT, cpu_runtime
 from launched import LaunchedRun, Launcher, launching, small_file_system
 
@@ -80,24 +82,10 @@ def started(
         rt.page = pytest.fail  # type: ignore[assignment]
         first(rt)
         if killed_before is not None:
-            kill_before(killed_before)
+            kill_before(killed_before, (os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree"))
         if takes:
             claim_run_dir(rt)
         then()
-
-
-def kill_before(operation: int) -> None:
-    """Kill this process before so many renames and deletions more."""
-    left = iter(range(operation))
-    for module, name in ((os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")):
-        original = getattr(module, name)
-
-        def counted(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(module, name, counted)
 
 
 def fails(error: Exception) -> Callable[[], NoReturn]:
@@ -127,22 +115,15 @@ def test_a_start_that_ends_before_its_checks_are_passed_leaves_an_earlier_run_as
 def test_a_signal_before_the_checks_are_passed_leaves_an_earlier_run_as_it_was(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "sft")
     before = contents(tmp_path)
-    child = os.fork()
-    if child == 0:
-        try:
-            started(folder, None, lambda: [os.kill(os.getpid(), signal.SIGTERM), signal.pause()])
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    waits = partial(started, folder, None, lambda: [os.kill(os.getpid(), signal.SIGTERM), signal.pause()])
+    assert in_fork(waits) == 128 + signal.SIGTERM
     assert contents(tmp_path) == before
 
 
 def test_a_start_that_was_killed_is_swept_by_the_next(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "sft")
-    child = os.fork()
-    if child == 0:
-        started(folder, None, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    killed = partial(started, folder, None, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert in_fork(killed) == -signal.SIGKILL
     assert (folder / METRICS_FILE).read_text() == f"the first run's {METRICS_FILE}"
     with pytest.raises(SystemExit):
         started(folder, None, fails(ConfigError("no")))
@@ -543,10 +524,7 @@ def test_a_start_that_is_killed_while_it_takes_its_place_in_a_new_directory_is_a
     for operation in count():
         folder = project(tmp_path / str(operation) / "sft")
         theirs = contents(folder)
-        child = os.fork()
-        if child == 0:
-            started(folder, None, lambda: os._exit(0), takes=True, killed_before=operation)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        if in_fork(partial(started, folder, None, lambda: os._exit(0), takes=True, killed_before=operation)) == 0:
             break
         started(folder, None, takes=True)
         whole = contents(folder.parent)
@@ -560,10 +538,7 @@ def test_a_start_that_is_killed_while_it_takes_its_place_leaves_an_earlier_run_w
     for operation in count():
         folder = earlier_run(tmp_path / str(operation) / "sft")
         before = contents(folder)
-        child = os.fork()
-        if child == 0:
-            started(folder, resume, lambda: os._exit(0), takes=True, killed_before=operation)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        if in_fork(partial(started, folder, resume, lambda: os._exit(0), takes=True, killed_before=operation)) == 0:
             break
         sweep(folder)
         if resume:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import in_fork
 from helpers import cpu_runtime
 
 from sftkit.reports.collect import gather_report
@@ -24,18 +25,16 @@ from sftkit.runtime.open import open_run
 def killed_run(tmp_path: Path) -> Path:
     """The directory of a run that is really killed after its fourth step."""
     folder = tmp_path / "run"
-    child = os.fork()
-    if child == 0:
-        try:
-            lock.take(folder)
-            RunStatus(folder, 0, 1, total_steps=9).begin({})
-            (folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n{"step": 5, "trai')
-            (folder / "step-000003").mkdir()
-            (folder / "LATEST").write_text("step-000003\n")
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    def run() -> None:
+        lock.take(folder)
+        RunStatus(folder, 0, 1, total_steps=9).begin({})
+        (folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n{"step": 5, "trai')
+        (folder / "step-000003").mkdir()
+        (folder / "LATEST").write_text("step-000003\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_fork(run) == -signal.SIGKILL
     assert read_status(folder)["status"] == "running"
     return folder
 

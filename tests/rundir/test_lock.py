@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from forked import in_fork
 from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError
@@ -24,21 +25,6 @@ from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
 ME = Holder(*place(), os.getpid(), psutil.Process().create_time(), time.time())
-
-
-def in_fork(do: Callable[[], object]) -> int:
-    """Exit code of a fork that does it: 0, or 3 where it is refused."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            do()
-            code = 0
-        except ConfigError:
-            code = 3
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def holding(do: Callable[[], object]) -> int:

@@ -11,19 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
 
 from sftkit.config.schema import (
     AttentionConfig,
     CompileConfig,
-    Config,
-    DataConfig,
     EvalConfig,
     LogConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
-    RunConfig,
     TrainConfig,
 )
 from sftkit.data.loader import Batches, StepDataset
@@ -79,10 +75,8 @@ def run(
 ) -> Trained:
     """So many steps of a tiny model; `disturb` hands the step one batch of a shape that was not declared."""
     torch._dynamo.reset()
-    cfg = Config(
-        run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+    cfg = tiny_recipe(
+        folder,
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=steps),
         loss=loss,

@@ -13,7 +13,6 @@ import os
 import platform
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sftkit.models.padding import padding_rows
 from sftkit.models.structure import class_name
 from sftkit.ops.flash import fa4_folder
 from sftkit.rundir.files import replace_shared
+from sftkit.runtime.hardware import installed_version
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _environment(device: torch.device) -> dict[str, object]:
     """Return versions and device: code compiled under others is of no use."""
     cuda = device.type == "cuda"
     return {
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
@@ -249,11 +249,3 @@ def _write(path: str, whole: bytes) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_shared(target, whole)
-
-
-def _version(package: str) -> str | None:
-    """Return the installed version of a package; None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

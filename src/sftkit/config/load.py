@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -15,17 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
 from sftkit.config.paths import expanded
 from sftkit.config.rule import Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
-from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
+from sftkit.config.schema import Config, TrainConfig, stages_of
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, say
 from sftkit.config.topology import read_topology
+from sftkit.config.validation_errors import explain
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
     MOST_CHARACTERS,
@@ -35,11 +33,10 @@ from sftkit.config.yaml_text import (
     Node,
     Plain,
     dotted,
+    keys_of,
 )
 from sftkit.config.yaml_tree import apply_override, read_tree, render
 from sftkit.errors import ConfigError
-
-__all__ = ["load_config", "read_config", "source_label", "to_yaml"]
 
 MOST_PROBLEMS = 30
 "The most problems that a report lists."
@@ -52,7 +49,7 @@ def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
 
 
 def read_command_line(
-    description: str | None, more: Sequence[Rule] = (), row_ranks: Callable[[TrainConfig], int] | None = None
+    description: str | None, more: Sequence[Rule], row_ranks: Callable[[TrainConfig], int] | None = None
 ) -> Config:
     """Return the Config of the command line, for a script that makes no run directory. `row_ranks`: how many processes
     of the launch have rows of their own; None: as the environment says."""
@@ -167,7 +164,7 @@ def _resolve(
         problems.append(str(error))
         world_size = 1
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
-        keys = _keys(key)
+        keys = keys_of(key)
         place = tree.nearest(keys).place
         problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
     if problems or cfg is None:
@@ -272,7 +269,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
-        text, meant = _explain(e, keys)
+        text, meant = explain(e, keys)
         problems.append(f"{place}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
@@ -286,95 +283,17 @@ def _is_item(keys: Keys) -> bool:
     return any(isinstance(key, int) for key in keys)
 
 
-def _explain(error: ErrorDetails, keys: Keys) -> tuple[str, list[Keys]]:
-    """Return what is wrong in words, and the keys that were probably meant."""
-    kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
-    key = table().get(row_of(keys))
-    if kind == "unexpected_keyword_argument":
-        return _unknown(keys)
-    if kind in ("missing", "missing_argument"):
-        return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
-    if kind == "literal_error":
-        allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
-        near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
-        null = ["null"] if key and key.kind.endswith("| null") else []
-        return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
-    if kind in _WANTED:
-        text = f"must be {_WANTED[kind]}, not {got}"
-        return (text.replace(", not", " or null, not") if key and key.kind.endswith("| null") else text), []
-    if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
-    return f"{error['msg']}, got {got}", []
-
-
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (quote it)",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of keys",
-    "dataclass_type": "a mapping of keys",
-}
-_BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "at least",
-    "less_than": "less than",
-    "less_than_equal": "at most",
-}
-
-
-def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
-    """Return what to say of an unknown key, and the keys that were probably meant."""
-    name, parent = str(keys[-1]), row_of(keys[:-1])
-    prefix = f"{parent}." if parent else ""
-    level = [key.removeprefix(prefix) for key in table() if key.startswith(prefix) and "." not in key[len(prefix) :]]
-    level = level or [] if parent else list(sections())
-    elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
-    if row_of(keys) in table() or name in table():
-        return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
-    siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
-    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
-    distant = [key for key in table() if key.rpartition(".")[2] in near_names]
-    meant = [_indexed(key, keys) for key in elsewhere or siblings or distant]
-    if meant:
-        quoted = " or ".join(f'"{key}"' for key in meant)
-        return f"is not a known key. Did you mean {quoted}?", [_keys(key) for key in meant]
-    return f"is not a known key. Known here: {', '.join(level)}", []
-
-
-def _indexed(key: str, keys: Keys) -> str:
-    """Return a key of the table with its N and PATH filled in: from `keys` where both are in the same list or mapping,
-    else as 0 and PATH."""
-    parts = key.split(".")
-    same = [len(keys) > i and row_of(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
-    instead = {"N": "0", "PATH": "PATH"}
-    own = [
-        str(keys[i]) if here else instead.get(part, part)
-        for i, (part, here) in enumerate(zip(parts, same, strict=True))
-    ]
-    return ".".join(mine if part in instead else part for part, mine in zip(parts, own, strict=True))
-
-
 def _get(tree: Node, dropped: set[Keys], key: str) -> Any:  # as rule.Get
     """Return the value of a dotted key, or its default; raises Unusable for a key that already has a problem."""
-    keys = _keys(key)
+    keys = keys_of(key)
     for gone in dropped:
         if keys == gone[: len(keys)] or gone == keys[: len(gone)]:
             raise Unusable(dotted(gone))
-    node = tree
-    for part in keys:
-        child = node.child(part)
-        if child is None:
-            known = table().get(key)
-            return None if known is None else known.default  # None: an item that a list does not have
-        node = child
-    return node.plain()
-
-
-def _keys(key: str) -> Keys:
-    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    node = tree.find(keys)
+    if node is not None:
+        return node.plain()
+    known = table().get(key)
+    return None if known is None else known.default  # None: an item that a list does not have
 
 
 def _annotated(cfg: Config, tree: Node) -> str:
@@ -382,12 +301,7 @@ def _annotated(cfg: Config, tree: Node) -> str:
     the default."""
 
     def origin(keys: Keys) -> str:
-        node = tree
-        for key in keys:
-            child = node.child(key)
-            if child is None:
-                return "default"
-            node = child
-        return node.place
+        node = tree.find(keys)
+        return "default" if node is None else node.place
 
     return render(_json(cfg), origin)

@@ -22,7 +22,7 @@ from sftkit.config.schema import SourceConfig, source_label
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 
 
-def cross_check(get: Get, world_size: int, more: Sequence[Rule] = ()) -> Iterator[Problem]:
+def cross_check(get: Get, world_size: int, more: Sequence[Rule]) -> Iterator[Problem]:
     """Yield all problems between settings, and those that further rules find."""
     of_ranks = (functools.partial(rule, world_size=world_size) for rule in (_batch_divides, enough_micro_batches))
     rules: list[Rule] = [*_RULES, *of_ranks, *more]

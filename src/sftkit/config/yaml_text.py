@@ -40,6 +40,13 @@ class Node:
             return self.value[key]
         return None
 
+    def find(self, keys: Keys) -> Node | None:
+        """Return the node at `keys`; None if it is not there."""
+        node: Node | None = self
+        for key in keys:
+            node = None if node is None else node.child(key)
+        return node
+
     def nearest(self, keys: Keys) -> Node:
         """Return the node at `keys`, or the last one on the way there."""
         node = self
@@ -55,6 +62,11 @@ def dotted(keys: Sequence[str | int]) -> str:
     """Join keys as a person writes them; a line break in a key is written out, as it would
     begin a new line of a report."""
     return ".".join(str(key) for key in keys).replace("\n", "\\n")
+
+
+def keys_of(key: str) -> Keys:
+    """Split a dotted key; its numbers are places in lists."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
 MOST_RECIPE_BYTES = 64 * 1024

@@ -23,6 +23,7 @@ from sftkit.config.yaml_text import (
     Node,
     Plain,
     dotted,
+    keys_of,
     parse,
 )
 from sftkit.errors import ConfigError
@@ -123,8 +124,7 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     value = parse(text, f"{COMMAND_LINE}: {name}", problems)
     if len(problems) > before:
         return
-    keys: list[str | int] = [int(part) if part.isdecimal() else part for part in name.split(".")]
-    _set(tree, keys, _moved(value), name, problems)
+    _set(tree, _moved(value), name, problems)
 
 
 def _moved(node: Node) -> Node:
@@ -136,8 +136,9 @@ def _moved(node: Node) -> Node:
     return Node(node.value, COMMAND_LINE)
 
 
-def _set(tree: Node, keys: list[str | int], value: Node, name: str, problems: list[str]) -> None:
-    node = tree
+def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
+    """Set a value at a dotted key."""
+    node, keys = tree, keys_of(name)
     for i, part in enumerate(keys):
         inside, last = node.value, i == len(keys) - 1
         if isinstance(inside, dict):

@@ -21,6 +21,7 @@ from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
 from sftkit.data.spans import (
     cannot_begin_with_an_answer,
+    end_of_marked,
     marked_not_found,
     no_end_of_turn,
     not_rendered,
@@ -29,6 +30,7 @@ from sftkit.data.spans import (
     pieces,
     prompt_differs,
     reasoning_not_rendered,
+    template_refuses,
     within,
 )
 from sftkit.data.template import Conversation, Span, render, template_of
@@ -106,7 +108,7 @@ class Finder:
             marked = marks and all(self._arguments(k) == self._args for k in wanted)
             document = self._marked(last, wanted) if marked else self._found(last, wanted)
         except TemplateError as error:
-            raise self._refused(error) from error
+            raise template_refuses(self.where, error) from error
         require_instructions(self.messages[: last + 1], document.text, self.where)
         if not document.spans.get(last, [()]):
             raise nothing_marked(self.where, last)
@@ -142,16 +144,10 @@ class Finder:
         try:
             text = self._render(last + 1)
         except TemplateError as error:
-            raise self._refused(error) from error
+            raise template_refuses(self.where, error) from error
         self._check_reasoning(last, text)
         require_instructions(self.messages[: last + 1], text, self.where)
         return text.rstrip()
-
-    def _refused(self, error: TemplateError) -> DataError:
-        """Return the DataError of a conversation that the template refuses."""
-        return DataError(
-            f"{self.where}: the chat template refuses this conversation: {error}", reason="template refuses it"
-        )
 
     def turns_thinking_off(self, k: int) -> bool:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
@@ -229,7 +225,7 @@ class Finder:
             return self._found(last, wanted)
         spans, before = {}, 0
         for k, (start, end) in zip(answers, marks, strict=True):
-            span = self._after_header(text, start), self._end_of_marked(text, start, end)
+            span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)
             self._check(k, text[span[0] : span[1]], text[before : span[1]])
             before = span[1]
             if k in wanted:
@@ -321,18 +317,6 @@ class Finder:
         if one.core_end == one.end and token and text[one.end :].lstrip().startswith(token):
             return text.index(token, one.end) + len(token)
         return one.end
-
-    def _end_of_marked(self, text: str, start: int, end: int) -> int:
-        """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without
-        whitespace after that token."""
-        trimmed = start + len(text[start:end].rstrip())
-        if text[start:trimmed].endswith(self.template.end_tokens):
-            return trimmed
-        for token in self.template.end_tokens:
-            following = re.compile(r"\s*" + re.escape(token)).match(text, end)
-            if following:
-                return following.end()
-        return end
 
     def _check(self, k: int, answer: str, text: str) -> None:
         """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""

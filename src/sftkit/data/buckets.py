@@ -6,25 +6,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-
-def _one(_: int) -> int:
-    """Return 1: batches of one row."""
-    return 1
+_MULTIPLE = 8  # of the row lengths
 
 
 def choose_buckets(
-    lengths: np.ndarray, k: int, max_length: int, multiple: int = 8, rows_in_batch: Callable[[int], int] = _one
+    lengths: np.ndarray, k: int, max_length: int, rows_in_batch: Callable[[int], int] = lambda _: 1
 ) -> tuple[int, ...]:
     """Return at most k row lengths, ascending, in which an epoch of one document per row takes the fewest positions.
 
-    Candidates are the lengths that occur, rounded up to `multiple` and to max_length at most; the last one chosen
+    Candidates are the lengths that occur, rounded up to multiples of 8 and to max_length at most; the last one chosen
     holds the longest document. A row goes to its smallest bucket, and batches of `rows_in_batch(row_length)` rows are
     filled up with empty ones. O(k M^2) for M candidates, as one vector operation per candidate and bucket.
 
     Args:
         lengths: int [D], positions of each document, none above max_length.
     """
-    candidates, counts = np.unique(np.minimum(-(-lengths // multiple) * multiple, max_length), return_counts=True)
+    candidates, counts = np.unique(np.minimum(-(-lengths // _MULTIPLE) * _MULTIPLE, max_length), return_counts=True)
     docs = np.concatenate([[0], np.cumsum(counts)])  # docs[j]: documents of the first j candidates
     # least[j]: positions of those documents in the best buckets found so far, the last of them candidate j - 1
     least = np.array([0, *(_positions(docs[j : j + 1], c, rows_in_batch)[0] for j, c in enumerate(candidates, 1))])

@@ -21,6 +21,8 @@ FORMAT = 3
 DECIDING = (
     *(
         "demo/builtin",
+        "demo/documents",
+        "demo/split",
         "demo/pictures",
         "alike",
         "answers",
@@ -33,7 +35,7 @@ DECIDING = (
         "learned",
         "readers",
     ),
-    *("reasoning", "rows", "sources", "spans", "template", "text"),
+    *("reasoning", "rows", "sharegpt", "slices", "sources", "spans", "template", "text"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}

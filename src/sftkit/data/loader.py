@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
-from sftkit.data.collate import ALL_ROWS, Batch, RankRows, check_part, collate
+from sftkit.data.collate import Batch, collate
+from sftkit.data.epoch import GlobalBatch
 from sftkit.data.order import Order, with_stretch
-from sftkit.data.pack import BatchShape, GlobalBatch, Layout, Stretch
+from sftkit.data.pack import BatchShape, Layout, Stretch
+from sftkit.data.shard import ALL_ROWS, RankRows, check_part
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.oom import OomKills, likely_cause, oom_kills

@@ -10,7 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sftkit.data.pack import GlobalBatch, Layout, Stretch, plan_epoch
+from sftkit.data.epoch import GlobalBatch, plan_epoch
+from sftkit.data.pack import Layout, Stretch
 
 
 def with_stretch(earlier: Sequence[Stretch], step: int, layout: Layout, seed: int) -> tuple[Stretch, ...]:

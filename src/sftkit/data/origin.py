@@ -16,11 +16,12 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data import hub, readers
 from sftkit.data.arrow import without_fill
 from sftkit.data.readers import RawRow
+from sftkit.data.slices import base_split, sliced, sliced_beginning
 from sftkit.errors import ConfigError
 
 # Any: what each module makes has a type of its own.
 BUILTINS: dict[str, tuple[str, Callable[[Any], dict[str, object]]]] = {
-    "docs": ("builtin", lambda text: {"text": text}),
+    "docs": ("documents", lambda text: {"text": text}),
     "tasks": ("builtin", lambda task: {"messages": task.messages}),
     "pictures": ("pictures", dict),
 }
@@ -71,7 +72,7 @@ def find_here(source: SourceConfig) -> Origin | None:
 
 def _builtin(source: SourceConfig) -> Origin:
     """Find a builtin source."""
-    name, split = source.path.removeprefix("builtin:"), readers.base_split(source.split)
+    name, split = source.path.removeprefix("builtin:"), base_split(source.split)
     if name not in BUILTINS:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
@@ -84,7 +85,7 @@ def _builtin(source: SourceConfig) -> Origin:
             yield f"{source.path}[{split}]:{i}", as_row(item)
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
-    return Origin(partial(readers.sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library
+    return Origin(partial(sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
@@ -95,5 +96,5 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
-    first = partial(readers.sliced_beginning, partial(raw_rows, beginning=True), source)
-    return Origin(partial(readers.sliced, raw_rows, source), stats, first, sum(size for _, size, _ in stats))
+    first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
+    return Origin(partial(sliced, raw_rows, source), stats, first, sum(size for _, size, _ in stats))

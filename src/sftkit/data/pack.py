@@ -1,17 +1,16 @@
-"""An epoch is a plan made before it starts: a pure function of lengths, seed, epoch and layout, equal on every rank."""
+"""The layout of a run: the row shapes that it declares up front, and best-fit packing of documents into rows."""
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data import balance
 from sftkit.data.buckets import choose_buckets
 from sftkit.errors import ConfigError
 
@@ -123,39 +122,6 @@ class Layout:
     def padded(self, longest: int) -> int:
         """Return the row length of a dynamic batch whose longest document takes so many positions."""
         return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """One optimizer step over all ranks: rows of document indices; an empty row is padding."""
-
-    row_length: int
-    rows: tuple[tuple[int, ...], ...]
-    pairs: tuple[int, ...]
-    "(query, key) pairs that attention computes in each row, padding included: what a row costs more than another"
-
-    def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches
-        is `rows`, then padding.
-
-        One rank takes them in order; several so that each has about the same work (`balance.assign_rows`).
-        """
-        _, dealt = self._assigned_rows(layout)
-        for micro in dealt[:, rank].tolist():
-            yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
-
-    def rank_skew(self, layout: Layout) -> float:
-        """Return the most (query, key) pairs that a rank computes in this step over their mean over
-        ranks; 1.0: all the same."""
-        return balance.skew(*self._assigned_rows(layout))
-
-    def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of
-        each rank), as `assign_rows` does."""
-        count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
-        empty = balance.row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
-        costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
-        return costs, balance.assign_rows(costs, layout.accumulation, layout.world_size)
 
 
 class Stretch(NamedTuple):
@@ -319,57 +285,3 @@ def pack(
             if len(open_rows) > OPEN_ROWS:
                 open_rows.pop(0)
     return [tuple(row) for row in rows]
-
-
-def plan_epoch(
-    lengths: np.ndarray,
-    layout: Layout,
-    seed: int | None,
-    epoch: int,
-    documents: np.ndarray | None = None,
-) -> list[GlobalBatch]:
-    """Plan all global batches of an epoch. Each document appears exactly once; the last batch
-    is filled with empty rows.
-
-    Args:
-        seed: with the epoch it decides the shuffle; None: documents, rows and batches keep their order.
-        documents: those that the epoch still has to take, indices in ascending order; None: all.
-    """
-    assert lengths.max(initial=0) <= layout.row_lengths[-1]
-    rng = None if seed is None else np.random.default_rng([seed, epoch])
-    order = np.arange(len(lengths)) if documents is None else documents
-    if rng is not None:
-        order = order[rng.permutation(len(order))]
-    batches = []
-    buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
-    for low, row_length in zip((0, *buckets), buckets, strict=False):
-        mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
-        rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
-        if layout.kind == "packed":
-            rows = pack(lengths, mine, row_length, layout.docs_per_row)
-        if rng is not None:
-            rows = [rows[j] for j in rng.permutation(len(rows))]
-        rows += [()] * (-len(rows) % layout.rows(row_length))
-        batches += _global_batches(lengths, layout, row_length, rows)
-    return batches if rng is None else [batches[j] for j in rng.permutation(len(batches))]
-
-
-def _global_batches(
-    lengths: np.ndarray, layout: Layout, row_length: int, rows: list[tuple[int, ...]]
-) -> list[GlobalBatch]:
-    """Make a batch of every `layout.rows(row_length)` rows; a dynamic one is as long as its longest document needs."""
-    size = layout.rows(row_length)
-    batches = [tuple(rows[j : j + size]) for j in range(0, len(rows), size)]
-    row_lengths = [row_length] * len(batches)
-    if layout.dynamic:
-        row_lengths = [layout.padded(max(int(lengths[i]) for row in batch for i in row)) for batch in batches]
-    pairs = balance.row_pairs(lengths, rows, np.repeat(row_lengths, size), layout.max_doc_length).tolist()
-    return [
-        GlobalBatch(t, batch, tuple(pairs[j * size : (j + 1) * size]))
-        for j, (t, batch) in enumerate(zip(row_lengths, batches, strict=True))
-    ]
-
-
-def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
-    """Return the row positions that a plan computes over all ranks, padding included."""
-    return sum(layout.positions(batch.row_length) for batch in plan)

@@ -8,13 +8,14 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.arrow import without_fill
+from sftkit.data.slices import base_split
 from sftkit.errors import ConfigError, DataError
 
 RawRow = tuple[str, object]
@@ -24,8 +25,6 @@ LONGEST_RECORD = 32 * 2**20
 "The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
-FARTHEST = 10_000
-"The most rows before a slice that are skipped to look at its beginning."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
@@ -106,10 +105,17 @@ def parsed(raw: RawRow) -> object:
     where, value = raw
     if isinstance(value, DataError):
         raise value
-    if not isinstance(value, bytes):
-        return value
+    return parse_json(value, where) if isinstance(value, bytes) else value
+
+
+def parse_json(content: bytes | str, where: str) -> object:
+    """Parse the JSON of a record or of one of its cells.
+
+    Raises:
+        DataError: it is not JSON.
+    """
     try:
-        return loads(value)
+        return loads(content)
     except (ValueError, RecursionError) as error:
         raise json_error(where, error) from error
 
@@ -139,53 +145,6 @@ _STRICT = json.JSONDecoder(object_pairs_hook=_object)  # made once: json.loads w
 def no_rows(source: SourceConfig) -> DataError:
     """Return the DataError of a source that has no rows, or none in the requested part."""
     return DataError(f"data source {source.path} (split {source.split}): empty, it has no rows")
-
-
-def base_split(spec: str) -> str:
-    """Return a split without its slice: train of train[:1000]."""
-    return spec.split("[", 1)[0].strip()
-
-
-def sliced(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
-    """Return the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
-    start, stop = _bounds(source)
-    total = sum(1 for _ in rows()) if _is_relative(start) or _is_relative(stop) else 0
-    return islice(rows(), _index(start, total) if start else 0, _index(stop, total) if stop else None)
-
-
-def sliced_beginning(rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
-    """Return the rows of a slice from its first one on, perhaps with some after it; none if
-    finding the first takes long."""
-    start, stop = _bounds(source)
-    start = "0" if start in (None, "0%") else start
-    if _is_relative(start) or int(start or 0) > FARTHEST:
-        return iter(())
-    return islice(rows(), int(start or 0), None if stop is None or _is_relative(stop) else int(stop))
-
-
-def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
-    """Return what stands before and after the colon of a slice."""
-    spec = source.split.strip()
-    if spec == base_split(spec):
-        return None, None
-    match = re.fullmatch(r"[^\[\]]+\[(-?\d+%?)?:(-?\d+%?)?\]", spec)
-    if match is None:
-        raise ConfigError(f"data source {source.path}: split {spec!r}; expected train, train[:1000] or train[10%:90%]")
-    for bound in match.groups():
-        if bound and bound.endswith("%") and abs(int(bound[:-1])) > 100:
-            raise ConfigError(f"data source {source.path}: {bound} in split {source.split!r} is more than 100%")
-    return match[1], match[2]
-
-
-def _is_relative(bound: str | None) -> bool:
-    """Return whether a bound of a slice depends on how many rows there are."""
-    return bound is not None and (bound.startswith("-") or bound.endswith("%"))
-
-
-def _index(bound: str, total: int) -> int:
-    """Return a bound of a slice as a row number."""
-    rows = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
-    return max(0, rows + total) if bound.startswith("-") else rows
 
 
 def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:

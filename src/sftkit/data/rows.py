@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sftkit.data.readers import json_error, loads
+from sftkit.data.readers import parse_json
+from sftkit.data.sharegpt import turn_to_message
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 
@@ -15,18 +16,6 @@ Raw = JsonObject
 ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
 instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
 question, answer | image or file_name with caption, captions or text | text | content; beside any conversation: system, chat_template_kwargs"""
-
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
-}
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
@@ -182,39 +171,8 @@ def _conversations(raw: Raw, where: str) -> Row:
     turns = raw["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
-    messages = [_turn(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
+    messages = [turn_to_message(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
     return Row(where, messages=messages, tools=_tools(raw, where))
-
-
-def _turn(turn: Raw, where: str) -> Raw:
-    """Convert a turn of ShareGPT to a message."""
-    if "from" not in turn or "value" not in turn:
-        if "role" in turn:
-            return turn
-        raise DataError(
-            f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value",
-            reason="malformed conversations",
-        )
-    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
-    if role is None:
-        raise DataError(
-            f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
-        )
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if role != "function_call":
-        return {**rest, "role": role, "content": turn["value"]}
-    value = _json(turn["value"], f"{where}: function_call")
-    calls = value if isinstance(value, list) else [value]
-    named = [call for call in calls if isinstance(call, dict) and "name" in call]
-    if len(named) < len(calls):
-        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in named]
-    return {
-        **rest,
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function} for function in functions],
-    }
 
 
 def _instruction(raw: Raw, where: str) -> Row:
@@ -340,17 +298,7 @@ def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
     if tools is None or tools in ("", []):
         return None
     if isinstance(tools, str):
-        tools = _json(tools, f"{where}: tools")
+        tools = parse_json(tools, f"{where}: tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: tools is not a list of objects (or the JSON text of one)", reason="malformed tools")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
-
-
-def _json(text: object, where: str) -> object:
-    """Parse a cell that may be JSON text."""
-    if not isinstance(text, str):
-        return text
-    try:
-        return loads(text)
-    except (ValueError, RecursionError) as error:
-        raise json_error(where, error) from error

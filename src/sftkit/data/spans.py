@@ -26,6 +26,20 @@ def within(span: Span, marks: list[Span]) -> list[Span]:
     return [*parts[:-1], (parts[-1][0], end)] if parts else []
 
 
+def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
+    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace after
+    that token."""
+    start, end = span
+    trimmed = start + len(text[start:end].rstrip())
+    if text[start:trimmed].endswith(end_tokens):
+        return trimmed
+    for token in end_tokens:
+        following = re.compile(r"\s*" + re.escape(token)).match(text, end)
+        if following:
+            return following.end()
+    return end
+
+
 def pieces(message: Message) -> list[str]:
     """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
     return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
@@ -40,6 +54,11 @@ def common_prefix(texts: list[str]) -> str:
 def common_length(a: str, b: str) -> int:
     """Return how many leading characters two texts share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def template_refuses(where: str, error: Exception) -> DataError:
+    """Return the DataError for a conversation that the template refuses."""
+    return DataError(f"{where}: the chat template refuses this conversation: {error}", reason="template refuses it")
 
 
 def not_rendered(where: str, k: int, piece: str) -> DataError:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from sftkit.data.collate import WHOLE, Batch, collate, part_of
+from sftkit.data.collate import Batch, collate
 from sftkit.data.pack import BatchShape, Layout
+from sftkit.data.shard import WHOLE, part_of
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size

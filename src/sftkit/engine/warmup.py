@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import Batch, part_of, warm_up_batch
+from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.pack import Layout
+from sftkit.data.shard import part_of
 from sftkit.engine.step import forward_backward
 from sftkit.models.kinds import kind_of
 from sftkit.models.stages import from_last

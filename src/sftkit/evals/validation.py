@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.data.collate import collate, part_of
-from sftkit.data.pack import Layout, plan_epoch, validation_layout
+from sftkit.data.collate import collate
+from sftkit.data.epoch import plan_epoch
+from sftkit.data.pack import Layout, validation_layout
+from sftkit.data.shard import part_of
 from sftkit.data.types import Examples
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import eager_backend

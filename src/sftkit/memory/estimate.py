@@ -326,3 +326,8 @@ def _mask_bytes(s: EstimateInputs) -> int:
         return 0
     encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # of a row
     return max((1 + WIDTH[s.precision]) * rows * t * (t + encoded) for rows, t in s.layout.shapes)
+
+
+def gib(size: float) -> str:
+    """Return a size in bytes as text, such as `31.4 GiB`."""
+    return f"{size / GIB:.1f} GiB"

@@ -12,7 +12,9 @@ from sftkit.config.optimizers import FALLBACK
 from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.memory.plan import MemoryPlan, Remedy, gib, remedies
+from sftkit.memory.estimate import gib
+from sftkit.memory.plan import MemoryPlan
+from sftkit.memory.remedies import Remedy, remedies
 
 
 def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:

@@ -16,16 +16,13 @@ from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
-from sftkit.models.kind import Continuation
+from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.linear_cross_entropy import Head
 
 
-def _inputs_of(
-    given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
-) -> dict[str, Any]:
+def _inputs_of(given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
     """Return the arguments of a decoder: what it is given, and where the documents of the batch are."""
     return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
 

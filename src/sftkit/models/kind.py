@@ -115,3 +115,13 @@ class ModelKind(Protocol):
         Args:
             inputs: tokens [1, L] and what is encoded for the document [1, ...].
         """
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the fields of a new model's config that follow from its tokenizer."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }

@@ -1,14 +1,12 @@
-"""The model and tokenizer that a stage starts from: new, a local folder, a run's checkpoint, or the hub."""
+"""The model that a stage starts from: new, a local folder, a run's checkpoint, or the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -17,7 +15,6 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,21 +22,17 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from sftkit.config.chat_templates import CHAT_TEMPLATES
-from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
-from sftkit.data.template import with_arguments
+from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
 from sftkit.models.kinds import MODEL_KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
-from sftkit.models.tokenizer import train_tokenizer, training_texts
-from sftkit.models.vocabulary import add_tokens, added_tokens, check_rows, make_rows
+from sftkit.models.vocabulary import added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
-from sftkit.rundir.names import TOKENIZER, nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.progress import working
-from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +40,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
 "Names of a text model's weights in the files of one that sees images too -> its own."
-
-TURN_MARK = re.compile(r"<\|\w+\|>")
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
@@ -68,115 +59,6 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
     return ConfigError(
         f"{path}: {unreachable()}, and this {kind} is not whole in the local cache. {download_help(path)}"
     )
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
-
-    The special tokens of a template that is given by name are added where they are missing (models/vocabulary.py).
-
-    Raises:
-        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
-            checkpoint whose files are damaged.
-    """
-    own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
-    path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
-    check_loadable(path)
-    options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise offline_help(path, error, "tokenizer") from error
-    if not tokenizer.is_fast:
-        raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
-    if model.chat_template is not None:
-        tokenizer.chat_template = read_template(model.chat_template)
-        add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
-        missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
-        if missing:
-            raise ConfigError(
-                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}. Set "
-                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model grown for "
-                "them; or take a template made for this tokenizer"
-            )
-    set_template_arguments(tokenizer, model)
-    return with_pad_token(tokenizer)
-
-
-def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Write model.chat_template_args into the chat template (some tokenizers have several).
-
-    Raises:
-        ConfigError: no template, or none with such an argument.
-    """
-    args, template = model.chat_template_args, tokenizer.chat_template
-    if args is None:
-        return
-    if not template:
-        raise ConfigError(
-            "model.chat_template_args: the tokenizer has no chat template. Set model.chat_template=chatml"
-        )
-    if isinstance(template, dict):
-        tokenizer.chat_template = {name: with_arguments(source, args) for name, source in template.items()}
-    else:
-        tokenizer.chat_template = with_arguments(template, args)
-
-
-def read_template(template: str) -> str:
-    """Return the text of a chat template, by its name or file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    path = str(Path(__file__).parents[1] / "data" / f"{template}.jinja") if template in CHAT_TEMPLATES else template
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
-
-
-def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Set a pad token where the tokenizer has none.
-
-    Padding is never attended to and never a target, so any token will do.
-    """
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    return tokenizer
-
-
-def base_tokenizer(
-    model: ModelConfig,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
-    run_dir: Path,
-    rt: Runtime,
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
-    if model.train_tokenizer is None:
-        return load_tokenizer(model)
-    folder = run_dir / TOKENIZER
-    if rt.is_main and not folder.exists():
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
-        os.rename(temporary, folder)
-    rt.barrier()
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def new_tokenizer(
-    model: ModelConfig,
-    training: TokenizerTraining,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
-) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
-    template = model.chat_template or "chatml"
-    texts = training_texts(training.sources or train, on_bad_row)
-    with working(f"training a tokenizer of {training.vocab_size:,} tokens"):
-        tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
-    set_template_arguments(tokenizer, model)
-    return tokenizer
 
 
 def load_model(

@@ -120,7 +120,7 @@ class Routing:
             return chosen.sum(0), None
         return chosen.sum(0), torch.stack([r.__dict__.pop("sftkit_probability") for r in self._routers]).sum(0)
 
-    def loss_of(self, batch: Batch, context_group: str | None = None) -> Tensor | None:
+    def loss_of(self, batch: Batch, context_group: str | None) -> Tensor | None:
         """Return the auxiliary loss of the pass since `begin`, 0-d: each row's times its number of targets, added up.
 
         Divided by the step's divisor it is the mean that is logged. None for an architecture without one; for chunks of

@@ -15,9 +15,8 @@ from sftkit.config.schema import DataConfig
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
-from sftkit.models.kind import Continuation
+from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import vocab_size
-from sftkit.models.tokenizer import ids_of
 
 IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
 

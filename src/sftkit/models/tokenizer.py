@@ -1,32 +1,139 @@
-"""Train a byte-level BPE tokenizer: any text round-trips, each digit is a token, chat turns have special tokens."""
+"""The tokenizer that a stage starts from: loaded, or trained on its sources.
+
+A trained one is a byte-level BPE: any text round-trips, each digit is a token, chat turns have special tokens.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftkit.config.schema import SourceConfig
+from sftkit.config.chat_templates import CHAT_TEMPLATES
+from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data import sources
+from sftkit.data.template import with_arguments
+from sftkit.errors import ConfigError
+from sftkit.models.load import load_options, offline_help
+from sftkit.models.vocabulary import add_tokens
+from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.names import TOKENIZER, resolve
+from sftkit.runtime.progress import working
+from sftkit.runtime.start import Runtime
 
 END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
+TURN_MARK = re.compile(r"<\|\w+\|>")
 
 # Text is split into these first, and no token crosses a split: a word with the space before it, one digit, a run
 # of signs, white space.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the fields of a new model's config that follow from its tokenizer."""
-    return {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
+
+    The special tokens of a template that is given by name are added where they are missing (models/vocabulary.py).
+
+    Raises:
+        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
+            checkpoint whose files are damaged.
+    """
+    own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
+    path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
+    check_loadable(path)
+    options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise offline_help(path, error, "tokenizer") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_template(model.chat_template)
+        add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
+        missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
+        if missing:
+            raise ConfigError(
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}. Set "
+                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model grown for "
+                "them; or take a template made for this tokenizer"
+            )
+    set_template_arguments(tokenizer, model)
+    if tokenizer.pad_token_id is None:  # any will do: padding is never attended to and never a target
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Write model.chat_template_args into the chat template (some tokenizers have several).
+
+    Raises:
+        ConfigError: no template, or none with such an argument.
+    """
+    args, template = model.chat_template_args, tokenizer.chat_template
+    if args is None:
+        return
+    if not template:
+        raise ConfigError(
+            "model.chat_template_args: the tokenizer has no chat template. Set model.chat_template=chatml"
+        )
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: with_arguments(source, args) for name, source in template.items()}
+    else:
+        tokenizer.chat_template = with_arguments(template, args)
+
+
+def read_template(template: str) -> str:
+    """Return the text of a chat template, by its name or file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = str(Path(__file__).parents[1] / "data" / f"{template}.jinja") if template in CHAT_TEMPLATES else template
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
+
+
+def base_tokenizer(
+    model: ModelConfig,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
+    run_dir: Path,
+    rt: Runtime,
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
+    if model.train_tokenizer is None:
+        return load_tokenizer(model)
+    folder = run_dir / TOKENIZER
+    if rt.is_main and not folder.exists():
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+        os.rename(temporary, folder)
+    rt.barrier()
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def new_tokenizer(
+    model: ModelConfig,
+    training: TokenizerTraining,
+    train: tuple[SourceConfig, ...],
+    on_bad_row: Literal["error", "skip"],
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
+    template = model.chat_template or "chatml"
+    texts = training_texts(training.sources or train, on_bad_row)
+    with working(f"training a tokenizer of {training.vocab_size:,} tokens"):
+        tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
+    set_template_arguments(tokenizer, model)
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:

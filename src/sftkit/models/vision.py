@@ -23,9 +23,8 @@ from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
-from sftkit.models.kind import Continuation
+from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import encoder
-from sftkit.models.tokenizer import ids_of
 from sftkit.ops.attention import plain_attention
 from sftkit.runtime.hub import hub_answers
 

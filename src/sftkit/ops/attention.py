@@ -300,14 +300,14 @@ def dense_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def short_windows(orig_model: PreTrainedModel, window: int = 3) -> Iterator[None]:
-    """Make every sliding window of the model this short within the context, in its config and in its layers."""
+def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Make every sliding window of the model three positions long within the context, in its config and in its layers."""
     owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
     sizes = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
     before = [(owner, size) for owner, size in sizes if type(size) is int and size > 0]
     try:
         for owner, _ in before:
-            owner.sliding_window = window
+            owner.sliding_window = 3
         yield
     finally:
         for owner, value in before:

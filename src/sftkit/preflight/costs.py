@@ -16,9 +16,11 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
-from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, GlobalBatch, Layout, make_layout, num_positions, plan_epoch
+from sftkit.data.epoch import GlobalBatch, num_positions, plan_epoch
+from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, estimates_of_places
-from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, remedies
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
+from sftkit.memory.remedies import remedies
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
@@ -133,7 +135,7 @@ def shapes_text(layout: Layout) -> str:
 # ---- speed and time --------------------------------------------------------------------------------------------------
 
 
-def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[str, Speed]:
+def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Speed]:
     """Return, by layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) has measured.
 
     Args:
@@ -142,16 +144,13 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None = None) -> dict[st
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
     found: dict[str, Speed] = {}
-    for file in sorted((f for d in folders if (f := d / METRICS_FILE).is_file()), key=_modified, reverse=True):
+    files = [file for folder in folders if (file := folder / METRICS_FILE).is_file()]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
         if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
             continue
         found.setdefault(kind, speed)
     return found
-
-
-def _modified(file: Path) -> float:
-    return file.stat().st_mtime
 
 
 def _speed(metrics: Path) -> Speed | None:

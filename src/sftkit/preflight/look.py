@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import Config
 from sftkit.data import findings
+from sftkit.data.epoch import GlobalBatch, plan_epoch
 from sftkit.data.loader import Batches
-from sftkit.data.pack import GlobalBatch, Layout, plan_epoch
+from sftkit.data.pack import Layout
 from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
 from sftkit.preflight import answers, costs, turns

@@ -15,14 +15,15 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.config.topology import Topology
 from sftkit.data import findings, loader, stages
-from sftkit.data.collate import check_part, part_of
 from sftkit.data.pack import Layout
+from sftkit.data.shard import check_part, part_of
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.models.load import load_model, load_tokenizer, new_tokenizer, resolve_max_length
+from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
+from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import chat, readers
+from sftkit.data import chat
 from sftkit.data.answers import HISTORY
 from sftkit.data.learned import Targets
+from sftkit.data.slices import base_split
 from sftkit.data.sources import opened, parse
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
@@ -88,7 +89,7 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
     """Return conversations with more than one answer among the first rows, and how many they have. What cannot be read
     is left out: tokenizing has reported it."""
     if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
-        source = replace(source, split=readers.base_split(source.split))
+        source = replace(source, split=base_split(source.split))
     found: list[tuple[Row, int]] = []
     try:
         for raw in islice(opened(source).rows(), ROWS_READ):

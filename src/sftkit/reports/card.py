@@ -37,13 +37,12 @@ def licence(card: Path) -> dict[str, str]:
     return {key: found[key] for key in LICENCE if isinstance(found.get(key), str)}
 
 
-def model_card(report: Report, kept: Mapping[str, str] | None = None) -> str:
+def model_card(report: Report, kept: Mapping[str, str]) -> str:
     """Return the card: a header that the hub reads, then what, how, data, settings, checks, results and environment.
 
     Args:
         kept: what `licence` has read from the card that this one replaces.
     """
-    kept = kept or {}
     parts = [
         f"# {md(report['run']['name'])}",
         _what(report),

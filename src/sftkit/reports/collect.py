@@ -275,7 +275,7 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool = False) -> Rows:
+def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool) -> Rows:
     """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
 
     def known(name: str) -> list[float]:

@@ -22,33 +22,14 @@ import psutil
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import say
 from sftkit.errors import ConfigError, DataError, RunError
+from sftkit.rundir.failure import Failure, describe, is_symptom
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96
 "Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
-# What torch.distributed and its backends write when another rank is gone, in lower case.
-_SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 _LOOK_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The error that ended a rank."""
-
-    rank: int
-    step: int
-    "the step it was in; 0: before the first"
-    phase: str
-    error: str
-    time: float
-    symptom: bool = False
-    "it saw only what another rank, whose own error is the cause, did to it"
-
-    def __str__(self) -> str:
-        where = f"at step {self.step}" if self.step else "before the first step"
-        return f"rank {self.rank} failed {where} ({self.phase}): {self.error}"
 
 
 @dataclass
@@ -280,18 +261,6 @@ def _tell(error: BaseException, status: RunStatus | None) -> int:
     place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
     say(f"\nerror: {place}", error=True, level="error")
     return code
-
-
-def describe(error: BaseException) -> str:
-    """Return the message of an error, with its class where the error is not made for users."""
-    text = str(error).strip()
-    named = isinstance(error, ConfigError | DataError | RunError)
-    return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def is_symptom(error: BaseException) -> bool:
-    """Return whether an error says that another rank is gone, and nothing about this one."""
-    return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import yaml
 
 from sftkit.errors import ConfigError
 from sftkit.rundir.lock import place
+from sftkit.runtime.hardware import installed_version
 
 if TYPE_CHECKING:
     from sftkit.runtime.start import Runtime
@@ -68,10 +68,7 @@ def neighbours(rt: Runtime) -> dict[int, int]:
 
 def run_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
-    try:
-        ours = version("sftkit")
-    except PackageNotFoundError:  # run from its sources
-        ours = "not installed"
+    ours = installed_version("sftkit") or "not installed"  # run from its sources
     return {"sftkit": ours, "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}
 
 

@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -118,14 +117,9 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
     """Return versions, hardware and git state: what someone else needs to repeat the run."""
     # torch's own word has the build in it (2.15.0+cu132); that of its package, on the index, has not.
     packages: dict[str, str | None] = {"torch": str(torch.__version__)}
-    for package in ("transformers", "accelerate", "datasets", "tokenizers", "sftkit"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = None
-    for package in ("triton", "flash-attn-4", "torchao"):  # where they are, they decide the speed
-        with suppress(PackageNotFoundError):
-            packages[package] = version(package)
+    packages |= {p: installed_version(p) for p in ("transformers", "accelerate", "datasets", "tokenizers", "sftkit")}
+    faster = {p: installed_version(p) for p in ("triton", "flash-attn-4", "torchao")}
+    packages |= {package: found for package, found in faster.items() if found is not None}
     return {
         "packages": packages,
         "python": platform.python_version(),
@@ -134,6 +128,14 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
         "world_size": world_size,
         "git": git_state(),
     }
+
+
+def installed_version(package: str) -> str | None:
+    """Return the installed version of a package; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def git_state() -> str | None:

@@ -10,9 +10,6 @@ from typing import Literal
 
 Summary = Literal["last", "min", "max", "mean"]
 
-GROUPS = ("compile", "shape", "health", "train", "val", "eval", "perf", "mem", "data", "ckpt")
-"Parts of names before the first slash, in the order in which a person should look."
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -22,11 +19,6 @@ class Metric:
     unit: str
     summary: Summary = "last"
     "which value of its curve stands for the run"
-
-    @property
-    def group(self) -> str:
-        """Return the part of the name before the first slash."""
-        return self.name.partition("/")[0]
 
     @property
     def is_pattern(self) -> bool:
@@ -96,9 +88,6 @@ METRICS = (
     Metric("ckpt/write_seconds", "s", "max"),
     Metric("ckpt/bytes", "bytes"),
 )
-
-AXES = ("train/tokens", "train/flops", "train/seconds")
-"Metrics that a curve can be drawn over beside `step`; evaluations have them too."
 
 RUN_VALUES = {
     "run/state": "word",

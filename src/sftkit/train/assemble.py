@@ -23,10 +23,10 @@ from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.data import chat, loader
-from sftkit.data.collate import RankRows, part_of
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.prompts import check_prompted_targets
+from sftkit.data.shard import RankRows, part_of
 from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine, Training

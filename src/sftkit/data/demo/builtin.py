@@ -1,31 +1,21 @@
-"""Data made on this machine: documents out of the standard library, and small chat tasks with exact answers.
+"""Small chat tasks with exact answers, made on this machine: conversations of one or two problems for mid-training and
+SFT.
 
-`docs` is real English and Python for base training: help topics, docstrings and short functions; files are parsed,
-never imported. `tasks` are chat conversations of one or two problems for mid-training and SFT. A problem is a family
-and its operands; their hash decides whether it is held out, so no held-out problem occurs in training in any phrasing,
-under any system message, in any turn.
+A problem is a family and its operands; their hash decides whether it is held out, so no held-out problem occurs in
+training in any phrasing, under any system message, in any turn.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import re
-import sysconfig
-import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
-from functools import cache
-from itertools import tee
-from pathlib import Path
 from random import Random
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from sftkit.data.demo.split import Split, is_heldout_split, stable_hash
 from sftkit.data.types import JsonObject
 
-Split = Literal["train", "heldout"]
 T = TypeVar("T")
 
 TRAIN_CONVERSATIONS = 48_000
@@ -34,87 +24,6 @@ TWO_TURNS = 0.5
 "Share of the conversations with two problems."
 SYSTEM_MESSAGE = 0.2
 "Share of the conversations that begin with a system message."
-
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-SKIPPED_FOLDERS = re.compile(
-    r"tests?|idle_test|idlelib|(site|dist)-packages|lib2to3|turtledemo|ensurepip|encodings|pydoc_data|_pyrepl|config-.*"
-)
-LONGEST_WHOLE_FUNCTION = 30
-"Lines; of a longer function only the signature and docstring are taken."
-SHORTEST_DOCUMENT = 120
-"Characters."
-
-
-def docs(split: Split) -> Iterator[str]:
-    """Yield documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
-    heldout = _is_heldout_split(split)
-    return (text for text in copy(_all_docs()) if (_hash(text) % 50 == 0) == heldout)
-
-
-@cache
-def _all_docs() -> Iterator[str]:
-    """Return an iterator over both splits. It is never advanced itself, so each copy begins at the first document; what
-    one copy has read is kept for the others."""
-    return tee(_read_docs(), 1)[0]
-
-
-def _read_docs() -> Iterator[str]:
-    """Yield every text once."""
-    seen: set[str] = set()
-    for text in _every_text():
-        if text not in seen:
-            seen.add(text)
-            yield text
-
-
-def _every_text() -> Iterator[str]:
-    yield from (text.strip() for _, text in sorted(_help_topics().items()))
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not any(map(SKIPPED_FOLDERS.fullmatch, path.relative_to(root).parts)):
-            yield from _documents_of_file(path)
-
-
-def _help_topics() -> dict[str, str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        return {}
-    return topics
-
-
-def _documents_of_file(path: Path) -> Iterator[str]:
-    """Yield the module's docstring, then one document per documented top-level class or function."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in old modules
-            module = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):
-        return
-    lines = source.split("\n")  # as ast counts them; splitlines would also split at form feeds
-    pieces = [(ast.get_docstring(module) or "",), *(_pieces(node, lines) for node in module.body)]
-    for text in map("\n\n".join, pieces):
-        if len(text) >= SHORTEST_DOCUMENT:
-            yield textwrap.dedent(text).strip()
-
-
-def _pieces(node: ast.AST, lines: list[str]) -> Sequence[str]:
-    """Return the source of a documented function, or of a class's head and its documented methods;
-    nothing for anything else."""
-    if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        return ()
-    own, is_class = [], isinstance(node, ast.ClassDef)
-    if ast.get_docstring(node, clean=False) is not None:
-        last_line = node.end_lineno or node.lineno
-        if is_class or last_line - node.lineno >= LONGEST_WHOLE_FUNCTION:
-            last_line = node.body[0].end_lineno or node.lineno
-        own = ["\n".join(lines[node.lineno - 1 : last_line])]
-    return own + [piece for child in node.body if is_class for piece in _pieces(child, lines)]
-
-
-# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -321,7 +230,7 @@ CAPITALS_FAMILY = "contains"
 
 def tasks(split: Split) -> Iterator[TaskConversation]:
     """Yield conversations in a fixed order, the families in turn; the same on every machine and Python."""
-    rng, heldout = Random(f"sftkit tasks {split}"), _is_heldout_split(split)
+    rng, heldout = Random(f"sftkit tasks {split}"), is_heldout_split(split)
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
     asked: set[str] = set()
     for i in range(total):
@@ -353,17 +262,5 @@ def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
     while True:
         problem = _makers[family](rng)
-        if (_hash(problem.identity) % 10 == 0) == heldout:
+        if (stable_hash(problem.identity) % 10 == 0) == heldout:
             return problem
-
-
-def _is_heldout_split(split: str) -> bool:
-    """Return whether a split is the held-out one; raises ValueError for an unknown split."""
-    if split not in ("train", "heldout"):
-        raise ValueError(f'split: "{split}" is not one of train, heldout.')
-    return split == "heldout"
-
-
-def _hash(text: str) -> int:
-    """Return 64 bits that are the same in every process, unlike hash()."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")

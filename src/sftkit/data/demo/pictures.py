@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from sftkit.data.demo.builtin import Split
+from sftkit.data.demo.split import Split
 from sftkit.errors import ConfigError
 
 PICTURES = {"train": 40_000, "heldout": 2_000}

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from sftkit.runtime.hardware import device_name, git_state, peak_flops
+from sftkit.runtime.hardware import device_name, git_state, installed_version, peak_flops
 from sftkit.runtime.start import start_device
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "flash-attn-4", "nvidia-cutlass-dsl", "torchao", "trl")
@@ -38,7 +37,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
         "driver": driver() if cuda else None,
         "cuda": torch.version.cuda,
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "git": git_state(),
         "datasheet_tflops": peak / 1e12 if peak else None,
         "matmul_tflops": matmul_tflops(device) if cuda else None,
@@ -83,13 +82,6 @@ def driver() -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None
 
 

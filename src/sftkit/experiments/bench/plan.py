@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from sftkit.config.load import _explain
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
 from sftkit.config.stages import STAGE_SCRIPTS
+from sftkit.config.validation_errors import explain
 from sftkit.config.yaml_text import Keys, dotted
 from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
@@ -170,7 +170,7 @@ def _wrong(error: ErrorDetails, keys: Keys) -> str:
         known = [f.name for f in fields(_class_at(keys[:-1]))]
         near = difflib.get_close_matches(str(keys[-1]), known, n=1)
         return "is not a known key. " + (f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(known)}")
-    return _explain(error, keys)[0]
+    return explain(error, keys)[0]
 
 
 def _class_at(keys: Keys) -> Any:

@@ -23,9 +23,9 @@ from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import base_tokenizer
 from sftkit.models.padding import pad_vocabulary
 from sftkit.models.structure import count_parameters, vocab_size
+from sftkit.models.tokenizer import base_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Objective

@@ -73,9 +73,9 @@ def chain_with_breaks(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """A decoder block: RMS norm, causal attention, gated feed-forward layer; [B, T, H] in and out."""
 
-    def __init__(self, hidden: int, heads: int = 4) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = 4
         self.norms = nn.ModuleList([nn.RMSNorm(hidden), nn.RMSNorm(hidden)])
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.gate_up, self.down = nn.Linear(hidden, 6 * hidden, bias=False), nn.Linear(3 * hidden, hidden, bias=False)

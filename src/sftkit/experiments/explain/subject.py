@@ -22,8 +22,9 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.flags import file_of
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import DTYPES, load_options, load_tokenizer, offline_help, scratch_config, trained_part
+from sftkit.models.load import DTYPES, load_options, offline_help, scratch_config, trained_part
 from sftkit.models.structure import decoder, encoder, vocab_size
+from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken

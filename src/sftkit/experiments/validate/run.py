@@ -61,7 +61,7 @@ def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> d
     return _write(judged(result, ledger), out)
 
 
-def judge_again(path: Path, ledger: Ledger | None = None) -> dict[str, Any]:
+def judge_again(path: Path, ledger: Ledger | None) -> dict[str, Any]:
     """Judge the runs of an earlier validation.json by today's criteria, and write the pages beside it anew.
 
     Raises:

@@ -9,8 +9,9 @@ from typing import Any
 
 from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError, DataError
+from sftkit.rundir.failure import describe
 from sftkit.rundir.names import STATUS
-from sftkit.rundir.status import RunStatus, describe, read_status
+from sftkit.rundir.status import RunStatus, read_status
 
 TIMED_OUT = 124
 "Exit code of a run that train.max_minutes has ended, as timeout(1) gives it."

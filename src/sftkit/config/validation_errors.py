@@ -1,0 +1,80 @@
+"""What is wrong with a value or a key of a recipe, in words, and which key was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from pydantic_core import ErrorDetails
+
+from sftkit.config.keys import row_of, sections, shown, table
+from sftkit.config.yaml_text import Keys, keys_of
+
+
+def explain(error: ErrorDetails, keys: Keys) -> tuple[str, list[Keys]]:
+    """Return what is wrong in words, and the keys that were probably meant."""
+    kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
+    key = table().get(row_of(keys))
+    if kind == "unexpected_keyword_argument":
+        return _unknown(keys)
+    if kind in ("missing", "missing_argument"):
+        return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
+    if kind == "literal_error":
+        allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
+        near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
+        null = ["null"] if key and key.kind.endswith("| null") else []
+        return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
+    if kind in _WANTED:
+        text = f"must be {_WANTED[kind]}, not {got}"
+        return (text.replace(", not", " or null, not") if key and key.kind.endswith("| null") else text), []
+    if kind in _BOUNDS:
+        return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
+    return f"{error['msg']}, got {got}", []
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (quote it)",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys",
+    "dataclass_type": "a mapping of keys",
+}
+
+
+_BOUNDS = {
+    "greater_than": "greater than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
+
+
+def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
+    """Return what to say of an unknown key, and the keys that were probably meant."""
+    name, parent = str(keys[-1]), row_of(keys[:-1])
+    prefix = f"{parent}." if parent else ""
+    inside = [key.removeprefix(prefix) for key in table() if key.startswith(prefix)]
+    level = [key for key in inside if "." not in key] if parent else list(sections())
+    elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
+    if row_of(keys) in table() or name in table():
+        return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
+    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
+    distant = [key for key in table() if key.rpartition(".")[2] in near_names]
+    meant = [_indexed(key, keys) for key in elsewhere or siblings or distant]
+    if meant:
+        quoted = " or ".join(f'"{key}"' for key in meant)
+        return f"is not a known key. Did you mean {quoted}?", [keys_of(key) for key in meant]
+    return f"is not a known key. Known here: {', '.join(level)}", []
+
+
+def _indexed(key: str, keys: Keys) -> str:
+    """Return a key of the table with its N and PATH filled in: from `keys` where both are in the same list or mapping,
+    else as 0 and PATH."""
+    parts = key.split(".")
+    same = [len(keys) > i and row_of(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
+    instead = {"N": "0", "PATH": "PATH"}
+    return ".".join(str(keys[i]) if same[i] else instead.get(part, part) for i, part in enumerate(parts))

@@ -1,0 +1,52 @@
+"""Turns in the shape of ShareGPT (from, value) to messages (role, content)."""
+
+from __future__ import annotations
+
+from sftkit.data.readers import parse_json
+from sftkit.data.types import JsonObject
+from sftkit.errors import DataError
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
+    """Convert a turn to a message; one of role and content stays as it is."""
+    if "from" not in turn or "value" not in turn:
+        if "role" in turn:
+            return turn
+        raise DataError(
+            f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value",
+            reason="malformed conversations",
+        )
+    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise DataError(
+            f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if role != "function_call":
+        return {**rest, "role": role, "content": turn["value"]}
+    value = turn["value"]
+    if isinstance(value, str):
+        value = parse_json(value, f"{where}: function_call")
+    calls = value if isinstance(value, list) else [value]
+    named = [call for call in calls if isinstance(call, dict) and "name" in call]
+    if len(named) < len(calls):
+        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in named]
+    return {
+        **rest,
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function} for function in functions],
+    }

@@ -1,0 +1,148 @@
+"""What would make a run take less memory: settings that are not used yet, and optimizers with smaller states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+from sftkit.config.commands import install
+from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
+from sftkit.config.schema import Config
+from sftkit.config.topology import Topology
+from sftkit.data.pack import Layout, largest_divisor
+from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, EstimateInputs, estimate, gib
+
+if TYPE_CHECKING:
+    from sftkit.memory.plan import MemoryPlan
+
+
+class Remedy(NamedTuple):
+    """A setting that would save memory."""
+
+    text: str
+    saved_bytes: int
+    on_resume: tuple[str, ...]
+    "those of its settings that a resumed run may take"
+
+
+Option = tuple[str, EstimateInputs]
+"A setting as typed, and the run with it."
+
+
+def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
+    """Return the settings not yet used that would lower the estimated peak, the one that saves most first.
+
+    Each remedy may name several values of a setting; the first one counts.
+    """
+    if plan.setup is None or plan.estimate is None:
+        return []
+    s, found = replace(plan.setup, layout=layout), []
+    for options in (_smaller_batch(s, cfg), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
+        saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
+        saved = [one for one in saved if one[1] >= 0.05 * GIB]
+        if saved:
+            more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
+            resumable = tuple(text for text, _, after in saved if _may_resume(s, after))
+            found.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1], resumable))
+    return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+
+
+def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:
+    """Return whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
+
+    def kept(s: EstimateInputs) -> tuple[object, ...]:
+        return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length
+
+    return kept(there) == kept(here)
+
+
+def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
+    """Return half of the rows of a micro-batch; where it is one row, half of the row."""
+    layout = s.layout
+    share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
+    if half:
+        rows = largest_divisor(share, half)
+        budget_rows = largest_divisor(layout.global_batch_size, half)
+        smaller = replace(layout, micro_batch_size=rows, budget_rows=budget_rows)
+        return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
+    longest = layout.row_lengths[-1]
+    halved = longest // 2
+    lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
+    if layout.kind == "packed" and halved >= layout.max_length:
+        return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
+    also = "" if layout.kind != "packed" or cfg.data.row_length is None else f" data.row_length={halved}"
+    shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
+    return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
+
+
+def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
+    """Return the values of train.memory below the run's, or lower budgets where the recipe names one."""
+    if s.checkpointing:
+        return []
+    if not s.compiled:
+        return [("train.memory=balanced", replace(s, checkpointing=True))]
+    if cfg.compile.activation_memory_budget is not None:
+        lower = [b for b in BUDGETS.values() if b < s.budget]
+        return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
+    options = []
+    for preset, budget in BUDGETS.items():
+        if budget < s.budget:
+            name = s.optimizer
+            if cfg.optim.name == "auto" and preset == "low":
+                name = automatic_optimizer(preset, s.precision, too_much=False, sharded=s.topology.sharded)
+            options.append((f"train.memory={preset}", replace(s, budget=budget, optimizer=name)))
+    return options
+
+
+def smaller_states(s: EstimateInputs) -> list[Option]:
+    """Return the optimizers for bf16 weights with smaller states; for fp32 weights bf16 ones."""
+    if s.precision != "bf16":
+        return [("train.precision=bf16", replace(s, precision="bf16"))]
+    width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
+    for spec in _smaller_optimizers(sharded=s.topology.sharded):
+        if spec.state_width(s.precision) < width:
+            needs = f" ({install(f'sftkit[{spec.extra.name}]')})" if spec.extra and not _is_installed(spec) else ""
+            found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))
+    return found
+
+
+def _more_shards(s: EstimateInputs) -> list[Option]:
+    """Return weights sharded over the processes there are, or over twice as many."""
+    world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
+    number = world_size or 2 * s.topology.world_size
+    rows = s.layout.global_batch_size
+    if rows % number:
+        return []
+    layout = replace(
+        s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
+    )
+    after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
+    engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
+    return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
+
+
+def _chunk(s: EstimateInputs) -> list[Option]:
+    """Return a quarter of the loss's chunk of tokens, but 64 at least; nothing if that is not smaller."""
+    quarter = max(s.chunk_tokens // 4, 64)
+    return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
+
+
+def automatic_optimizer(preset: str, precision: str, *, too_much: bool, sharded: bool) -> str:
+    """Return what optim.name=auto stands for; `too_much`: the default would not fit."""
+    if precision != "bf16":
+        return DEFAULT
+    if preset == "low":
+        usable = [spec for spec in _smaller_optimizers(sharded=sharded) if _is_installed(spec)]
+        return min(usable, key=lambda spec: spec.state_width(precision)).name
+    return FALLBACK if too_much else DEFAULT
+
+
+def _smaller_optimizers(*, sharded: bool) -> list[OptimizerSpec]:
+    """Return the optimizers that do what the default does in less memory."""
+    return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (sharded and spec.unshardable)]
+
+
+def _is_installed(spec: OptimizerSpec) -> bool:
+    """Return whether the package that an optimizer needs is installed."""
+    return spec.extra is None or find_spec(spec.extra.package) is not None

@@ -1,0 +1,41 @@
+"""The error that ended a rank: in words, and whether it is only what another rank's end did to this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sftkit.errors import ConfigError, DataError, RunError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended a rank."""
+
+    rank: int
+    step: int
+    "the step it was in; 0: before the first"
+    phase: str
+    error: str
+    time: float
+    symptom: bool = False
+    "it saw only what another rank, whose own error is the cause, did to it"
+
+    def __str__(self) -> str:
+        where = f"at step {self.step}" if self.step else "before the first step"
+        return f"rank {self.rank} failed {where} ({self.phase}): {self.error}"
+
+
+# What torch.distributed and its backends write when another rank is gone, in lower case.
+_SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
+
+
+def describe(error: BaseException) -> str:
+    """Return the message of an error, with its class where the error is not made for users."""
+    text = str(error).strip()
+    named = isinstance(error, ConfigError | DataError | RunError)
+    return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Return whether an error says that another rank is gone, and nothing about this one."""
+    return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)

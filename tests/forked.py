@@ -1,0 +1,40 @@
+"""Forks of a test's process: what they exit with, and the ends that they are given."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from sftkit.errors import ConfigError
+
+
+def in_fork(do: Callable[[], object]) -> int:
+    """Exit code of a fork that does it: 0, 3 where it is refused, or minus the number of the signal that ends it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            do()
+            code = 0
+        except ConfigError:
+            code = 3
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_before(left: int, *operations: tuple[ModuleType, str]) -> None:
+    """Kill this process before the first of these operations after so many more."""
+    numbers = iter(range(left))
+    for module, name in operations:
+        original = getattr(module, name)
+
+        def counted(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            if next(numbers, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(module, name, counted)
