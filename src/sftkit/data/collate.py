@@ -19,12 +19,12 @@ from sftkit.errors import ConfigError
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
 OF_TOKENS = ("input_ids", "position_ids")
 "The inputs with a value for each position of a row; others have one for each encoded input."
-TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few sizes, and little is computed in vain
+TARGET_MULTIPLE = 512  # target_index has a multiple of this many entries: few sizes, little computed in vain
 
 
 @dataclass(frozen=True)
 class RowShard:
-    """What one of `count` processes that hold the same rows computes of each row."""
+    """The positions of each row that one of `count` processes sharing the rows computes."""
 
     kind: Literal["whole", "columns", "chunks"]
     """columns (tensor parallel): the index-th of count equal pieces, embedded and projected here; attention sees all.
@@ -60,12 +60,12 @@ def part_of(topology: Topology, rank: int) -> RowShard:
 
 @dataclass(frozen=True)
 class RankRows:
-    """Which rows of a global batch a process computes, and what of each."""
+    """Which rows of a global batch a process computes, and which positions of each."""
 
     rank: int = 0
-    "of its group among the layout.world_size groups of processes that hold different rows"
+    "number of its group; the layout.world_size groups of processes hold different rows"
     part: RowShard = WHOLE
-    "what of each row a process of such a group computes"
+    "the positions of each row that this process of its group computes"
 
 
 ALL_ROWS = RankRows()
