@@ -18,7 +18,7 @@ from sftkit.data.types import EncoderInputs, Examples
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
 OF_TOKENS = ("input_ids", "position_ids")
 "The inputs with a value for each position of a row; others have one for each encoded input."
-TARGET_MULTIPLE = 512  # target_index has a multiple of so many entries: few sizes, and little is computed in vain
+TARGET_MULTIPLE = 512  # target_index has a multiple of this many entries: few sizes, little computed in vain
 
 
 @dataclass(frozen=True)

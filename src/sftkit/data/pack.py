@@ -44,7 +44,7 @@ class DocumentLengths:
     lengths: np.ndarray
     "int [D] in positions, equal on all ranks"
     max_length: int
-    "positions that a document may have: of the recipe, or inherited"
+    "most positions of a document: from the recipe, or inherited"
     encoded: bool = False
     "each document has an input for an encoder"
 
@@ -60,7 +60,7 @@ class Layout:
     micro_batch_size: int
     world_size: int
     max_length: int
-    "positions that a document may have; rows of a packed layout may be longer"
+    "most positions of a document; rows of a packed layout may be longer"
     max_doc_length: int
     "no document of the data is longer; what attention kernels are told"
     docs_per_row: int = 1
@@ -147,8 +147,8 @@ def make_layout(
 
     Args:
         world_size: groups of processes that hold different rows.
-        earlier: of the checkpoint that is resumed. Buckets are those that the run began with, and their numbers of rows
-            change with the global batch only, so that another micro-batch makes no other global batches.
+        earlier: stretches of the resumed checkpoint. Buckets stay those that the run began with. Their numbers of rows
+            change only with the global batch, so that another micro-batch leaves the global batches as they are.
     """
     lengths, max_length = documents.lengths, documents.max_length
     share = train.global_batch_size // world_size
@@ -168,7 +168,7 @@ def make_layout(
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
         encoded=documents.encoded,
     )
-    # A resumed run keeps the budget, so that another micro-batch makes no other global batches.
+    # A resumed run keeps the budget, so that another micro-batch leaves the global batches as they are.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
         plain = replace(plain, budget_rows=earlier[-1].budget_rows)
     if data.layout == "packed":

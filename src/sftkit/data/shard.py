@@ -14,7 +14,7 @@ from sftkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class RowShard:
-    """What one of `count` processes that hold the same rows computes of each row."""
+    """The positions of each row that one of `count` processes sharing the rows computes."""
 
     kind: Literal["whole", "columns", "chunks"]
     """columns (tensor parallel): the index-th of count equal pieces, embedded and projected here; attention sees all.
@@ -50,12 +50,12 @@ def part_of(topology: Topology, rank: int) -> RowShard:
 
 @dataclass(frozen=True)
 class RankRows:
-    """Which rows of a global batch a process computes, and what of each."""
+    """Which rows of a global batch a process computes, and which positions of each."""
 
     rank: int = 0
-    "of its group among the layout.world_size groups of processes that hold different rows"
+    "number of its group; the layout.world_size groups of processes hold different rows"
     part: RowShard = WHOLE
-    "what of each row a process of such a group computes"
+    "the positions of each row that this process of its group computes"
 
 
 ALL_ROWS = RankRows()

@@ -24,7 +24,7 @@ from sftkit.tracking.spikes import Spikes
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What all steps of a run have in common."""
+    """What stays the same in all steps of a run."""
 
     model: torch.nn.Module
     "returns the sums of a batch: compiled and wrapped"
@@ -65,7 +65,7 @@ class GradientSum:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], micro_batches: int) -> None:
         """Choose which parameters' gradients are moved. `micro_batches`: of the step."""
         graphs = uses_cuda_graphs()
-        few = micro_batches < (2 if graphs else 3)  # two bf16 gradients are rounded once, with or without an fp32 sum
+        few = micro_batches < (2 if graphs else 3)  # the sum of two bf16 gradients is rounded once either way
         self._parameters = [
             p for p in parameters if not few and p.requires_grad and (graphs or p.dtype != torch.float32)
         ]

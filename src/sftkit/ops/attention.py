@@ -35,7 +35,7 @@ DENSE_KERNELS = [
 
 
 class Documents(NamedTuple):
-    """The places of a batch's documents, in the form that the backend reads; the other fields are None."""
+    """The places of a batch's documents, in the form that the backend reads; fields of other backends are None."""
 
     backend: str
     max_length: int

@@ -86,7 +86,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
 
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
-            option of the compiler that this torch does not have, which is looked for first.
+            option of the compiler is unknown to this torch, which is checked first.
     """
     cfg, rt = run.cfg, run.rt
     # What the recipe alone decides is refused first, before weights are loaded.
@@ -127,7 +127,7 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
         validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
     documents = Documents(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
-    # of what an encoder reads, evaluation itself shows samples
+    # for models with an encoder the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), check_prompted_targets(tokenize))
 

@@ -98,10 +98,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
         for check in checks:
             if check.ok is False:
                 tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})", "warning")
-        already_done = step == total_steps  # what proved it when it was trained stays
+        already_done = step == total_steps  # then the proof.json of the start that trained it stays
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks)
-        # After the warm-up, which refuses what cannot train before an evaluation is spent on it.
+        # After the warm-up, so that a run that cannot train is refused before an evaluation is spent on it.
         stopped = rt.stop_requested()
         if not stopped and evaluates_first(cfg.eval, step, total_steps, rt, checkpoints.run_dir):
             status.at(step, "evaluation")
@@ -173,7 +173,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 logs = last or step % cfg.log.every == 0
                 saves = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
                 evaluates = evaluation_due(cfg.eval, step, total_steps)
-                # Before the host waits anyway, it learns of all steps; else of those whose flags have arrived.
+                # Where the host is about to wait anyway, read the flags of all steps; else only those that have arrived.
                 stopped, left_out = health.read_flags(wait=logs or saves or evaluates)
                 meter.add_skipped(left_out)
                 tell()
@@ -182,7 +182,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 if rt.stopping.deadline is not None:
                     rt.stopping.deadline.stepped(time.perf_counter() - started, checkpoints.last_save)
                 window = None
-                # A line that only a stop asks for is in the next one too, so that a resume changes none.
+                # A checkpoint between two lines keeps the open window, so that a resume writes the lines of an unbroken run.
                 if (saves or evaluates or stopped) and not logs:
                     window = open_window(meter, health)
                 # Log: close the window of steps since the last line, on all ranks together.
@@ -197,7 +197,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                         tracker.new_events(kind, step, texts)
                     collect(1)
 
-                # The checkpoint comes before the evaluation: whatever that one does, the work is kept.
+                # The checkpoint comes before the evaluation, so that a failed evaluation loses no step.
                 pausing = time.perf_counter()
                 if saves or evaluates or stopped:
                     # What a resume needs besides weights, optimizer states and random states.
@@ -256,10 +256,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
 
 
 def _begin(rt: Runtime, books: Bookkeeping, step: int, evaluation: Evaluation, axes: dict[str, float | None]) -> None:
-    """Begin to write in the run directory: this start has done the step after `step`, or there is none left to do.
+    """Claim the run directory and begin to write in it: the first step of this start is done, or none is left to do.
 
     Args:
-        evaluation: before it; empty without one. axes: see Meter.axes.
+        step: the last one before this start. evaluation: (metrics, samples) at it, empty without one. axes: see Meter.axes.
     """
     checkpoints, tracker, (evals, samples) = books.checkpoints, books.tracker, evaluation
     claim_run_dir(rt)

@@ -26,7 +26,7 @@ class Run:
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
     resume: ResumeCheckpoint = NEW_RUN
-    "the checkpoint that it goes on from: what train.resume means, or auto where the launcher has started the run again"
+    "the checkpoint that it resumes: found as train.resume says, or as auto where the launcher has restarted the run"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Data:
     batches: Batches
     validation: dict[str, Examples]
     samples: list[Row]
-    "whose answers are shown"
+    "rows of the validation data whose answers are shown as samples"
     prompted_targets: PromptedTargets | None
     "small conversations whose targets are compared with what a server samples; None: every token is learned"
 
