@@ -96,7 +96,7 @@ def test_a_loss_function_chosen_in_forward_breaks_the_graph_where_a_tensor_choos
         for model in (LossByName(), LossByTensor())
     )
     assert by_name.rows() == by_tensor.rows() == []
-    assert "one graph" in by_tensor.seen[1].said
+    assert "one graph" in by_tensor.seen[1].message
 
 
 def test_the_ways_to_choose_a_loss_are_counted() -> None:
@@ -281,8 +281,8 @@ def alone(name: str, question: str = "breaks") -> tuple:
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
     """In a folder of its own, from which nothing of the run is seen."""
     made = reproduce(planted("breaks"), found("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")
-    assert made.shows, made.said
-    assert made.said == "Data-dependent branching"
+    assert made.shows, made.message
+    assert made.message == "Data-dependent branching"
     assert str(FAULTS.parent) not in made.path.read_text().partition("import torch")[2]
 
 
@@ -290,7 +290,7 @@ def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(ASKED))
 def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_path: Path) -> None:
     made = reproduce(planted(name), found(name), "is at fault", "eager", tmp_path / f"{name}.py")
-    assert made.shows, made.said
+    assert made.shows, made.message
     script = made.path.read_text()
     made.path.write_text(script.replace(f'self.fault == "{name}"', "False"))
     done = subprocess.run([sys.executable, made.path.name], cwd=tmp_path, capture_output=True, text=True, timeout=600)

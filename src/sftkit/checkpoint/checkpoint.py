@@ -254,10 +254,10 @@ class Checkpoints:
         stages = stages_of(self.orig_model)
         load_states(tensors, folder / OPTIMIZER, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
-        self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
+        self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)
         for line in lines:
-            self.rt.say(line)
+            self.rt.print(line)
         return state
 
     def _fit(self, found: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
@@ -291,7 +291,7 @@ class Checkpoints:
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
         # 63 bits: a non-negative int64
         seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
-        self.rt.say(
+        self.rt.print(
             f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
             "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
         )

@@ -24,7 +24,7 @@ from sftkit.config.rule import Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, source_label, stages_of
 from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import Level, say
+from sftkit.config.terminal import Level, print_text
 from sftkit.config.topology import read_topology
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
@@ -58,7 +58,7 @@ def read_command_line(
     of the launch have rows of their own; None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        say(help_text(description or "", running()))
+        print_text(help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
@@ -68,9 +68,9 @@ def read_command_line(
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):
-        _tell(note)
+        _print(note)
     if "--print-config" in words:
-        say(_annotated(cfg, tree), end="")
+        print_text(_annotated(cfg, tree), end="")
         sys.exit(0)
     return cfg
 
@@ -105,13 +105,13 @@ def _json(cfg: Config) -> dict[str, Plain]:
 
 def fail(message: str) -> NoReturn:
     """Exit with code 2, printing the message once per machine."""
-    _tell(message, "error")
+    _print(message, "error")
     sys.exit(2)
 
 
-def _tell(message: str, level: Level | None = None) -> None:
+def _print(message: str, level: Level | None = None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say(message, error=True, level=level)
+        print_text(message, error=True, level=level)
 
 
 def kept_settings(tree: Node) -> list[str]:

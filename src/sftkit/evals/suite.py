@@ -64,7 +64,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
         if problem := check_sandbox():
             raise ConfigError(f"eval.tasks: {problem}")
-        rt.say(f"model-written code runs in the sandbox; memory: {memory_bound()}")
+        rt.print(f"model-written code runs in the sandbox; memory: {memory_bound()}")
     with rt.main_first():
         loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
     for task in loaded:

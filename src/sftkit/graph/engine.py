@@ -125,7 +125,7 @@ class GraphEngine:
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
-    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Capture every declared shape, and run its heaviest batch forward and backward with the optimizer's memory taken."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         self._watch = watch = CompileWatch()
@@ -149,7 +149,7 @@ class GraphEngine:
         sides = Sides(self.model, self.captured, parameters, rt)
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
-        self._say(say, seconds)
+        self._print_setup(print_line, seconds)
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
         checks += [gradients_check(same, allowed, backend), self._compiled_check(losses, eager)]
         return WarmUp(self.compiled, seconds, checks)
@@ -200,23 +200,23 @@ class GraphEngine:
         batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
         return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
-    def _say(self, say: Callable[[str], None], seconds: float) -> None:
+    def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
         layout = self._layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
         if not self.compiled:
-            say(f"{kind}; eager")
+            print_line(f"{kind}; eager")
         else:
             number = self.captured.num_graphs
-            say(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            print_line(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
             known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
                 if known.get(stage.graph) != stage.counts:
-                    say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
+                    print_line(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
                 known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
-            say(against_measured(self._plan, peak_memory_gib(self._rt.device)))
+            print_line(against_measured(self._plan, peak_memory_gib(self._rt.device)))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

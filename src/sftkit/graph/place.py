@@ -105,4 +105,4 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatc
         exchange_activations(model.orig_model, meshes.parts)
     shard(model, layout, rt.precision)
     place_weights(model.orig_model, source, rt.device)
-    rt.say(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")
+    rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

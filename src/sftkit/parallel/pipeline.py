@@ -214,5 +214,5 @@ def into_stages(
     if empty:
         assert source is not None
         load_model_weights(orig_model, source)
-    rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
+    rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

@@ -42,7 +42,7 @@ def distribute(
     if meshes.context is not None:
         model.context_group = str(meshes.context.get_group().group_name)  # a name is what compiled code may hold
     place_weights(model.orig_model, source, rt.device)
-    rt.say(f"{rt.topology.describe()}: {sharding.describe()}")
+    rt.print(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
 
 

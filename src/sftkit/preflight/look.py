@@ -129,7 +129,7 @@ def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / PREFLIGHT, error)
     for line in lines(found):
-        rt.say(line)
+        rt.print(line)
     for warning in data_warnings(found):
         log.warning("warning: %s", warning)
 

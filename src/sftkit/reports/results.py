@@ -9,7 +9,7 @@ from sftkit.reports.evaluated import is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, show
-from sftkit.reports.pieces import figure, said, section, table
+from sftkit.reports.pieces import figure, section, table, value_text
 
 _MOST_CHARTS = 12
 
@@ -45,7 +45,7 @@ def evaluations(report: Report) -> Html:
 def _how_evaluated(newest: Rows) -> Html | None:
     """Return settings and further metrics of the tasks, folded away."""
     cells = [
-        [row["task"], part, ", ".join(f"{key} {said(value)}" for key, value in row[part].items())]
+        [row["task"], part, ", ".join(f"{key} {value_text(value)}" for key, value in row[part].items())]
         for row in newest
         for part in ("settings", "metrics")
         if row[part]

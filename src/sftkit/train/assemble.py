@@ -77,7 +77,7 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_made_from(folder, cfg, resumes=rt.resumes)):
-            rt.say(f"warning: {warning}", "warning")
+            rt.print(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 
@@ -103,10 +103,10 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
     max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
-    rt.say(inherited)
+    rt.print(inherited)
     for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
         if line:
-            rt.say(line)
+            rt.print(line)
     return Start(orig_model, tokenizer, max_length)
 
 

@@ -63,7 +63,7 @@ class BisectAnswer:
     question: str
     guilty: tuple[ProbedModule, ...]
     "the smallest modules, the one with the fewest parts first; (): nothing was found"
-    said: str
+    message: str
     "what was found in the first"
     steps: tuple[tuple[str, str | None], ...]
     "(module, what was found in it alone), in order"

@@ -32,7 +32,7 @@ class Seen:
 
     instrument: str
     breaks: tuple[Break, ...]
-    said: str
+    message: str
     "in a line"
 
 
