@@ -69,11 +69,11 @@ def test_a_message_of_dynamo_is_taken_apart() -> None:
     again = read_message(
         "Graph break (user stack suppressed due to duplicate graph break) in user code at /m.py:7\nX\n"
     )
-    assert (again.place, again.kind) == (("/m.py", 7), "X")
+    assert (again.location, again.kind) == (("/m.py", 7), "X")
     error = read_message(
         'X\n\nfrom user code:\n   File "/a.py", line 1, in f\n    y\n  File "/b.py", line 2, in g\n    z\n'
     )
-    assert error.place == ("/b.py", 2)
+    assert error.location == ("/b.py", 2)
     said = recompile_of(
         "Recompiling function forward in /m.py:3\n    triggered by the following guard failure(s):\n"
         '    - 0/0: self.n == 1  # self.n += 1  # m.py:4 in forward\n    - User stack trace:\n    -   File "/m.py", line 4\n'

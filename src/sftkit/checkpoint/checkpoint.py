@@ -159,7 +159,7 @@ class Checkpoints:
         # of a pipeline each stage writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
             named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
-            among = stages.alike
+            among = stages.replica
         states = snapshot_states(named, *among)
         # the writer's thread reads host memory, so the queued copies must be complete
         copies_done(self.rt.device)
@@ -263,17 +263,17 @@ class Checkpoints:
     def _fit(self, found: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
         """Return lines to print about what was changed, or the error: the other ranks wait for a
         value, so nothing is raised."""
-        place, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
+        prefix, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
         try:
             if found.state["optimizer"] != here:
                 raise ConfigError(
-                    f"{place} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
+                    f"{prefix} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
                     "with its optim.name and train.precision, or start from its weights with model.path"
                 )
             if not (folder / OPTIMIZER).is_dir():
-                raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(found.state.get("identity"), self.identity, place)
-            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, place)
+                raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+            check_identity(found.state.get("identity"), self.identity, prefix)
+            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
         except Exception as error:
             return error
 

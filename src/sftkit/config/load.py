@@ -119,13 +119,13 @@ def kept_settings(tree: Node) -> list[str]:
     the recipe, where they may have been meant for the other path."""
     notes = []
     for keys, node in _walk(tree, ()):
-        if keys[-1] != "path" or node.place != COMMAND_LINE or not _is_item(keys):
+        if keys[-1] != "path" or node.origin != COMMAND_LINE or not _is_item(keys):
             continue
         item, source = dotted(keys[:-1]), tree.nearest(keys[:-1]).value
         assert isinstance(source, dict)
-        kept = {name: own for name, own in source.items() if own.place != COMMAND_LINE}
+        kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
-            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.place}" for name, own in kept.items())
+            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.origin}" for name, own in kept.items())
             words = " ".join(f"{item}.{name}=..." for name in kept)
             notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
     return notes
@@ -168,8 +168,8 @@ def _resolve(
         world_size = 1
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
         keys = _keys(key)
-        place = tree.nearest(keys).place
-        problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
+        origin = tree.nearest(keys).origin
+        problems.append(f"{origin}: {key}: {text}" if not text.startswith(key) else f"{origin}: {text}")
     if problems or cfg is None:
         raise _report(problems)
     return cfg, tree
@@ -198,9 +198,9 @@ def _expand(tree: Node, problems: list[str]) -> None:
         key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
-                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.place))
+                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.origin))
             except ConfigError as error:
-                problems.append(f"{node.place}: {dotted(keys)}: {error}")
+                problems.append(f"{node.origin}: {dotted(keys)}: {error}")
 
 
 def _put(parent: Node, key: str | int, child: Node) -> None:
@@ -229,7 +229,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
         name = "" if secret_in(str(keys[-1])) else dotted(keys)
         kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
         if kind:
-            problems.append(f"{node.place}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
+            problems.append(f"{node.origin}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
             dropped.add(_remove(tree, keys))
     return dropped
 
@@ -271,9 +271,9 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
             continue
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
-        place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
+        origin = recipe if missing and not _is_item(keys) else tree.nearest(keys).origin
         text, meant = _explain(e, keys)
-        problems.append(f"{place}: {dotted(keys)}: {text}")
+        problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
@@ -388,6 +388,6 @@ def _annotated(cfg: Config, tree: Node) -> str:
             if child is None:
                 return "default"
             node = child
-        return node.place
+        return node.origin
 
     return render(_json(cfg), origin)

@@ -74,7 +74,7 @@ def build(
     orig_model, layout = training.orig_model, training.layout
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
-        write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
+        write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
         # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
         # attention may run kernels.
         apply_fp8(cfg, orig_model, layout, rt)
@@ -201,8 +201,8 @@ class Blocks:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
-        places = self._rt.topology.stages
-        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, places)
+        pipeline_size = self._rt.topology.stages
+        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, pipeline_size)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """Return a line for the console about what the warm-up built."""

@@ -29,9 +29,9 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
+from sftkit.graph.distribute import check_possible, distribute
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
-from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
@@ -76,7 +76,7 @@ def build(
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        place(model, training.source, rt, cfg.graph.token_dispatcher)
+        distribute(model, training.source, rt, cfg.graph.token_dispatcher)
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
         assembled = Assembled(choice, plan, model, optimizer, run_dir)
         engine = GraphEngine(cfg, rt, layout, assembled, stack.pop_all())
@@ -138,7 +138,7 @@ class GraphEngine:
         with working("capturing the graph of a step"):
             self.compiled = cfg.compile.enabled and self._capture()
         if cfg.graph.dump and rt.is_main:
-            dump(self.captured.stages, rt.place(self._run_dir))
+            dump(self.captured.stages, rt.output_dir(self._run_dir))
         losses: dict[tuple[int, int], float] = {}
         with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             self._run_shapes(losses)

@@ -160,7 +160,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
 
 
-def places_text(found: dict[str, Any]) -> str:
+def encoder_padding_text(found: dict[str, Any]) -> str:
     """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
     encoder."""
     taken = [

@@ -244,7 +244,7 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
 
 def layout_notes(found: dict[str, Any]) -> str:
     """Return what the columns mean, and what they leave out where there is an encoder."""
-    return f"{LAYOUT_NOTES} {preflight.places_text(found)}".rstrip()
+    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(found)}".rstrip()
 
 
 LAYOUT_NOTES = (

@@ -87,7 +87,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
         if read_status(folder).get("status") == "running":  # and the lock was free
             goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
             rt.print(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
-        return attempt.place_of(folder, resumes=resumes), resumes
+        return attempt.make_attempt_dir(folder, resumes=resumes), resumes
     except ConfigError as error:
         return str(error)
     except OSError as error:

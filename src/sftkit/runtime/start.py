@@ -111,7 +111,7 @@ class Runtime:
             finally:
                 self.leaving.release()
 
-    def place(self, run_dir: Path) -> Path:
+    def output_dir(self, run_dir: Path) -> Path:
         """Return where to write now what belongs into the run directory."""
         return self.status.run_dir if self.status is not None and is_attempt(self.status) else run_dir
 

@@ -92,7 +92,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     # What the recipe alone decides is refused first, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
-        from sftkit.graph.place import check_device  # experimental, as below
+        from sftkit.graph.distribute import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
@@ -174,12 +174,12 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
 def earlier_layers(run: Run) -> tuple[int, ...] | None:
     """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if it has as many
     stages; None: they are measured."""
-    train, folder, places = run.cfg.train, run.resume.folder, run.rt.topology.stages
-    if train.pipeline_layers or folder is None or places == 1:
+    train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
+    if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
-    return tuple(before) if before and len(before) == places * per_place else None
+    return tuple(before) if before and len(before) == pipeline_size * per_place else None
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:

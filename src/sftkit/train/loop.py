@@ -73,7 +73,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
     # How many steps there are is known before the first, and all ranks must have planned the same documents.
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
-    status = rt.open_status(rt.place(checkpoints.run_dir))
+    status = rt.open_status(rt.output_dir(checkpoints.run_dir))
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))

@@ -51,7 +51,7 @@ class Breaks:
         by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
         for seen in self.seen:
             for one in seen.breaks:
-                by_place.setdefault(one.place, []).append((seen.instrument, one))
+                by_place.setdefault(one.location, []).append((seen.instrument, one))
         return [_row(found, first=not index) for index, found in enumerate(by_place.values())]
 
 

@@ -49,7 +49,7 @@ class Break:
         return linecache.getline(self.file, self.line).strip()
 
     @property
-    def place(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """Return (file, line)."""
         return self.file, self.line
 
@@ -75,7 +75,7 @@ class Heard(logging.Handler):
         anew."""
         found: dict[tuple[str, int, str], Break] = {}
         for one in map(read_message, self.messages["graph_breaks"]):
-            found.setdefault((*one.place, one.kind), one)
+            found.setdefault((*one.location, one.kind), one)
         return list(found.values())
 
     def recompiles(self) -> list[str]:
