@@ -66,7 +66,7 @@ TORCH_FREE = (
     ),
     *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py", "memory/traffic.py"),
     *("data/origin.py", "data/rows.py", "data/readers.py", "data/conversation.py", "data/hub.py", "runtime/hub.py"),
-    *(f"rundir/{name}.py" for name in ("names", "files", "killed", "lock", "manifest", "made_from", "status")),
+    *(f"rundir/{name}.py" for name in ("names", "files", "killed", "lock", "manifest", "provenance", "status")),
     *(f"runtime/{name}.py" for name in ("launcher", "oom", "progress", "script", "signals", "words")),
 )
 "Rooms and modules that are read before, or without, torch."

@@ -24,13 +24,13 @@ from sftkit.experiments.explain.bisect import called_modules as captured_parts
 from sftkit.experiments.explain.breaks import breaks_of
 from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.flags import parse
-from sftkit.experiments.explain.heard import read_message, recompile_of
 from sftkit.experiments.explain.kernels import module_step
 from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
 from sftkit.experiments.explain.run import _found, run
 from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
+from sftkit.experiments.explain.torch_logs import read_message, recompile_of
 from sftkit.experiments.explain.words import lines_of, wrapped
 
 FAULTS = Path(__file__).parent / "planted_faults.py"

@@ -18,8 +18,8 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.found import ResumeCheckpoint, find
 from sftkit.checkpoint.manifest import Best, read_best, sweep
+from sftkit.checkpoint.resume import ResumeCheckpoint, find
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
 from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb, reason

@@ -47,7 +47,7 @@ _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
 "Values of each encoder input that are compared, from its middle."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Fields of checkpoints written before stretches were kept; they may change."
+"Fields of checkpoints written before plan segments were kept; they may change."
 
 
 def run_identity(

@@ -22,7 +22,7 @@ DECIDING = (
     *(
         "demo/builtin",
         "demo/pictures",
-        "alike",
+        "answer_matcher",
         "answers",
         "arrow",
         "caption",

@@ -158,8 +158,8 @@ class GlobalBatch:
         return costs, balance.assign_rows(costs, layout.accumulation, layout.world_size)
 
 
-class Stretch(NamedTuple):
-    """Steps of a run whose global batches are made alike: from one step on until the next stretch begins."""
+class PlanSegment(NamedTuple):
+    """Steps of a run whose global batches are made alike: from one step on until the next segment begins."""
 
     after_step: int
     "it begins with the step after this one"
@@ -173,7 +173,7 @@ def make_layout(
     train: TrainConfig,
     documents: DocumentLengths,
     world_size: int = 1,
-    earlier: Sequence[Stretch] = (),
+    earlier: Sequence[PlanSegment] = (),
 ) -> Layout:
     """Return the layout of a run, from the recipe and the lengths of its training documents; equal on all ranks.
 

@@ -24,9 +24,9 @@ from sftkit.data.origin import Origin, find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
-from sftkit.rundir.made_from import WEIGHTS
 from sftkit.rundir.manifest import read_manifest
 from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.provenance import WEIGHTS
 from sftkit.runtime.hub import find_model
 
 FIRST_ROWS = 100

@@ -99,7 +99,7 @@ def prepared_examples(
     data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
-    which then finds them in the cache. What was found in their rows is not logged: `look` shows it."""
+    which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
     _, tokenize_of = stages.DATA_OF_STAGES[stage]
     with findings.without_logging():
         return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())

@@ -19,7 +19,7 @@ from sftkit.config.terminal import visible
 from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
-from sftkit.preflight import look as preflight
+from sftkit.preflight import analysis as preflight
 from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.words import counted
 

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
+from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import is_part, latest
 from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.numbers import duration, parameters, show
-from sftkit.reports.pieces import columns, value_text
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."

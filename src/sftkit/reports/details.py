@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftkit.reports.charts import histogram
+from sftkit.reports.components import columns, facts, numbers, section, setting, table, value_text
 from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import moment, show
-from sftkit.reports.pieces import columns, facts, numbers, section, setting, table, value_text
 
 SOURCES = {
     "name": "source",

@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 from sftkit.reports import details, results, sections
 from sftkit.reports.compare import speed_words
+from sftkit.reports.components import badge, headline, table, value_text
 from sftkit.reports.files import number
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import duration, moment, parameters, show
-from sftkit.reports.pieces import badge, headline, table, value_text
 from sftkit.reports.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"

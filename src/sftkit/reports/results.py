@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
+from sftkit.reports.components import figure, section, table, value_text
 from sftkit.reports.evaluated import is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, show
-from sftkit.reports.pieces import figure, section, table, value_text
 
 _MOST_CHARTS = 12
 

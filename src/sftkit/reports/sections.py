@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis
+from sftkit.reports.components import Check, check_table, facts, figure, points, section, table, value_text
 from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
-from sftkit.reports.pieces import Check, check_table, facts, figure, points, section, table, value_text
 
 CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
     ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),

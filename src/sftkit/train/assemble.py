@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.found import NEW_RUN, ResumeCheckpoint, find
+from sftkit.checkpoint.resume import NEW_RUN, ResumeCheckpoint, find
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
@@ -40,12 +40,12 @@ from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
-from sftkit.preflight import look as preflight
-from sftkit.preflight.look import PlannedModel
+from sftkit.preflight import analysis as preflight
+from sftkit.preflight.analysis import PlannedModel
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.made_from import write_made_from
 from sftkit.rundir.names import CONFIG, RECIPE
+from sftkit.rundir.provenance import write_provenance
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -76,7 +76,7 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
-        if rt.is_main and (warning := write_made_from(folder, cfg, resumes=rt.resumes)):
+        if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
             rt.print(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
@@ -137,7 +137,7 @@ def lay_out(
 ) -> Batches:
     """Return this rank's share of the documents in rows of declared shapes, without those that the
     resumed checkpoint has used."""
-    examples, max_length, earlier = documents.examples, documents.max_length, resume.stretches
+    examples, max_length, earlier = documents.examples, documents.max_length, resume.segments
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(
         cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
@@ -159,7 +159,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
         if not run.rt.is_main:
             return
         learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
-        found = preflight.look(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        found = preflight.analyse(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record(run.dir, run.rt, found)
 
     training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)

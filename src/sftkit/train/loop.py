@@ -205,7 +205,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                     state: dict[str, Any] = {"tokens": progress.tokens, "max_length": batches.layout.max_length}
                     state[PROGRESS] = progress.state()
                     state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
-                    state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
+                    state["stretches"] = [segment._asdict() for segment in batches.segments]
                     state |= {
                         name: getattr(cfg.data, name) for name in ("thinking", "split_turns", "targets", "too_long")
                     }

@@ -10,8 +10,8 @@ import torch._dynamo  # private: explain has no public name
 from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
 
 from sftkit.experiments.explain.cases import remedy_of
-from sftkit.experiments.explain.heard import Break, listening, read_message
 from sftkit.experiments.explain.subject import Subject
+from sftkit.experiments.explain.torch_logs import Break, listening, read_message
 from sftkit.runtime.words import counted
 
 ADDS = {

@@ -64,7 +64,7 @@ class PlannedModel:
 UNKNOWN = PlannedModel()
 
 
-def look(
+def analyse(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     data: DataOfRun,
@@ -109,7 +109,7 @@ def data_of_run(batches: Batches, validation: dict[str, Examples]) -> DataOfRun:
     """Return the data of a run that is about to train."""
     examples, layout = batches.examples, batches.layout
     # Of a run whose batch size was changed on the way: an epoch as it is now.
-    epoch = batches.plan(0) if len(batches.stretches) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
+    epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
     return DataOfRun(examples, validation, layout, epoch)
 
 
@@ -119,7 +119,7 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
 
 
 def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
-    """Write what `look` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
+    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
     rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
